@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: MIT
+"""JAX arrays, tracers and BCOO matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import sparse
+
+from uniclip.backends.base import Array, Backend, Rebuild
+
+
+class _JAX(Backend):
+    def is_array(self, leaf: Any) -> bool:
+        return isinstance(leaf, (jax.Array, sparse.BCOO)) and leaf.dtype != jnp.bool_
+
+    def readable(self, array: Array) -> bool:
+        return (
+            not isinstance(array, jax.core.Tracer)
+            and array.is_fully_addressable
+            and all(device.platform == "cpu" for device in array.devices())
+        )
+
+    def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
+        if isinstance(leaf, sparse.BCOO):
+            merged = leaf.sum_duplicates(nse=leaf.nse)  # as many stored entries as before: jit needs it
+            return merged.data, lambda new: sparse.BCOO((new, merged.indices), shape=leaf.shape)
+        return super().stored(leaf)
+
+    def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+        return jax.lax.cond(ok, usual, rare)
+
+    def constant(self, array: Array) -> Array:
+        return jax.lax.stop_gradient(array)
+
+    def beside(self, array: Array, other: Array) -> Array:
+        concrete = not isinstance(array, jax.core.Tracer) and not isinstance(other, jax.core.Tracer)
+        # Uncommitted and single-device arrays are moved; sharded ones are XLA's to place.
+        if concrete and array.devices() != other.devices() and len(other.devices()) == 1:
+            return jax.device_put(array, next(iter(other.devices())))
+        return array
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+BACKEND = _JAX(jnp)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: MIT
+"""TensorFlow tensors and IndexedSlices, eager, in ``tf.function``, under XLA and in TensorFlow 1 graphs.
+
+TensorFlow has no array API namespace (``tf.experimental.numpy`` needs a process-wide switch), so this
+file writes one, of the functions that uniclip calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from uniclip.backends.base import Array, Backend, Rebuild
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "integral": lambda dtype: dtype.is_integer,
+    "real floating": lambda dtype: dtype.is_floating,
+    "complex floating": lambda dtype: dtype.is_complex,
+}
+
+
+def _isdtype(dtype: Any, kind: str) -> bool:
+    return bool(_KINDS[kind](tf.as_dtype(dtype)))
+
+
+def _dtype(value: Any) -> Any:
+    return tf.as_dtype(value.dtype if hasattr(value, "dtype") else value)
+
+
+def _result_type(*values: Any) -> Any:
+    """Promote arrays and dtypes by the array API's tables (bfloat16 beside them, as float16 is)."""
+    dtypes = [_dtype(value) for value in values]
+    wide = [tf.float32 if dtype == tf.bfloat16 else dtype for dtype in dtypes]
+    same = all(dtype == dtypes[0] for dtype in dtypes)
+    return dtypes[0] if same else tf.as_dtype(np.result_type(*(dtype.as_numpy_dtype for dtype in wide)))
+
+
+def _asarray(value: Any, *, dtype: Any = None) -> Array:
+    if not tf.is_tensor(value):
+        return tf.convert_to_tensor(value, dtype)
+    value = tf.convert_to_tensor(value)
+    return value if dtype is None else tf.cast(value, dtype)
+
+
+def _clip(x: Array, min: Any = None, max: Any = None) -> Array:  # noqa: A002 - the standard's names
+    x = x if min is None else tf.maximum(x, _asarray(min, dtype=x.dtype))
+    return x if max is None else tf.minimum(x, _asarray(max, dtype=x.dtype))
+
+
+def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
+    def reduction(x: Array, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Array:
+        return reduce(x, axis=axis if axis is None or isinstance(axis, int) else list(axis), keepdims=keepdims)
+
+    return reduction
+
+
+namespace = SimpleNamespace(
+    __name__="uniclip.backends.tensorflow.namespace",
+    float32=tf.float32,
+    float64=tf.float64,
+    abs=tf.abs,
+    all=_reduction(tf.reduce_all),
+    any=_reduction(tf.reduce_any),
+    asarray=_asarray,
+    astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
+    clip=_clip,
+    expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
+    imag=tf.math.imag,
+    isdtype=_isdtype,
+    isfinite=tf.math.is_finite,
+    isinf=tf.math.is_inf,
+    logical_not=tf.logical_not,
+    max=_reduction(tf.reduce_max),
+    not_equal=tf.not_equal,
+    ones_like=tf.ones_like,
+    real=tf.math.real,
+    result_type=_result_type,
+    sqrt=tf.sqrt,
+    stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
+    sum=_reduction(tf.reduce_sum),
+    where=tf.where,
+    zeros=lambda shape, /, *, dtype=tf.float32: tf.zeros(shape, dtype),
+)
+
+
+class _TensorFlow(Backend):
+    def is_array(self, leaf: Any) -> bool:
+        return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
+            leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer
+        )
+
+    def readable(self, array: Array) -> bool:
+        return tf.executing_eagerly() and not tf.is_symbolic_tensor(array) and "CPU" in array.device
+
+    def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
+        if isinstance(leaf, tf.IndexedSlices):
+            rows, place = tf.unique(tf.convert_to_tensor(leaf.indices))
+            values = tf.math.unsorted_segment_sum(leaf.values, place, tf.size(rows))
+            values.set_shape([None, *leaf.values.shape[1:]])
+            return values, lambda new: tf.IndexedSlices(new, rows, leaf.dense_shape)
+        return tf.convert_to_tensor(leaf), lambda new: new
+
+    def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
+        if isinstance(leaf, tf.IndexedSlices):
+            if leaf.dense_shape is None:
+                msg = "an IndexedSlices gradient without dense_shape has no known size to average over"
+                raise ValueError(msg)
+            shape = leaf.dense_shape if axes is None else tf.gather(leaf.dense_shape, axes)
+            return tf.reduce_prod(shape)
+        if leaf.shape.is_fully_defined():
+            return super().size(leaf, axes)
+        return tf.size(leaf) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf), axes))
+
+    def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+        return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
+
+    def constant(self, array: Array) -> Array:
+        return tf.stop_gradient(array)
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+BACKEND = _TensorFlow(namespace)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: MIT
+"""PyTorch tensors, dense and sparse, eager, compiled and under ``torch.func``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from array_api_compat import torch as xp
+
+from uniclip.backends.base import Array, Backend, Rebuild
+
+_COMPRESSED = {torch.sparse_csr: torch.sparse_csr_tensor, torch.sparse_csc: torch.sparse_csc_tensor}
+
+
+class _Torch(Backend):
+    output_axis = 0
+
+    def is_array(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
+
+    def readable(self, array: Array) -> bool:
+        return array.device.type == "cpu" and not torch.compiler.is_compiling() and not _in_transform()
+
+    def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
+        if leaf.layout is torch.sparse_coo:
+            leaf = leaf.coalesce()
+            return leaf.values(), lambda new: torch.sparse_coo_tensor(
+                leaf.indices(), new, leaf.shape, is_coalesced=True
+            )
+        if leaf.layout in _COMPRESSED:
+            make = _COMPRESSED[leaf.layout]
+            outer, inner = (
+                (leaf.crow_indices, leaf.col_indices)
+                if leaf.layout is torch.sparse_csr
+                else (leaf.ccol_indices, leaf.row_indices)
+            )
+            return leaf.values(), lambda new: make(outer(), inner(), new, leaf.shape)
+        return super().stored(leaf)
+
+    def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+        if torch.compiler.is_compiling():
+            return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
+        return super().cond(ok, usual, rare)
+
+    def constant(self, array: Array) -> Array:
+        return array.detach()
+
+    def beside(self, array: Array, other: Array) -> Array:
+        return array.to(other.device)
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def _in_transform() -> bool:
+    """Whether ``torch.func`` is transforming the caller: then a value may stand for many."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public question
+
+
+BACKEND = _Torch(xp)

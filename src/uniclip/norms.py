@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: MIT
+"""Second choice, the norm: how the size of the entries in a scope is measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from uniclip._repr import Printed
+
+
+@dataclass(frozen=True, repr=False)
+class Norm(Printed):
+    """Measure N entries as ``(Σ|x|ᵖ)^(1/p) / N^size_power``.
+
+    Parameters
+    ----------
+    p : float, default 2
+        The order, at least 1; ``math.inf`` is the largest modulus.
+    size_power : float, default 0
+        The power of the number of entries by which the norm is divided: 1/2 with ``p=2`` is the
+        root mean square, 1 with ``p=1`` the mean modulus, 1 with ``p=2`` TensorFlow 1's average norm.
+
+    Raises
+    ------
+    ValueError
+        If ``p`` is below 1 or NaN.
+
+    Examples
+    --------
+    >>> from uniclip import Norm, RMS
+    >>> Norm(2, size_power=0.5) == RMS
+    True
+    """
+
+    p: float = 2
+    size_power: float = 0
+
+    def __post_init__(self) -> None:
+        """Refuse an order that is no norm."""
+        if not self.p >= 1:
+            msg = f"the order of a norm must be at least 1 (math.inf for the largest modulus), got {self.p!r}"
+            raise ValueError(msg)
+
+    @property
+    def op(self) -> Literal["sum", "max"]:
+        """How the totals of two parts are joined, across leaves and across devices."""
+        return "max" if self.p == math.inf else "sum"
+
+    @property
+    def may_leave_range(self) -> bool:
+        """Whether ``|x|ᵖ`` can overflow or underflow although the norm does not."""
+        return 1 < self.p < math.inf
+
+    def total(self, xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
+        """Return ``Σ|x|ᵖ`` (the largest ``|x|`` for p = ∞) over ``axes``."""
+        if self.p == 2:  # noqa: PLR2004 - without an absolute value, whose derivative at 0 is undefined
+            return xp.sum(_square(xp, x), axis=axes)
+        if self.p == math.inf:
+            return largest(xp, x, axes)
+        return xp.sum(xp.abs(x) ** self.p, axis=axes)
+
+    def root(self, xp: Any, total: Any) -> Any:
+        """Return ``total^(1/p)``, with derivative 0 where the total is 0."""
+        if not self.may_leave_range:
+            return total
+        positive = total > 0
+        safe = xp.where(positive, total, xp.ones_like(total))
+        return xp.where(positive, xp.sqrt(safe) if self.p == 2 else safe ** (1 / self.p), total)  # noqa: PLR2004
+
+
+def largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
+    """Return the largest ``|x|`` over ``axes``, 0 where there is no entry."""
+    return xp.sum(xp.abs(x), axis=axes) if 0 in x.shape else xp.max(xp.abs(x), axis=axes)
+
+
+def _square(xp: Any, x: Any) -> Any:
+    return xp.real(x) ** 2 + xp.imag(x) ** 2 if xp.isdtype(x.dtype, "complex floating") else x * x
+
+
+L1 = Norm(1)
+L2 = Norm(2)
+Linf = Norm(math.inf)
+RMS = Norm(2, size_power=0.5)
+MEAN = Norm(1, size_power=1)
+AVERAGE = Norm(2, size_power=1)

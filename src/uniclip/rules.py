@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: MIT
+"""A rule is its four choices; every published rule is one expression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+from uniclip import core
+from uniclip._repr import Printed
+from uniclip.curves import hard
+from uniclip.limits import Constant, Limit, NoState
+from uniclip.norms import AVERAGE, L2, RMS, Norm
+from uniclip.scopes import Scope, all_leaves, axes, each_leaf
+
+
+@dataclass(frozen=True, repr=False)
+class Rule(Printed):
+    """Multiply each gradient by ``curve(norm, limit)``, with one norm per scope.
+
+    Parameters
+    ----------
+    limit : float, 0-d array, or Limit
+        How large the norm may be; a number is the same at every step, ``math.inf`` only measures.
+    scope : Scope, default all_leaves
+        Which entries share one norm.
+    norm : Norm, default L2
+        How their size is measured.
+    curve : callable, default hard
+        ``curve(xp, norm, limit)`` returns the factor.
+
+    Examples
+    --------
+    >>> import uniclip as uc
+    >>> uc.Rule(1.0, scope=uc.each_leaf, norm=uc.RMS)
+    Rule(Constant(1.0), scope=each_leaf, norm=RMS)
+    """
+
+    limit: Any
+    scope: Scope = all_leaves
+    norm: Norm = L2
+    curve: Callable[[Any, Any, Any], Any] = hard
+
+    def __post_init__(self) -> None:
+        """Read a number or an array as a constant limit."""
+        if not callable(self.limit):
+            object.__setattr__(self, "limit", Constant(self.limit))
+
+    @property
+    def memory(self) -> bool:
+        """Whether the rule remembers earlier steps."""
+        limit: Limit = self.limit
+        return limit.memory
+
+    def init(self, grads: Any) -> Any:
+        """Return the state before the first step, for gradients or parameters like ``grads``."""
+        limit: Limit = self.limit
+        return limit.init(core.zeros(core.read(grads, self.scope)))
+
+    def update(
+        self, grads: Any, state: Any, params: Any = None, all_reduce: core.AllReduce | None = None
+    ) -> tuple[Any, Any, core.Report]:
+        """Clip ``grads``; the pure form, for jit, scan and checkpoints.
+
+        Parameters
+        ----------
+        grads, params, all_reduce
+            As in `uniclip.clip`.
+        state : NamedTuple
+            What `init` or the step before returned.
+
+        Returns
+        -------
+        clipped : tree
+        state : NamedTuple
+        report : Report
+        """
+        return core.update(self, grads, state, params, all_reduce)
+
+
+@dataclass(frozen=True, repr=False)
+class ByValue(Printed):
+    """Clip each entry into ``[min, max]``: the one rule that is no norm (it runs ``xp.clip``).
+
+    Parameters
+    ----------
+    min, max : float or array
+        The bounds; arrays broadcast against each leaf. Integer gradients need whole bounds.
+    """
+
+    min: Any
+    max: Any
+    memory: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are NaN or the wrong way round."""
+        if isinstance(self.min, Real) and isinstance(self.max, Real) and not float(self.min) <= float(self.max):
+            msg = f"min must not be above max, and neither NaN: got min={self.min!r}, max={self.max!r}"
+            raise ValueError(msg)
+
+    def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
+        """Return the empty state."""
+        return NoState()
+
+    def update(
+        self,
+        grads: Any,
+        state: NoState,
+        params: Any = None,  # noqa: ARG002 - every rule has it
+        all_reduce: core.AllReduce | None = None,  # noqa: ARG002 - every rule has it
+    ) -> tuple[Any, NoState, core.Report]:
+        """Clip ``grads``; see `Rule.update`. The report is empty."""
+        clipped, report = core.apply(grads, self._clip)
+        return clipped, state, report
+
+    def _clip(self, xp: Any, array: Any) -> Any:
+        if xp.isdtype(array.dtype, "complex floating"):
+            msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
+            raise TypeError(msg)
+        if xp.isdtype(array.dtype, "integral"):
+            for bound in (self.min, self.max):
+                if isinstance(bound, Real) and not float(bound).is_integer():
+                    msg = f"integer gradients ({array.dtype}) need whole bounds, got {bound!r}"
+                    raise TypeError(msg)
+        low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (self.min, self.max))
+        return core.cast(xp, xp.clip(array, low, high), array.dtype)
+
+
+def by_value(lo: Any, hi: Any = None) -> ByValue:
+    """Clip each entry into ``[lo, hi]``, or into ``[-lo, lo]`` if ``hi`` is not given (Mikolov, PhD thesis 2012)."""
+    return ByValue(-lo, lo) if hi is None else ByValue(lo, hi)
+
+
+def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Rule:  # noqa: A002 - NumPy's name
+    """Scale each leaf (each slice along ``axis``) to norm ``c`` at most: ``g · min(1, c/‖g‖)``.
+
+    Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063; TensorFlow's ``clip_by_norm``.
+    """
+    return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord))
+
+
+def by_average_norm(c: Any) -> Rule:
+    """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries (TensorFlow 1's ``clip_by_average_norm``; not the RMS)."""
+    return Rule(c, scope=each_leaf, norm=AVERAGE)
+
+
+def by_global_norm(c: Any, ord: float = 2) -> Rule:  # noqa: A002 - NumPy's name
+    """Scale all leaves by one factor to joint norm ``c`` at most, which keeps the direction (arXiv:1211.5063)."""
+    return Rule(c, scope=all_leaves, norm=Norm(ord))
+
+
+def by_block_rms(c: Any) -> Rule:
+    """Scale each leaf to root mean square ``c`` at most (Adafactor, arXiv:1804.04235; optax's ``clip_by_block_rms``)."""
+    return Rule(c, scope=each_leaf, norm=RMS)
+
+
+def _along(axis: int | tuple[int, ...]) -> Scope:
+    return axes(axis) if isinstance(axis, int) else axes(*axis)

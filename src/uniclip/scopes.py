@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: MIT
+"""First choice, the scope: which entries of the gradients share one norm.
+
+A scope is two choices of its own: which axes of a leaf one norm covers, and which leaves are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from uniclip._repr import Printed
+
+Path: TypeAlias = tuple[Any, ...]
+Axes: TypeAlias = None | tuple[int, ...] | Callable[[int, int], tuple[int, ...]]
+Label: TypeAlias = Callable[[Path, Any], Hashable]
+
+
+@dataclass(frozen=True, repr=False)
+class Scope(Printed):
+    """Say which entries share one norm.
+
+    Parameters
+    ----------
+    axes : None, tuple of int, or callable
+        The axes of a leaf that one norm covers: ``None`` all of them, ``()`` none (each entry by
+        itself), or a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
+    join : callable, optional
+        ``join(path, leaf)`` names the group a leaf belongs to; leaves of one group share their
+        norm. ``None`` keeps every leaf by itself. ``path`` is the tuple of keys that leads to the
+        leaf, for example ``("encoder", 0, "weight")``.
+
+    Examples
+    --------
+    >>> from uniclip import Scope, all_leaves
+    >>> Scope(axes=(0,))
+    Scope(axes=(0,))
+    >>> all_leaves
+    all_leaves
+    """
+
+    axes: Axes = None
+    join: Label | None = None
+
+    def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:
+        """Return the axes of an ``ndim``-dimensional leaf that one norm covers, ``None`` for all."""
+        axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes
+        if axes is None:
+            return None
+        if wrong := [axis for axis in axes if not -ndim <= axis < ndim]:
+            msg = f"axis {wrong[0]} is out of range for {ndim} dimension(s)"
+            raise ValueError(msg)
+        return tuple(sorted({axis % ndim for axis in axes}))
+
+
+def everything(path: Path, leaf: object) -> Hashable:  # noqa: ARG001 - the signature of a label
+    """Put every leaf into one group."""
+    return None
+
+
+def all_but_first(ndim: int, output_axis: int) -> tuple[int, ...]:  # noqa: ARG001 - the signature of axes
+    """Cover all axes but the first, the axis of the examples."""
+    if ndim == 0:
+        msg = "a leaf without dimensions has no example axis"
+        raise ValueError(msg)
+    return tuple(range(1, ndim))
+
+
+@dataclass(frozen=True)
+class FanIn:
+    """Cover all axes but the output axis; a vector or a scalar is one unit."""
+
+    axis: int | None = None
+
+    def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
+        """Return every axis but the output's."""
+        if ndim <= 1:
+            return tuple(range(ndim))
+        kept = output_axis if self.axis is None else self.axis
+        if not -ndim <= kept < ndim:
+            msg = f"output axis {kept} is out of range for {ndim} dimensions"
+            raise ValueError(msg)
+        return tuple(axis for axis in range(ndim) if axis != kept % ndim)
+
+
+each_entry = Scope(axes=())
+each_leaf = Scope()
+each_example = Scope(axes=all_but_first, join=everything)
+all_leaves = Scope(join=everything)
+
+
+def axes(*axis: int) -> Scope:
+    """Give one norm to the entries along ``axis`` of each leaf, as ``axis=`` does in NumPy."""
+    return Scope(axes=axis)
+
+
+def unit(axis: int | None = None) -> Scope:
+    """Give one norm to each output unit's fan-in; ``axis`` is the output axis.
+
+    Without ``axis`` it follows the framework's convention: first in PyTorch, last elsewhere.
+    """
+    return Scope(axes=FanIn(axis))
+
+
+def groups(label: Label) -> Scope:
+    """Give one norm to the leaves for which ``label(path, leaf)`` is equal."""
+    return Scope(join=label)

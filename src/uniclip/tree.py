@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT
+"""Trees of gradients: flatten with paths, rebuild, and errors that name the leaf."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, ValuesView
+from typing import Any, NamedTuple
+
+import optree
+
+from uniclip.backends import Backend, backend_of
+from uniclip.backends.numpy import BACKEND as NUMPY
+from uniclip.scopes import Path
+
+
+class Tree(NamedTuple):
+    """A flattened tree; ``rebuild`` puts as many leaves back in their places."""
+
+    paths: list[Path]
+    leaves: list[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+def place(name: str, path: Path) -> str:
+    """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
+    return name + "".join(f"[{key!r}]" for key in path)
+
+
+def flatten(tree: Any, name: str = "grads") -> Tree:
+    """Flatten any nesting of containers; ``None`` keeps its place and is no leaf.
+
+    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes come back as
+    they were; an iterator is consumed once and comes back as a list.
+
+    Raises
+    ------
+    ValueError
+        If an iterator in the tree has nothing (left) in it.
+    """
+    paths, leaves, rebuild = _flatten(tree, name, ())
+    return Tree(paths, leaves, lambda new: rebuild(iter(new)))
+
+
+def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Backend:
+    """Return the backend that all leaves share, NumPy's if there is no leaf.
+
+    Raises
+    ------
+    TypeError
+        If a leaf is no array, or belongs to another framework than the first one.
+    """
+    chosen = None
+    for path, leaf in zip(paths, leaves, strict=True):
+        backend = backend_of(leaf)
+        if backend is None:
+            raise TypeError(_no_array(place(name, path), leaf))
+        chosen = chosen or backend
+        if backend is not chosen:
+            raise TypeError(_two_frameworks(name, paths[0], leaves[0], path, leaf))
+    return chosen or NUMPY
+
+
+def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:
+    keys, nodes, spec = optree.tree_flatten_with_path(tree)
+    paths: list[Path] = []
+    leaves: list[Any] = []
+    builders: list[Callable[[Iterator[Any]], Any]] = []
+    for key, node in zip(keys, nodes, strict=True):
+        path = (*prefix, *key)
+        opened = None if backend_of(node) else _open(node, place(name, path))
+        if opened is None:
+            paths.append(path)
+            leaves.append(node)
+            builders.append(next)
+        else:
+            container, close = opened
+            more_paths, more_leaves, rebuild = _flatten(container, name, path)
+            paths += more_paths
+            leaves += more_leaves
+            builders.append(lambda new, rebuild=rebuild, close=close: close(rebuild(new)))
+    return paths, leaves, lambda new: optree.tree_unflatten(spec, [build(new) for build in builders])
+
+
+def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Return a container that optree knows and the way back from it, ``None`` for a leaf."""
+    # The one framework named outside backends/ and integrations/: classes registered with JAX
+    # (flax and equinox modules, say) are nodes only JAX can open.
+    if (jax := sys.modules.get("jax")) and (opened := _open_registered(jax.tree_util, node)):
+        return opened
+    if isinstance(node, Iterator):
+        if not (items := list(node)):
+            msg = f"{where} is an iterator with nothing left in it; pass a list, which can be read twice"
+            raise ValueError(msg)
+        return items, _same
+    if isinstance(node, (list, tuple, ValuesView)):
+        return list(node), _same
+    if isinstance(node, Mapping):
+        return dict(node), _same
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}, lambda new: _replaced(node, new)
+    return None
+
+
+def _open_registered(tree_util: Any, node: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    if treedef == tree_util.tree_structure(0):
+        return None
+    children = {tree_util.keystr(key, simple=True): child for key, child in pairs}
+    return children, lambda new: treedef.unflatten([new[key] for key in children])
+
+
+def _same(container: Any) -> Any:
+    return container
+
+
+def _replaced(node: Any, new: dict[str, Any]) -> Any:
+    made = copy.copy(node)
+    for field, value in new.items():
+        object.__setattr__(made, field, value)  # frozen dataclasses and fields without init too
+    return made
+
+
+def _no_array(where: str, leaf: object) -> str:
+    cls = type(leaf)
+    return (
+        f"{where} is a {cls.__module__}.{cls.__qualname__}, not an array: pass gradients of NumPy, PyTorch, TensorFlow, "
+        "JAX or another array API library (numbers as one array, an absent gradient as None)"
+    )
+
+
+def _two_frameworks(name: str, first_path: Path, first: object, path: Path, leaf: object) -> str:
+    return (
+        f"{place(name, path)} is a {type(leaf).__module__}.{type(leaf).__qualname__} but {place(name, first_path)} is a "
+        f"{type(first).__module__}.{type(first).__qualname__}: convert all gradients to one framework first"
+    )
