@@ -40,9 +40,9 @@ class Report(NamedTuple):
     factors: Any = None
     """What the gradients were multiplied by."""
     clipped: Any = None
-    """Whether any factor differs from 1: a boolean 0-d array."""
+    """Whether any factor differs from 1 (a boolean 0-d array)."""
     finite: Any = None
-    """Whether every norm was finite: a boolean 0-d array."""
+    """Whether every norm was finite (a boolean 0-d array)."""
 
     def __repr__(self) -> str:
         """Say that the norms are those before clipping."""
@@ -119,21 +119,26 @@ def _leaf(backend: Backend, scope: Scope, name: str, path: Path, given: Any, gro
 def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -> list[Any]:
     """Return the norm of each group, in float32 or wider.
 
-    ``Σ|x|ᵖ`` is summed first as it is; only where it leaves the range in which that is accurate (it
-    overflows, or the small terms underflow) is it summed again with the entries divided by the
-    largest of them: one more reading of the gradients, and only when needed.
+    ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
+    overflows, or small squares underflow) is it summed again in units of the largest entry: one more
+    reading of the gradients, and only when needed. For a power p other than 2 the units come first:
+    the rounding of 1/p would cost precision when the sum is far from 1.
     """
     backend, xp = grads.backend, grads.backend.xp
     join = partial(_joined, backend, all_reduce)
-    totals = [join(group, norm.op, lambda leaf: norm.total(xp, _wide(xp, leaf.array), leaf.axes)) for group in grads.groups]
-    usual = [partial(norm.root, xp, total) for total in totals]
-    if norm.may_leave_range:
-        rare = [partial(_rescaled, backend, norm, join, group) for group in grads.groups]
-        norms = _choose(backend, [xp.all(_in_range(xp, total)) for total in totals], usual, rare)
+    plain = [partial(_plain, backend, norm, join, group) for group in grads.groups]
+    in_units = [partial(_in_units, backend, norm, join, group) for group in grads.groups]
+    if not norm.has_powers:
+        norms = [total() for total in plain]
+    elif norm.p != 2:  # noqa: PLR2004
+        norms = [root() for root in in_units]
     else:
-        norms = [root() for root in usual]
+        squares = [total() for total in plain]
+        usual = [partial(norm.root, xp, total) for total in squares]
+        norms = _choose(backend, [xp.all(_in_range(xp, total)) for total in squares], usual, in_units)
     if norm.size_power:
-        sizes = [join(group, "sum", partial(_size, backend)) for group in grads.groups]
+        counts = [partial(_size, backend, n.dtype) for n in norms]
+        sizes = [join(group, "sum", count) for group, count in zip(grads.groups, counts, strict=True)]
         norms = [n / size**norm.size_power for n, size in zip(norms, sizes, strict=True)]
     return norms
 
@@ -142,15 +147,15 @@ def _joined(
     backend: Backend, all_reduce: AllReduce | None, group: list[Leaf], op: Literal["sum", "max"], part: Callable[[Leaf], Any]
 ) -> Any:
     """Join the parts of a group's leaves, and of other devices."""
-    xp = backend.xp
     parts = [part(leaf) for leaf in group]
     for leaf, one in zip(group, parts, strict=True):
         _same_shape(group[0].path, parts[0].shape, leaf.path, one.shape)
     if len(parts) == 1:
         total = parts[0]
     else:
+        xp = backend.xp
         parts = parts or [xp.asarray(0.0, dtype=xp.float32)]
-        dtype = xp.result_type(*parts)
+        dtype = xp.result_type(*(one.dtype for one in parts))
         stacked = xp.stack([cast(xp, backend.beside(one, parts[0]), dtype) for one in parts])
         total = xp.sum(stacked, axis=0) if op == "sum" else xp.max(stacked, axis=0)
     return total if all_reduce is None else all_reduce(total, op)
@@ -166,11 +171,22 @@ def _same_shape(first: Path, shape: Any, path: Path, other: Any) -> None:
     raise ValueError(msg)
 
 
-def _rescaled(backend: Backend, norm: Norm, join: Callable[..., Any], group: list[Leaf]) -> Any:
+def _plain(backend: Backend, norm: Norm, join: Callable[..., Any], group: list[Leaf]) -> Any:
+    xp = backend.xp
+    return join(group, norm.op, lambda leaf: norm.total(xp, _wide(xp, leaf.array), leaf.axes))
+
+
+_RANGE = {True: (1.2e-38, 8e37), False: (2.3e-308, 4e307)}
+"""Normal numbers whose reciprocals are normal, in float32 (True) and float64."""
+
+
+def _in_units(backend: Backend, norm: Norm, join: Callable[..., Any], group: list[Leaf]) -> Any:
     xp = backend.xp
     top = join(group, "max", lambda leaf: largest(xp, _wide(xp, leaf.array), leaf.axes))
     # The norm does not depend on its unit, so its derivative must not either (it would overflow).
-    unit = backend.constant(xp.where(xp.isfinite(top) & (top > 0), top, xp.ones_like(top)))
+    # It stays where its reciprocal is a normal number too: XLA multiplies by that instead of dividing.
+    low, high = _RANGE[top.dtype == xp.float32]
+    unit = backend.constant(xp.clip(top, xp.asarray(low, dtype=top.dtype), xp.asarray(high, dtype=top.dtype)))
     total = join(
         group,
         "sum",
@@ -193,8 +209,8 @@ def _in_range(xp: Any, total: Any) -> Any:
     return xp.isfinite(total) & (total > smallest)
 
 
-def _size(backend: Backend, leaf: Leaf) -> Any:
-    return backend.xp.asarray(backend.size(leaf.given, leaf.axes), dtype=backend.xp.float32)
+def _size(backend: Backend, dtype: Any, leaf: Leaf) -> Any:
+    return backend.xp.asarray(backend.size(leaf.given, leaf.axes), dtype=dtype)
 
 
 def _wide(xp: Any, array: Any) -> Any:

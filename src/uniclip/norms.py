@@ -49,7 +49,7 @@ class Norm(Printed):
         return "max" if self.p == math.inf else "sum"
 
     @property
-    def may_leave_range(self) -> bool:
+    def has_powers(self) -> bool:
         """Whether ``|x|ᵖ`` can overflow or underflow although the norm does not."""
         return 1 < self.p < math.inf
 
@@ -63,7 +63,7 @@ class Norm(Printed):
 
     def root(self, xp: Any, total: Any) -> Any:
         """Return ``total^(1/p)``, with derivative 0 where the total is 0."""
-        if not self.may_leave_range:
+        if not self.has_powers:
             return total
         positive = total > 0
         safe = xp.where(positive, total, xp.ones_like(total))

@@ -119,13 +119,21 @@ class ByValue(Printed):
         if xp.isdtype(array.dtype, "complex floating"):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
             raise TypeError(msg)
-        if xp.isdtype(array.dtype, "integral"):
-            for bound in (self.min, self.max):
-                if isinstance(bound, Real) and not float(bound).is_integer():
-                    msg = f"integer gradients ({array.dtype}) need whole bounds, got {bound!r}"
-                    raise TypeError(msg)
-        low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (self.min, self.max))
+        whole = xp.isdtype(array.dtype, "integral")
+        low, high = (
+            xp.asarray(_whole(bound, array) if whole else bound, dtype=array.dtype) for bound in (self.min, self.max)
+        )
         return core.cast(xp, xp.clip(array, low, high), array.dtype)
+
+
+def _whole(bound: Any, array: Any) -> Any:
+    """Return a bound as an integer, for integer gradients."""
+    if not isinstance(bound, Real):
+        return bound
+    if not float(bound).is_integer():
+        msg = f"integer gradients ({array.dtype}) need whole bounds, got {bound!r}"
+        raise TypeError(msg)
+    return int(bound)
 
 
 def by_value(lo: Any, hi: Any = None) -> ByValue:

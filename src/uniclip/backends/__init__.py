@@ -14,9 +14,36 @@ from uniclip.backends.base import Backend
 
 __all__ = ["Backend", "backend_of"]
 
-_FILES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow"}
 # A plain dictionary: torch.compile warns about functools.lru_cache.
 _CACHE: dict[type, Backend | None] = {}
+
+
+# Import statements, not importlib: tf.function would try to convert importlib's source.
+def _numpy() -> Backend:
+    from uniclip.backends.numpy import BACKEND
+
+    return BACKEND
+
+
+def _torch() -> Backend:
+    from uniclip.backends.torch import BACKEND
+
+    return BACKEND
+
+
+def _tensorflow() -> Backend:
+    from uniclip.backends.tensorflow import BACKEND
+
+    return BACKEND
+
+
+def _jax() -> Backend:
+    from uniclip.backends.jax import BACKEND
+
+    return BACKEND
+
+
+_LOADERS = {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow, "jax": _jax, "jaxlib": _jax}
 
 
 def backend_of(leaf: Any) -> Backend | None:
@@ -30,10 +57,8 @@ def backend_of(leaf: Any) -> Backend | None:
 
 def _choose(leaf: Any) -> Backend | None:
     for base in type(leaf).__mro__:
-        if file := _FILES.get(base.__module__.partition(".")[0]):
-            # The builtin, not importlib: tf.function would try to convert importlib's source.
-            chosen: Backend = __import__(f"{__name__}.{file}", fromlist=["BACKEND"]).BACKEND
-            return chosen
+        if load := _LOADERS.get(base.__module__.partition(".")[0]):
+            return load()
     if array_api_compat.is_array_api_obj(leaf):
         return _of_namespace(array_api_compat.array_namespace(leaf))
     return None

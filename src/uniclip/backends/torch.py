@@ -5,12 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from array_api_compat import torch as xp
+from array_api_compat import torch as compat
 
 from uniclip.backends.base import Array, Backend, Rebuild
+
+
+def _result_type(*dtypes: torch.dtype) -> torch.dtype:
+    """Promote dtypes; unlike ``torch.result_type`` this can be compiled."""
+    return reduce(torch.promote_types, dtypes)
+
+
+namespace = SimpleNamespace(**(vars(compat) | {"result_type": _result_type}))
 
 _COMPRESSED = {torch.sparse_csr: torch.sparse_csr_tensor, torch.sparse_csc: torch.sparse_csc_tensor}
 
@@ -28,7 +38,7 @@ class _Torch(Backend):
         if leaf.layout is torch.sparse_coo:
             leaf = leaf.coalesce()
             return leaf.values(), lambda new: torch.sparse_coo_tensor(
-                leaf.indices(), new, leaf.shape, is_coalesced=True
+                leaf.indices(), new, leaf.shape, is_coalesced=True, check_invariants=False
             )
         if leaf.layout in _COMPRESSED:
             make = _COMPRESSED[leaf.layout]
@@ -37,7 +47,7 @@ class _Torch(Backend):
                 if leaf.layout is torch.sparse_csr
                 else (leaf.ccol_indices, leaf.row_indices)
             )
-            return leaf.values(), lambda new: make(outer(), inner(), new, leaf.shape)
+            return leaf.values(), lambda new: make(outer(), inner(), new, leaf.shape, check_invariants=False)
         return super().stored(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
@@ -60,4 +70,4 @@ def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public question
 
 
-BACKEND = _Torch(xp)
+BACKEND = _Torch(namespace)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: MIT
+"""Build the documentation; it needs no network, and no framework but for the doctest builder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
+
+import uniclip
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+# At the end: tests/ has folders named after the frameworks.
+sys.path += [str(HERE), str(ROOT / "tests")]
+
+import figures  # noqa: E402 - needs the path above
+import promises  # noqa: E402 - needs the path above
+
+project = "uniclip"
+author = "The uniclip developers"
+copyright = author  # noqa: A001 - Sphinx's name
+version = release = uniclip.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "_generated"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+# Docstrings: single backticks are cross-references, numpydoc sections, no types in signatures.
+default_role = "py:obj"
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_google_docstring = False
+napoleon_use_param = False  # types such as "array or tree of arrays" are prose, not references
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = "uniclip"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_copy_source = False
+html_math_renderer = "mathml"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+# tf.function reads the source of the function it gets, and finds none if that is of no module.
+doctest_global_setup = f"__name__ = '__main__'; README = {str(ROOT / 'README.md')!r}"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file if that changes it: an unchanged one is not built again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+write(HERE / "_generated" / "promises.md", promises.table())
+figures.draw(HERE / "_static" / "generated")
+
+
+def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
+    """Warn of public names that are not documented, and of documented names that are not public."""
+    objects = [name.split(".") for name, entry in env.domaindata["py"]["objects"].items() if not entry.aliased]
+    documented = {parts[1] for parts in objects if parts[0] == "uniclip" and len(parts) > 1}
+    for name in sorted(documented ^ set(uniclip.__all__)):
+        where = "docs/api.md" if name in uniclip.__all__ else "uniclip.__all__"
+        logging.getLogger(__name__).warning("uniclip.%s is missing from %s", name, where)
+
+
+def inline_math(translator: Any, node: Any) -> None:
+    """Write a formula as MathML, which browsers draw without a script."""
+    translator.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def display_math(translator: Any, node: Any) -> None:
+    """Write a formula on a line of its own."""
+    translator.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    """Register the check of the public names and the renderer of formulas."""
+    app.connect("env-check-consistency", check_public_names)
+    app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))

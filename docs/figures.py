@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: MIT
+"""Draw the pictures of the documentation, from uniclip's own results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+import uniclip as uc
+
+GRAY, BLUE, ORANGE, GREEN = "#808080", "#3b82d0", "#e07b1a", "#2f9e62"
+STYLE = {
+    "svg.hashsalt": "uniclip",  # the same bytes at every build
+    "font.size": 10,
+    "text.color": GRAY,  # gray on nothing: readable on a light and on a dark page
+    "axes.edgecolor": GRAY,
+    "axes.labelcolor": GRAY,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+    "lines.linewidth": 2,
+}
+
+
+def draw(folder: Path) -> None:
+    """Write every picture into ``folder`` as SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        for figure in (place, direction, curve):
+            figure().savefig(folder / f"{figure.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
+
+
+def place() -> Figure:
+    """Draw where clipping goes."""
+    figure = Figure(figsize=(7.5, 0.9))
+    ax = figure.subplots()
+    ax.set(xlim=(0, 4), ylim=(0, 1))
+    ax.axis("off")
+    steps = ["loss", "gradients", "clip", "update"]
+    notes = ["forward pass", "backward pass", "here, every step", "optimizer step"]
+    for i, (step, note) in enumerate(zip(steps, notes, strict=True)):
+        color = ORANGE if step == "clip" else GRAY
+        box = {"boxstyle": "round,pad=0.5", "facecolor": "none", "edgecolor": color, "linewidth": 2}
+        ax.text(i + 0.5, 0.72, step, ha="center", va="center", color=color, size=12, weight="bold", bbox=box)
+        ax.text(i + 0.5, 0.05, note, ha="center", va="center", color=color)
+        if i:
+            _arrow(ax, (i - 0.06, 0.72), (i + 0.1, 0.72), GRAY)
+    return figure
+
+
+def direction() -> Figure:
+    """Draw what the two ways of clipping do to a gradient of two leaves with one entry each."""
+    figure = Figure(figsize=(7, 3))
+    ax = figure.subplots()
+    grad = np.asarray([4.0, 1.2])
+    leaves = [grad[:1], grad[1:]]
+    whole = np.concatenate(uc.clip_by_global_norm(leaves, 1.0)[0])
+    each = np.concatenate(uc.clip_by_norm(leaves, 1.0))
+    angle = np.linspace(0, np.pi / 2)
+    ax.plot(np.cos(angle), np.sin(angle), color=BLUE, linewidth=1, linestyle="--")
+    ax.plot([1, 1, 0], [0, 1, 1], color=ORANGE, linewidth=1, linestyle="--")
+    for end, color, text, offset in [
+        (grad, GRAY, "gradient", (6, -2)),
+        (each, ORANGE, "clipped per tensor: turned", (8, 6)),
+        (whole, BLUE, "clipped by global norm: same direction", (12, -14)),
+    ]:
+        _arrow(ax, (0, 0), end, color)
+        ax.annotate(text, end, xytext=offset, textcoords="offset points", color=color)
+    ax.set(xlim=(0, 5), ylim=(0, 1.7), aspect="equal", xticks=range(6), yticks=[0, 1])
+    ax.set(xlabel="gradient of the first leaf", ylabel="of the second")
+    return figure
+
+
+def curve() -> Figure:
+    """Draw the factor and the clipped norm against the norm, for a limit of 1."""
+    figure = Figure(figsize=(8, 2.6))
+    left, right = figure.subplots(1, 2)
+    norm = np.linspace(0, 5, 501)
+    factor = uc.hard(np, norm, np.asarray(1.0))
+    left.plot(norm, factor, color=BLUE)
+    left.set(xlabel="norm n", ylabel="factor", title="factor = min(1, c/n), c = 1", ylim=(0, 1.15), xlim=(0, 5))
+    right.plot(norm, norm, color=GRAY, linewidth=1, linestyle="--", label="not clipped")
+    right.plot(norm, norm * factor, color=BLUE, label="clipped")
+    right.set(xlabel="norm before", ylabel="norm after", title="norm after = min(n, c)", ylim=(0, 2.3), xlim=(0, 5))
+    right.legend(loc="upper right")
+    figure.subplots_adjust(wspace=0.3)
+    return figure
+
+
+def _arrow(ax: Any, start: Any, end: Any, color: str) -> None:
+    ax.annotate(
+        "", end, xytext=start, arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 0, "shrinkB": 0}
+    )
+
+
+if __name__ == "__main__":
+    draw(Path(__file__).parent / "_static" / "generated")

@@ -1,0 +1,387 @@
+"""The frameworks the tests run on: how each makes an array, and how it runs (eager, compiled, traced)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+ALL_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int32", "int64")
+STANDARD_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int64")
+
+
+class Framework:
+    """NumPy, and what the others override."""
+
+    name = "numpy"
+    family = "NumPy"
+    dtypes: tuple[str, ...] = ALL_DTYPES
+    same_objects = True
+    """Whether unclipped gradients come back as the very same objects."""
+    default_float = "float64"
+    raises = True
+    """Whether the value of an array is read for errors (a traced one has none)."""
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        """Return an array of the framework."""
+        return np.asarray(values, dtype=_numpy_dtype(dtype))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        """Return the values as NumPy's."""
+        return np.asarray(array)
+
+    def dtype(self, array: Any) -> str:
+        """Return the name of the array's dtype."""
+        return str(array.dtype)
+
+    def owns(self, array: Any) -> bool:
+        """Whether the array is the framework's own."""
+        return isinstance(array, (np.ndarray, np.generic))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function as the framework's users do; arguments are trees of arrays."""
+        return function(*args)
+
+    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+        """Return the derivative of a scalar function at ``x``."""
+        raise NotImplementedError
+
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+        """Return a sparse array of rows; a row that occurs twice counts as the sum."""
+        raise NotImplementedError
+
+    def dense(self, leaf: Any) -> np.ndarray:
+        """Return a sparse array of the framework as a dense one of NumPy; a dense one is an error."""
+        raise NotImplementedError
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Switch on what the framework needs for one test."""
+        yield
+
+
+def _numpy_dtype(name: str) -> Any:
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
+    return np.dtype(name)
+
+
+def _castable(values: Any, dtype: str) -> np.ndarray:
+    """Return the values in a dtype that every framework can read from NumPy."""
+    return np.asarray(values, dtype="float32" if dtype == "bfloat16" else dtype)
+
+
+class NumPyReadOnly(Framework):
+    """Read-only arrays whose memory is not contiguous."""
+
+    name = "numpy-readonly"
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        plain = super().array(values, dtype)
+        if plain.ndim == 0:
+            plain.flags.writeable = False
+            return plain
+        spaced = np.zeros((*plain.shape[:-1], 2 * plain.shape[-1]), dtype=plain.dtype)[..., ::2]
+        spaced[...] = plain
+        spaced.flags.writeable = False
+        return spaced
+
+
+class Strict(Framework):
+    """The array API standard and nothing more."""
+
+    name = "array-api-strict"
+    family = "array-api-strict"
+    dtypes = STANDARD_DTYPES
+    same_objects = False
+    raises = False
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        import array_api_strict as xp
+
+        return xp.asarray(np.asarray(values, dtype=dtype))
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype).rpartition(".")[2]
+
+    def owns(self, array: Any) -> bool:
+        return type(array).__module__.startswith("array_api_strict")
+
+
+class MLX(Framework):
+    """MLX on the CPU."""
+
+    name = "mlx"
+    family = "MLX"
+    dtypes = ("float16", "bfloat16", "float32", "complex64", "int32")
+    same_objects = False
+    default_float = "float32"
+    raises = False
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        import mlx.core as mx
+
+        kind = "complex64" if dtype == "complex64" else "float32"
+        return mx.array(np.asarray(values, dtype=kind)).astype(getattr(mx, dtype))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        import mlx.core as mx
+
+        return np.asarray(array.astype(mx.float32)) if array.dtype == mx.bfloat16 else np.asarray(array)
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype).rpartition(".")[2]
+
+    def owns(self, array: Any) -> bool:
+        return type(array).__module__.startswith("mlx")
+
+
+class Dask(Framework):
+    """Dask arrays, lazy and in chunks."""
+
+    name = "dask"
+    family = "Dask"
+    dtypes = ("float16", *STANDARD_DTYPES)
+    same_objects = False
+    raises = False
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        import dask.array as da
+
+        values = np.asarray(values, dtype=dtype)
+        return da.from_array(values, chunks=2 if values.size < 1000 else "auto")
+
+    def numpy(self, array: Any) -> np.ndarray:
+        with np.errstate(all="ignore"):  # Dask computes now what was asked of it earlier
+            return np.asarray(array)
+
+    def owns(self, array: Any) -> bool:
+        return type(array).__module__.startswith("dask")
+
+
+class Torch(Framework):
+    """PyTorch, eager."""
+
+    name = "torch"
+    family = "PyTorch"
+    default_float = "float32"
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        import torch
+
+        return torch.tensor(_castable(values, dtype)).to(getattr(torch, dtype))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        import torch
+
+        array = array.detach()
+        return (array.float() if array.dtype is torch.bfloat16 else array).numpy()
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    def owns(self, array: Any) -> bool:
+        import torch
+
+        return isinstance(array, torch.Tensor)
+
+
+    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+        import torch
+
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.run(function, x), x)[0]
+
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+        import torch
+
+        return torch.sparse_coo_tensor([rows], self.array(values), shape, check_invariants=True)
+
+    def dense(self, leaf: Any) -> np.ndarray:
+        assert leaf.is_sparse
+        return leaf.to_dense().numpy()
+
+
+class TorchCompile(Torch):
+    """PyTorch under ``torch.compile(fullgraph=True)``: a graph break is an error."""
+
+    name = "torch.compile"
+    dtypes = ("bfloat16", "float32", "complex64", "int32")  # the others run eagerly; each costs a compilation
+    same_objects = False
+    raises = False
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        import torch
+
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)(*args)
+
+
+class TensorFlow(Framework):
+    """TensorFlow, eager."""
+
+    name = "tensorflow"
+    family = "TensorFlow"
+    default_float = "float32"
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        import tensorflow as tf
+
+        return tf.cast(tf.constant(_castable(values, dtype)), dtype)
+
+    def numpy(self, array: Any) -> np.ndarray:
+        return array.numpy() if hasattr(array, "numpy") else np.asarray(array)
+
+    def dtype(self, array: Any) -> str:
+        return array.dtype.name
+
+    def owns(self, array: Any) -> bool:
+        import tensorflow as tf
+
+        return tf.is_tensor(array)
+
+
+    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+        import tensorflow as tf
+
+        def derivative(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = function(x)
+            return tape.gradient(y, x)
+
+        return self.run(derivative, x)
+
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+        import tensorflow as tf
+
+        return tf.IndexedSlices(self.array(values), tf.constant(rows), tf.constant(shape))
+
+    def dense(self, leaf: Any) -> np.ndarray:
+        import tensorflow as tf
+
+        assert isinstance(leaf, tf.IndexedSlices)
+        out = np.zeros(leaf.dense_shape, dtype="float32")
+        np.add.at(out, np.asarray(leaf.indices), np.asarray(leaf.values))
+        return out
+
+
+class TensorFlowFunction(TensorFlow):
+    """TensorFlow in ``tf.function``."""
+
+    name = "tf.function"
+    same_objects = False
+    raises = False
+    jit_compile = False
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        import tensorflow as tf
+
+        return tf.function(function, jit_compile=self.jit_compile)(*args)
+
+
+class TensorFlowXLA(TensorFlowFunction):
+    """TensorFlow compiled by XLA."""
+
+    name = "tf.function-xla"
+    jit_compile = True
+
+
+class TensorFlowGraph(TensorFlowFunction):
+    """A TensorFlow 1 graph, run in a session."""
+
+    name = "tensorflow-graph"
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        import tensorflow as tf
+
+        flat = tf.nest.flatten(args, expand_composites=True)
+        values = [x if x is None else x.numpy() for x in flat]
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            constants = [x if x is None else tf.constant(x) for x in values]
+            result = function(*tf.nest.pack_sequence_as(args, constants, expand_composites=True))
+            parts = tf.nest.flatten(result, expand_composites=True)
+            computed = iter(session.run([x for x in parts if tf.is_tensor(x)]))
+            ready = [next(computed) if tf.is_tensor(x) else x for x in parts]
+        return tf.nest.pack_sequence_as(result, [x if x is None else tf.constant(x) for x in ready], expand_composites=True)
+
+
+class JAX(Framework):
+    """JAX called outside jit."""
+
+    name = "jax"
+    family = "JAX"
+    dtypes = ("float16", "bfloat16", "float32", "complex64", "int32")
+    default_float = "float32"
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        import jax.numpy as jnp
+
+        return jnp.asarray(np.asarray(values, dtype=_numpy_dtype(dtype)))
+
+    def owns(self, array: Any) -> bool:
+        import jax
+
+        return isinstance(array, jax.Array)
+
+
+    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+        import jax
+
+        return self.run(jax.grad(function), x)
+
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+        from jax.experimental import sparse
+
+        return sparse.BCOO((self.array(values), np.asarray(rows)[:, None]), shape=shape)
+
+    def dense(self, leaf: Any) -> np.ndarray:
+        from jax.experimental import sparse
+
+        assert isinstance(leaf, sparse.BCOO)
+        return np.asarray(leaf.todense())
+
+
+class JAXJit(JAX):
+    """JAX inside jit."""
+
+    name = "jax.jit"
+    same_objects = False
+    raises = False
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        import jax
+
+        return jax.jit(function)(*args)
+
+
+class JAXx64(JAXJit):
+    """JAX inside jit, with 64-bit types."""
+
+    name = "jax.jit-x64"
+    dtypes = ALL_DTYPES
+    default_float = "float64"
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        import jax
+
+        with jax.enable_x64(True):
+            yield
+
+
+KNOWN = {
+    cls.name: cls
+    for cls in (
+        Framework, NumPyReadOnly, Strict, MLX, Dask, Torch, TorchCompile, TensorFlow, TensorFlowFunction,
+        TensorFlowXLA, TensorFlowGraph, JAX, JAXJit, JAXx64,
+    )
+}  # fmt: skip
+
+CHOSEN = [KNOWN[name]() for name in os.environ.get("UNICLIP_FRAMEWORKS", "numpy numpy-readonly").split()]
+"""The frameworks this run is for; one that is not installed fails its tests, none is skipped."""

@@ -1,0 +1,355 @@
+"""What uniclip promises, once: the tests run each check, and the docs print the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from frameworks import KNOWN, Framework
+
+import uniclip as uc
+
+EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52, "complex64": 2**-23, "complex128": 2**-52}
+NORM_RULES = {
+    "global": uc.by_global_norm,
+    "leaf": uc.by_norm,
+    "rows": lambda c: uc.by_norm(c, axis=-1),
+    "L1": lambda c: uc.by_global_norm(c, ord=1),
+    "L3": lambda c: uc.by_norm(c, ord=3),
+    "Linf": lambda c: uc.by_global_norm(c, ord=math.inf),
+    "average": uc.by_average_norm,
+    "rms": uc.by_block_rms,
+}
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A case, what happens, and a check that fails if it does not."""
+
+    case: str
+    what: str
+    check: Callable[[Framework], None]
+    exceptions: dict[str, str] = field(default_factory=dict)
+    """The reason why it cannot hold, by framework or family."""
+
+    def reason(self, framework: Framework | type[Framework]) -> str | None:
+        """Return why the promise cannot hold there, ``None`` where it does."""
+        return self.exceptions.get(framework.name) or self.exceptions.get(framework.family)
+
+
+def tree(fw: Framework, dtype: str = "float32", by: float = 1.0) -> dict[str, Any]:
+    """Return a small tree of gradients of global norm 13·by."""
+    return {"w": fw.array([[3.0 * by, -4.0 * by]], dtype), "b": [fw.array([12.0 * by, 0.0], dtype), None]}
+
+
+def leaves(grads: dict[str, Any]) -> list[Any]:
+    """Return the arrays of such a tree."""
+    return [grads["w"], grads["b"][0]]
+
+
+def floats(fw: Framework) -> list[str]:
+    """Return the floating dtypes of a framework, complex ones too."""
+    return [name for name in fw.dtypes if not name.startswith("int")]
+
+
+def close(fw: Framework, array: Any, wanted: Any, dtype: str, ulps: float = 4) -> None:
+    """Assert equality to a few units in the last place of ``dtype``."""
+    np.testing.assert_allclose(fw.numpy(array).astype(complex), np.asarray(wanted).astype(complex), rtol=ulps * EPS[dtype])
+
+
+def below(fw: Framework) -> None:
+    for dtype in floats(fw):
+        grads = tree(fw, dtype)
+        for clipped, report in fw.run(lambda g: [uc.clip(g, rule(100.0)) for rule in NORM_RULES.values()], grads):
+            for old, new in zip(leaves(grads), leaves(clipped), strict=True):
+                np.testing.assert_array_equal(fw.numpy(old), fw.numpy(new), strict=True)
+                assert new is old or not fw.same_objects
+            assert not fw.numpy(report.clipped)
+
+
+def above(fw: Framework) -> None:
+    for dtype in floats(fw):
+        grads = tree(fw, dtype)
+        (clipped, norm), each = fw.run(lambda g: (uc.clip_by_global_norm(g, 1.0), uc.clip_by_norm(g, 2.0)), grads)
+        old = leaves(tree(KNOWN["numpy"](), "float64"))
+        for new, wanted in zip(leaves(clipped), oracle.clip_global(old, 1.0), strict=True):
+            close(fw, new, wanted, dtype)
+        close(fw, norm, 13.0, "float32")
+        for old_leaf, new in zip(old, leaves(each), strict=True):
+            close(fw, new, oracle.clip_leaf(old_leaf, 2.0), dtype)
+
+
+def keeps(fw: Framework) -> None:
+    for dtype in floats(fw):
+        grads = tree(fw, dtype)
+        for clipped, norm in fw.run(lambda g: [uc.clip_by_global_norm(g, limit) for limit in (1.0, 100.0)], grads):
+            assert sorted(clipped) == sorted(grads)
+            assert clipped["b"][1] is None
+            for old, new in zip(leaves(grads), leaves(clipped), strict=True):
+                assert fw.owns(new)
+                assert fw.dtype(new) == dtype
+                assert tuple(new.shape) == tuple(old.shape)
+            assert fw.dtype(norm) == ("float64" if dtype in ("float64", "complex128") else "float32")
+
+
+def accurate(fw: Framework) -> None:
+    values = np.random.default_rng(0).standard_normal(25_000_000, dtype="float32")
+    true = math.sqrt(np.sum(values.astype("float64") ** 2))
+    assert abs(float(fw.numpy(fw.run(uc.global_norm, [fw.array(values)]))) / true - 1) <= 5e-7
+    pieces = [fw.array(piece) for piece in np.split(values[:1_000_000], 50)]
+    true = math.sqrt(np.sum(values[:1_000_000].astype("float64") ** 2))
+    assert abs(float(fw.numpy(fw.run(uc.global_norm, pieces))) / true - 1) <= 5e-7
+    for dtype in {"float16", "bfloat16"} & set(fw.dtypes):
+        low = fw.array(values[:1_000_000], dtype)
+        true = math.sqrt(np.sum(fw.numpy(low).astype("float64") ** 2))
+        assert abs(float(fw.numpy(fw.run(uc.global_norm, [low]))) / true - 1) <= 2e-6
+
+
+def in_range(fw: Framework) -> None:
+    cases = [("float32", [1e30, -1.0, 2e30]), ("float32", [1e-30, 2e-30, 0.0]), ("float32", [2e38, 1.0, 1.0])]
+    cases += [("float64", [1e200, 3e200, 1.0]), ("float64", [1e-200, 3e-200, 0.0]), ("float16", [300.0, -400.0, 1.0])]
+    for dtype, values in cases:
+        if dtype in fw.dtypes:
+            grads = [fw.array(values, dtype), fw.array(values[:1], dtype)]
+            entries = [float(x) for leaf in grads for x in fw.numpy(leaf)]
+            limits = {p: oracle.norm(entries, p) / 4 for p in (1.5, 2, 3, 10, math.inf)}
+            results = fw.run(lambda g, limits=limits: [uc.clip_by_global_norm(g, c, ord=p) for p, c in limits.items()], grads)
+            for (p, limit), (clipped, norm) in zip(limits.items(), results, strict=True):
+                close(fw, norm, 4 * limit, "float32" if dtype == "float16" else dtype, ulps=8)
+                wanted = oracle.clip_global([fw.numpy(leaf) for leaf in grads], limit, p)
+                for new, expected in zip(clipped, wanted, strict=True):
+                    close(fw, new, expected, dtype, ulps=8)
+    if "float16" in fw.dtypes:
+        mixed = [fw.array([300.0], "float16"), fw.array([1e30])]
+        close(fw, fw.run(lambda g: uc.clip_by_global_norm(g, 1.0), mixed)[0][1], [1.0], "float32")
+
+
+def only_measures(fw: Framework) -> None:
+    for value in (1.0, 1e36, math.inf):
+        grads = tree(fw, by=value)
+        clipped, norm = fw.run(lambda g: uc.clip_by_global_norm(g, math.inf), grads)
+        for old, new in zip(leaves(grads), leaves(clipped), strict=True):
+            np.testing.assert_array_equal(fw.numpy(old), fw.numpy(new))
+        if math.isfinite(value):
+            close(fw, norm, 13 * value, "float32")
+
+
+def zero_limit(fw: Framework) -> None:
+    for by in (1.0, 0.0):
+        grads = tree(fw, by=by)
+        for clipped in fw.run(lambda g: [uc.clip(g, rule(0.0))[0] for rule in NORM_RULES.values()], grads):
+            for new in leaves(clipped):
+                assert not fw.numpy(new).any()
+    for new in leaves(fw.run(lambda g: uc.clip_by_global_norm(g, 1.0), tree(fw, by=0.0))[0]):
+        assert not fw.numpy(new).any()
+
+
+def bad_limit(fw: Framework) -> None:
+    for limit in (-1.0, math.nan):
+        for function in (uc.clip_by_norm, uc.clip_by_global_norm, uc.clip_by_average_norm):
+            with pytest.raises(ValueError, match=rf"max_norm .*{limit}"):
+                function(tree(fw), limit)
+        with pytest.raises(ValueError, match=rf"limit .*{limit}"):
+            uc.Rule(limit)
+        if fw.raises:
+            with pytest.raises(ValueError, match=rf"limit .*{limit}"):
+                uc.clip_by_norm(tree(fw), fw.array(limit))
+    with pytest.raises(ValueError, match="ord"):
+        uc.clip_by_norm(tree(fw), 1.0, ord=0.5)
+    with pytest.raises(ValueError, match=r"min=2.*max=1"):
+        uc.clip_by_value(tree(fw), 2, 1)
+
+
+def not_finite(fw: Framework) -> None:
+    for bad in (math.nan, math.inf):
+        grads = [fw.array([1.0, bad]), fw.array([3.0, 4.0])]
+        clipped, report = fw.run(lambda g: uc.clip(g, uc.by_global_norm(1.0)), grads)
+        assert all(np.isnan(fw.numpy(leaf)).all() for leaf in clipped)
+        assert not fw.numpy(report.finite)
+        each, report = fw.run(lambda g: uc.clip(g, uc.by_norm(1.0)), grads)
+        assert np.isnan(fw.numpy(each[0])).all()
+        close(fw, each[1], [0.6, 0.8], "float32")
+        assert not fw.numpy(report.finite)
+
+
+def sparse(fw: Framework) -> None:
+    grads = [fw.sparse((1000, 2), [7, 3, 7], [[1.0, 2.0], [0.0, 4.0], [2.0, 2.0]]), fw.array([12.0])]
+    dense = np.zeros((1000, 2))
+    dense[7], dense[3] = [3.0, 4.0], [0.0, 4.0]
+    clipped, norm = fw.run(lambda g: uc.clip_by_global_norm(g, 1.0), grads)
+    close(fw, norm, math.sqrt(185), "float32")
+    np.testing.assert_allclose(fw.dense(clipped[0]), dense / math.sqrt(185), rtol=1e-6)
+    [cancelled] = fw.run(lambda g: uc.clip_by_value(g, -1, 1), [fw.sparse((9, 1), [2, 2, 5], [[3.0], [-3.0], [8.0]])])
+    np.testing.assert_array_equal(fw.dense(cancelled)[[2, 5], 0], [0.0, 1.0])
+    [rms] = fw.run(lambda g: uc.clip(g, uc.by_block_rms(1.0))[0], [fw.sparse((4, 1), [1, 1], [[3.0], [3.0]])])
+    np.testing.assert_allclose(fw.dense(rms)[:, 0], [0, 2, 0, 0], rtol=1e-6)
+
+
+def integers(fw: Framework) -> None:
+    t = fw.array([1, 1, 3, 4, 2, 2, 1, 4, 2, 3], "int32")
+    clipped = fw.run(lambda g: uc.clip_by_norm(g, 5), t)
+    assert fw.dtype(clipped) == fw.default_float
+    close(fw, clipped, [0.62017367294604231 * x for x in fw.numpy(t)], fw.default_float)
+    assert fw.dtype(fw.run(lambda g: uc.clip_by_norm(g, 50), t)) == fw.default_float
+    kept = fw.run(lambda g: uc.clip_by_value(g, 2, 3.0), t)
+    assert fw.dtype(kept) == "int32"
+    np.testing.assert_array_equal(fw.numpy(kept), [2, 2, 3, 3, 2, 2, 2, 3, 2, 3])
+    with pytest.raises(TypeError, match="whole"):
+        uc.clip_by_value(t, -0.5, 0.5)
+
+
+def complex_numbers(fw: Framework) -> None:
+    z = fw.array([3 + 4j, 0, 12j], "complex64")
+    clipped, norm = fw.run(lambda g: uc.clip_by_global_norm(g, 6.5), z)
+    close(fw, norm, 13.0, "float32")
+    close(fw, clipped, [1.5 + 2j, 0, 6j], "complex64")
+    close(fw, fw.run(lambda g: uc.clip_by_norm(g, 6, ord=math.inf), z), [1.5 + 2j, 0, 6j], "complex64")
+    with pytest.raises(TypeError, match="complex"):
+        uc.clip_by_value(z, -1, 1)
+
+
+def twice(fw: Framework) -> None:
+    def tied(x: Any) -> Any:
+        return uc.clip_by_global_norm({"tied": x, "again": [x]}, 1.0)
+
+    clipped, norm = fw.run(tied, fw.array([3.0, 4.0]))
+    close(fw, norm, 5.0, "float32")
+    close(fw, clipped["tied"], [0.6, 0.8], "float32")
+    close(fw, clipped["again"][0], [0.6, 0.8], "float32")
+
+
+def nothing(fw: Framework) -> None:
+    for empty in ([], {}, (), None, {"a": None, "b": [None]}):
+        clipped, norm = uc.clip_by_global_norm(empty, 1.0)
+        assert clipped == empty
+        assert norm == 0
+        assert uc.clip_by_value(empty, -1, 1) == empty
+        assert uc.clip_by_norm(empty, 1.0) == empty
+    grads = [fw.array(np.zeros((0, 3))), fw.array(4.0), None]
+    for clipped, norm in fw.run(lambda g: [uc.clip_by_global_norm(g, 2.0, ord=p) for p in (1, 2, 3, math.inf)], grads):
+        assert tuple(clipped[0].shape) == (0, 3)
+        assert clipped[2] is None
+        close(fw, clipped[1], 2.0, "float32")
+        close(fw, norm, 4.0, "float32")
+
+
+def wrong_leaf(fw: Framework) -> None:
+    other = KNOWN["array-api-strict" if fw.family == "NumPy" else "numpy"]()
+    for name, call in {
+        "norm": lambda g: uc.clip_by_global_norm(g, 1.0),
+        "value": lambda g: uc.clip_by_value(g, -1, 1),
+        "measure": uc.global_norm,
+    }.items():
+        with pytest.raises(TypeError, match=r"grads\['w'\]\[1\] is a builtins.float, not an array.*numbers as one array"):
+            call({"w": [fw.array([1.0]), 2.0]})
+        with pytest.raises(TypeError, match=r"grads\[1\] is a .* but grads\[0\] is a .*one framework"):
+            call([fw.array([1.0]), other.array([2.0])])
+        assert name
+
+
+def derivative(fw: Framework) -> None:
+    def total(x: Any) -> Any:
+        clipped = uc.clip_by_global_norm(x, 1.0)[0]
+        return clipped[0] + 2 * clipped[1]
+
+    def wanted(x: list[float]) -> np.ndarray:
+        a, b = x
+        n = math.hypot(a, b)
+        return np.asarray([1.0, 2.0]) / n - (a + 2 * b) * np.asarray([a, b]) / n**3
+
+    for x in ([3.0, 4.0], [0.6, -2.0]):
+        np.testing.assert_allclose(fw.numpy(fw.gradient(total, fw.array(x))), wanted(x), rtol=1e-5)
+    for x in ([0.0, 0.0], [0.3, 0.4]):
+        np.testing.assert_allclose(fw.numpy(fw.gradient(total, fw.array(x))), [1.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(fw.gradient(uc.global_norm, fw.array([0.0, 0.0]))), [0.0, 0.0])
+    np.testing.assert_allclose(fw.numpy(fw.gradient(uc.global_norm, fw.array([3e30, 4e30]))), [0.6, 0.8], rtol=1e-5)
+
+
+def memory(fw: Framework) -> None:
+    values = np.arange(24.0).reshape(2, 3, 4)
+    frozen = values.copy()
+    frozen.flags.writeable = False
+    strange = [np.asfortranarray(values), values[:, ::2], np.broadcast_to(values[:, :1], (2, 3, 4)), frozen, values[::-1]]
+    for array in strange:
+        before = array.copy()
+        clipped, norm = fw.run(lambda g: uc.clip_by_global_norm(g, 1.0), array)
+        np.testing.assert_allclose(norm, np.linalg.norm(before))
+        np.testing.assert_allclose(clipped, before / np.linalg.norm(before))
+        np.testing.assert_array_equal(array, before)
+    assert fw.run(lambda g: uc.clip_by_norm(g, 1.0), strange[0]).flags.f_contiguous
+
+
+NO_DERIVATIVE = "the framework takes no derivatives of array API code"
+NO_SPARSE = "the framework has no sparse arrays"
+DERIVING = {"PyTorch", "TensorFlow", "JAX"}
+OTHERS = sorted({cls.family for cls in KNOWN.values()} - DERIVING)
+
+PROMISES = [
+    Promise("norm ≤ limit", "the gradients come back bit for bit; in eager code on the CPU as the very same arrays", below),
+    Promise("norm > limit", "same direction, and the norm becomes the limit to a few units in the last place", above),
+    Promise("dtype, shape, tree", "each leaf keeps its own; the norm is float32 or wider, never half precision", keeps),
+    Promise(
+        "accuracy",
+        "relative error of the norm ≤ 5·10⁻⁷ for 25 million float32 entries, ≤ 2·10⁻⁶ for half precision",
+        accurate,
+        {"MLX": "its CPU sum adds 25 million entries one by one: 3 % off"},
+    ),
+    Promise("finite, but squares leave the range", "right norm, right result: 1e30 and 1e-30 in float32, 300 in float16", in_range),
+    Promise("limit = ∞", "only measures", only_measures),
+    Promise("limit = 0", "zeros, no NaN; so for a zero gradient", zero_limit),
+    Promise("limit < 0 or NaN", "`ValueError` naming the argument and the value", bad_limit),
+    Promise("NaN or ∞ in a gradient", "all entries of its scope become NaN, visibly; other scopes are untouched", not_finite),
+    Promise(
+        "sparse gradients",
+        "stay sparse; rows that occur twice are summed before measuring",
+        sparse,
+        {**dict.fromkeys(OTHERS, NO_SPARSE), "torch.compile": "`torch.compile` does not take sparse tensors"},
+    ),
+    Promise("integers", "`clip_by_value` keeps them; norm rules return the framework's default float", integers),
+    Promise(
+        "complex numbers",
+        "norm of the modulus; `clip_by_value` raises `TypeError`",
+        complex_numbers,
+    ),
+    Promise("the same array twice", "counted once, scaled once", twice),
+    Promise("empty and 0-d leaves, None, an empty tree", "contribute 0 and keep their places; the norm of nothing is 0", nothing),
+    Promise("leaves of two frameworks, or no array", "`TypeError` with the leaf's path and what to pass", wrong_leaf),
+    Promise(
+        "derivative through the clip",
+        "exact, and finite at zero",
+        derivative,
+        dict.fromkeys(OTHERS, NO_DERIVATIVE),
+    ),
+    Promise(
+        "read-only, strided, Fortran-order, broadcast arrays",
+        "right, never written to; the layout is kept",
+        memory,
+        {family: "its arrays have no such layouts" for family in [*DERIVING, *OTHERS] if family != "NumPy"},
+    ),
+]
+
+
+def table() -> str:
+    """Return the promises as a Markdown table, with the reason for every cell that cannot hold."""
+    families = list(dict.fromkeys(cls.family for cls in KNOWN.values()))
+    notes: list[str] = []
+
+    def cell(promise: Promise, family: str) -> str:
+        names = {cls.name for cls in KNOWN.values() if cls.family == family}
+        marks = [] if family in promise.exceptions else ["✓"]
+        for name in sorted({family, *names} & set(promise.exceptions)):
+            if promise.exceptions[name] not in notes:
+                notes.append(promise.exceptions[name])
+            marks.append(f"({notes.index(promise.exceptions[name]) + 1})")
+        return " ".join(marks)
+
+    rows = [[p.case, p.what, *(cell(p, family) for family in families)] for p in PROMISES]
+    head = ["case", "what happens", *families]
+    lines = [head, ["---", "---", *[":-:"] * len(families)], *rows]
+    numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n".join(numbered) + "\n"
