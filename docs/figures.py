@@ -97,7 +97,10 @@ def curve() -> Figure:
 
 def _arrow(ax: Any, start: Any, end: Any, color: str) -> None:
     ax.annotate(
-        "", end, xytext=start, arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 0, "shrinkB": 0}
+        "",
+        end,
+        xytext=start,
+        arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 0, "shrinkB": 0},
     )
 
 

@@ -190,7 +190,6 @@ class Torch(Framework):
 
         return isinstance(array, torch.Tensor)
 
-
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         import torch
 
@@ -244,7 +243,6 @@ class TensorFlow(Framework):
         import tensorflow as tf
 
         return tf.is_tensor(array)
-
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         import tensorflow as tf
@@ -308,7 +306,9 @@ class TensorFlowGraph(TensorFlowFunction):
             parts = tf.nest.flatten(result, expand_composites=True)
             computed = iter(session.run([x for x in parts if tf.is_tensor(x)]))
             ready = [next(computed) if tf.is_tensor(x) else x for x in parts]
-        return tf.nest.pack_sequence_as(result, [x if x is None else tf.constant(x) for x in ready], expand_composites=True)
+        return tf.nest.pack_sequence_as(
+            result, [x if x is None else tf.constant(x) for x in ready], expand_composites=True
+        )
 
 
 class JAX(Framework):
@@ -328,7 +328,6 @@ class JAX(Framework):
         import jax
 
         return isinstance(array, jax.Array)
-
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         import jax

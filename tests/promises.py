@@ -14,7 +14,14 @@ from frameworks import KNOWN, Framework
 
 import uniclip as uc
 
-EPS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52, "complex64": 2**-23, "complex128": 2**-52}
+EPS = {
+    "float16": 2**-10,
+    "bfloat16": 2**-7,
+    "float32": 2**-23,
+    "float64": 2**-52,
+    "complex64": 2**-23,
+    "complex128": 2**-52,
+}
 NORM_RULES = {
     "global": uc.by_global_norm,
     "leaf": uc.by_norm,
@@ -59,7 +66,9 @@ def floats(fw: Framework) -> list[str]:
 
 def close(fw: Framework, array: Any, wanted: Any, dtype: str, ulps: float = 4) -> None:
     """Assert equality to a few units in the last place of ``dtype``."""
-    np.testing.assert_allclose(fw.numpy(array).astype(complex), np.asarray(wanted).astype(complex), rtol=ulps * EPS[dtype])
+    np.testing.assert_allclose(
+        fw.numpy(array).astype(complex), np.asarray(wanted).astype(complex), rtol=ulps * EPS[dtype]
+    )
 
 
 def below(fw: Framework) -> None:
@@ -118,7 +127,9 @@ def in_range(fw: Framework) -> None:
             grads = [fw.array(values, dtype), fw.array(values[:1], dtype)]
             entries = [float(x) for leaf in grads for x in fw.numpy(leaf)]
             limits = {p: oracle.norm(entries, p) / 4 for p in (1.5, 2, 3, 10, math.inf)}
-            results = fw.run(lambda g, limits=limits: [uc.clip_by_global_norm(g, c, ord=p) for p, c in limits.items()], grads)
+            results = fw.run(
+                lambda g, limits=limits: [uc.clip_by_global_norm(g, c, ord=p) for p, c in limits.items()], grads
+            )
             for (p, limit), (clipped, norm) in zip(limits.items(), results, strict=True):
                 close(fw, norm, 4 * limit, "float32" if dtype == "float16" else dtype, ulps=8)
                 wanted = oracle.clip_global([fw.numpy(leaf) for leaf in grads], limit, p)
@@ -245,7 +256,9 @@ def wrong_leaf(fw: Framework) -> None:
         "value": lambda g: uc.clip_by_value(g, -1, 1),
         "measure": uc.global_norm,
     }.items():
-        with pytest.raises(TypeError, match=r"grads\['w'\]\[1\] is a builtins.float, not an array.*numbers as one array"):
+        with pytest.raises(
+            TypeError, match=r"grads\['w'\]\[1\] is a builtins.float, not an array.*numbers as one array"
+        ):
             call({"w": [fw.array([1.0]), 2.0]})
         with pytest.raises(TypeError, match=r"grads\[1\] is a .* but grads\[0\] is a .*one framework"):
             call([fw.array([1.0]), other.array([2.0])])
@@ -274,7 +287,13 @@ def memory(fw: Framework) -> None:
     values = np.arange(24.0).reshape(2, 3, 4)
     frozen = values.copy()
     frozen.flags.writeable = False
-    strange = [np.asfortranarray(values), values[:, ::2], np.broadcast_to(values[:, :1], (2, 3, 4)), frozen, values[::-1]]
+    strange = [
+        np.asfortranarray(values),
+        values[:, ::2],
+        np.broadcast_to(values[:, :1], (2, 3, 4)),
+        frozen,
+        values[::-1],
+    ]
     for array in strange:
         before = array.copy()
         clipped, norm = fw.run(lambda g: uc.clip_by_global_norm(g, 1.0), array)
@@ -290,7 +309,9 @@ DERIVING = {"PyTorch", "TensorFlow", "JAX"}
 OTHERS = sorted({cls.family for cls in KNOWN.values()} - DERIVING)
 
 PROMISES = [
-    Promise("norm ≤ limit", "the gradients come back bit for bit; in eager code on the CPU as the very same arrays", below),
+    Promise(
+        "norm ≤ limit", "the gradients come back bit for bit; in eager code on the CPU as the very same arrays", below
+    ),
     Promise("norm > limit", "same direction, and the norm becomes the limit to a few units in the last place", above),
     Promise("dtype, shape, tree", "each leaf keeps its own; the norm is float32 or wider, never half precision", keeps),
     Promise(
@@ -299,11 +320,17 @@ PROMISES = [
         accurate,
         {"MLX": "its CPU sum adds 25 million entries one by one: 3 % off"},
     ),
-    Promise("finite, but squares leave the range", "right norm, right result: 1e30 and 1e-30 in float32, 300 in float16", in_range),
+    Promise(
+        "finite, but squares leave the range",
+        "right norm, right result: 1e30 and 1e-30 in float32, 300 in float16",
+        in_range,
+    ),
     Promise("limit = ∞", "only measures", only_measures),
     Promise("limit = 0", "zeros, no NaN; so for a zero gradient", zero_limit),
     Promise("limit < 0 or NaN", "`ValueError` naming the argument and the value", bad_limit),
-    Promise("NaN or ∞ in a gradient", "all entries of its scope become NaN, visibly; other scopes are untouched", not_finite),
+    Promise(
+        "NaN or ∞ in a gradient", "all entries of its scope become NaN, visibly; other scopes are untouched", not_finite
+    ),
     Promise(
         "sparse gradients",
         "stay sparse; rows that occur twice are summed before measuring",
@@ -317,7 +344,11 @@ PROMISES = [
         complex_numbers,
     ),
     Promise("the same array twice", "counted once, scaled once", twice),
-    Promise("empty and 0-d leaves, None, an empty tree", "contribute 0 and keep their places; the norm of nothing is 0", nothing),
+    Promise(
+        "empty and 0-d leaves, None, an empty tree",
+        "contribute 0 and keep their places; the norm of nothing is 0",
+        nothing,
+    ),
     Promise("leaves of two frameworks, or no array", "`TypeError` with the leaf's path and what to pass", wrong_leaf),
     Promise(
         "derivative through the clip",

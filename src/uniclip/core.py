@@ -144,7 +144,11 @@ def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -
 
 
 def _joined(
-    backend: Backend, all_reduce: AllReduce | None, group: list[Leaf], op: Literal["sum", "max"], part: Callable[[Leaf], Any]
+    backend: Backend,
+    all_reduce: AllReduce | None,
+    group: list[Leaf],
+    op: Literal["sum", "max"],
+    part: Callable[[Leaf], Any],
 ) -> Any:
     """Join the parts of a group's leaves, and of other devices."""
     parts = [part(leaf) for leaf in group]
@@ -195,7 +199,9 @@ def _in_units(backend: Backend, norm: Norm, join: Callable[..., Any], group: lis
     return unit * norm.root(xp, total)
 
 
-def _choose(backend: Backend, ok: list[Any], usual: list[Callable[[], Any]], rare: list[Callable[[], Any]]) -> list[Any]:
+def _choose(
+    backend: Backend, ok: list[Any], usual: list[Callable[[], Any]], rare: list[Callable[[], Any]]
+) -> list[Any]:
     if all(backend.readable(one) for one in ok):
         return [(u if bool(one) else r)() for one, u, r in zip(ok, usual, rare, strict=True)]
     # One conditional for the whole tree: one per group costs compiled code its speed.
@@ -389,7 +395,10 @@ def _reference(params: Any, grads: Gradients, rule: Rule, all_reduce: AllReduce 
     if missing := [leaf.path for leaf in grads.leaves if leaf.path not in by_path]:
         msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
         raise ValueError(msg)
-    groups = [[_leaf(grads.backend, rule.scope, "params", leaf.path, by_path[leaf.path], leaf.group) for leaf in group] for group in grads.groups]
+    groups = [
+        [_leaf(grads.backend, rule.scope, "params", leaf.path, by_path[leaf.path], leaf.group) for leaf in group]
+        for group in grads.groups
+    ]
     return measure(replace(grads, groups=groups), rule.norm, all_reduce)
 
 

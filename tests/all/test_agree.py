@@ -1,0 +1,171 @@
+"""Every framework gives NumPy's result, and that of plain float64 loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import optree
+import oracle
+import pytest
+from frameworks import KNOWN, Framework
+
+import uniclip as uc
+
+NAMES = ["array-api-strict", "mlx", "dask", "torch", "tensorflow", "tf.function", "jax", "jax.jit", "jax.jit-x64"]
+EPS = {"float32": 2**-23, "float64": 2**-52}
+BATCH = [(4, 3), (4, 2, 3), (4, 5), (4, 2, 2, 2)]
+RAGGED = [(2, 3, 2, 2), (5, 3), (7,), ()]
+
+Parts = list[list[tuple[int, Any]]]
+"""The groups of (number of the leaf, index into it) that share one norm."""
+
+
+def nest(leaves: list[Any]) -> dict[str, Any]:
+    """Put four leaves into a tree of every kind of container, with absent gradients."""
+    conv, weight, bias, gain = leaves
+    return {"conv": (conv, None), "dense": [weight, {"bias": bias, "unused": None}], "gain": gain, "frozen": None}
+
+
+def unnest(tree: dict[str, Any]) -> list[Any]:
+    """Take the leaves out again; another structure is an error."""
+    assert isinstance(tree["conv"], tuple)
+    assert isinstance(tree["dense"], list)
+    (conv, no), (weight, dense), gain, frozen = tree["conv"], tree["dense"], tree["gain"], tree["frozen"]
+    assert no is dense["unused"] is frozen is None
+    return [conv, weight, dense["bias"], gain]
+
+
+def together(leaves: list[np.ndarray]) -> Parts:
+    """Join all leaves."""
+    return [[(i, ...) for i in range(len(leaves))]]
+
+
+def apart(leaves: list[np.ndarray]) -> Parts:
+    """Keep every leaf by itself."""
+    return [[(i, ...)] for i in range(len(leaves))]
+
+
+def labelled(leaves: list[np.ndarray]) -> Parts:  # noqa: ARG001 - one signature
+    """Join the leaves under one name at the top of the tree."""
+    return [[(0, ...)], [(1, ...), (2, ...)], [(3, ...)]]
+
+
+def examples(leaves: list[np.ndarray]) -> Parts:
+    """Join what belongs to one example, the first axis."""
+    return [[(i, n) for i in range(len(leaves))] for n in range(len(leaves[0]))]
+
+
+def slices(covered: Callable[[int], tuple[int, ...]]) -> Callable[[list[np.ndarray]], Parts]:
+    """Keep every slice along the covered axes by itself."""
+
+    def parts(leaves: list[np.ndarray]) -> Parts:
+        return [
+            [(i, index)]
+            for i, leaf in enumerate(leaves)
+            for index in product(
+                *([slice(None)] if axis in covered(leaf.ndim) else range(n) for axis, n in enumerate(leaf.shape))
+            )
+        ]
+
+    return parts
+
+
+CASES: dict[str, tuple[Callable[[float], Any], Callable[[list[np.ndarray]], Parts], float, float]] = {
+    "average": (uc.by_average_norm, apart, 2, 1),
+    "block rms": (uc.by_block_rms, apart, 2, 0.5),
+    "groups": (lambda c: uc.Rule(c, scope=uc.groups(lambda path, leaf: path[0])), labelled, 2, 0),  # noqa: ARG005
+    "each entry": (lambda c: uc.Rule(c, scope=uc.each_entry), slices(lambda ndim: ()), 2, 0),  # noqa: ARG005
+    "each example": (lambda c: uc.Rule(c, scope=uc.each_example), examples, 2, 0),
+    "unit": (lambda c: uc.Rule(c, scope=uc.unit(0)), slices(lambda ndim: tuple(range(1 if ndim > 1 else 0, ndim))), 2, 0),
+}
+for p in (1, 2, 3, math.inf):
+    CASES[f"global L{p}"] = (lambda c, p=p: uc.by_global_norm(c, ord=p), together, p, 0)
+    CASES[f"leaf L{p}"] = (lambda c, p=p: uc.by_norm(c, ord=p), apart, p, 0)
+    for axis in (0, 1):
+        CASES[f"axis {axis} L{p}"] = (
+            lambda c, p=p, axis=axis: uc.by_norm(c, axis=axis, ord=p),
+            slices(lambda ndim, axis=axis: (axis,)),  # noqa: ARG005
+            p,
+            0,
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_rules(name: str, case: str) -> None:
+    """Random trees, with limits below, at and above the norms, are clipped and reported alike everywhere."""
+    make, parts, p, size_power = CASES[case]
+    fw, plain = KNOWN[name](), KNOWN["numpy"]()
+    rng = np.random.default_rng(len(case))
+    sets = [BATCH] if "axis" in case or "example" in case else [BATCH, RAGGED]
+    for shapes, dtype in product(sets, sorted(set(EPS) & set(fw.dtypes))):
+        values = [np.asarray(10 * rng.standard_normal(shape), dtype=dtype) for shape in shapes]
+        groups = [[(i, values[i][index]) for i, index in part] for part in parts(values)]
+        norms = sorted(oracle.norm((x for _, v in group for x in v.ravel().tolist()), p, size_power) for group in groups)
+        limits = [norms[-1] * 2, norms[-1], norms[0], norms[0] / 3]
+
+        def clip(grads: Any, limits: list[float] = limits) -> list[Any]:
+            return [uc.clip(grads, make(limit)) for limit in limits]
+
+        with fw.context():
+            results = fw.run(clip, nest([fw.array(v, dtype) for v in values]))
+            expected = clip(nest([plain.array(v, dtype) for v in values]))
+            for limit, (clipped, report), (wanted, wanted_report) in zip(limits, results, expected, strict=True):
+                exact = [np.array(v, dtype="float64") for v in values]
+                for part in parts(values):
+                    new = oracle.clip_global([values[i][index] for i, index in part], limit, p, size_power)
+                    for (i, index), v in zip(part, new, strict=True):
+                        exact[i][index] = v
+                for leaf, numpy_leaf, truth in zip(unnest(clipped), unnest(wanted), exact, strict=True):
+                    assert fw.dtype(leaf) == dtype
+                    np.testing.assert_allclose(fw.numpy(leaf), numpy_leaf, rtol=4 * EPS[dtype], strict=True)
+                    np.testing.assert_allclose(fw.numpy(leaf), truth, rtol=4 * EPS[dtype])
+                for field, numpy_field in zip(report[:3], wanted_report[:3], strict=True):
+                    assert optree.tree_structure(field) == optree.tree_structure(numpy_field)
+                    for one, numpy_one in zip(optree.tree_leaves(field), optree.tree_leaves(numpy_field), strict=True):
+                        np.testing.assert_allclose(fw.numpy(one), numpy_one, rtol=4 * EPS[dtype], strict=True)
+            assert [bool(fw.numpy(report.clipped)) for _, report in (results[0], results[-1])] == [False, True]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_value(name: str) -> None:
+    """Clipping by value gives the very same bits everywhere, whatever the bounds."""
+    fw, rng = KNOWN[name](), np.random.default_rng(0)
+    bounds = [(-math.inf, math.inf), (-0.7, 0.7), (0.1, 0.3), (-math.inf, 0.0), (0.5, 0.5)]
+    for shapes, dtype in product([BATCH, RAGGED], sorted(set(EPS) & set(fw.dtypes))):
+        values = [np.asarray(rng.standard_normal(shape), dtype=dtype) for shape in shapes]
+        with fw.context():
+            tree = nest([fw.array(v, dtype) for v in values])
+            for (lo, hi), clipped in zip(bounds, fw.run(lambda g: [uc.clip_by_value(g, *b) for b in bounds], tree), strict=True):
+                for leaf, value in zip(unnest(clipped), values, strict=True):
+                    kind = value.dtype.type
+                    np.testing.assert_array_equal(fw.numpy(leaf), np.clip(value, kind(lo), kind(hi)), strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exactly_at_the_limit(name: str) -> None:
+    """A norm that equals its limit exactly changes no bit of any gradient on any framework."""
+    fw = KNOWN[name]()
+    grads = [[[3.0, -4.0]], [12.0, 0.0], [84.0], 720.0]
+    limits = {1: 823.0, 2: 725.0, math.inf: 720.0}
+
+    def clip(tree: Any) -> list[Any]:
+        each = [uc.clip_by_norm(tree["conv"], 5.0), uc.clip_by_average_norm(tree["dense"], 84.0)]
+        return [[uc.clip_by_global_norm(tree, c, ord=p)[0] for p, c in limits.items()], each]
+
+    for dtype in sorted(set(EPS) & set(fw.dtypes)):
+        with fw.context():
+            tree = nest([fw.array(values, dtype) for values in grads])
+            every, (conv, dense) = fw.run(clip, tree)
+            for clipped in [*every, {**tree, "conv": conv, "dense": dense}]:
+                for leaf, values in zip(unnest(clipped), grads, strict=True):
+                    np.testing.assert_array_equal(fw.numpy(leaf), np.asarray(values, dtype=dtype), strict=True)
+
+
+def test_every_framework_is_compared() -> None:
+    """Each family of frameworks that the promises name is compared with NumPy here."""
+    assert {KNOWN[name].family for name in NAMES} | {Framework.family} == {cls.family for cls in KNOWN.values()}

@@ -1,0 +1,280 @@
+"""Rules: the four choices, how they print and compare, limits of one's own, reports, reduction over devices."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import oracle
+import pytest
+from frameworks import Framework
+from promises import EPS
+
+import uniclip as uc
+
+PRESETS = [
+    uc.by_value(1.0),
+    uc.by_value(-1.0, 2.0),
+    uc.by_norm(1.0),
+    uc.by_norm(1.0, axis=0, ord=1),
+    uc.by_norm(1.0, axis=(0, -1), ord=math.inf),
+    uc.by_average_norm(1.0),
+    uc.by_global_norm(0.5),
+    uc.by_global_norm(0.5, ord=3),
+    uc.by_block_rms(2.0),
+    uc.Rule(1.0, scope=uc.unit(), norm=uc.MEAN),
+    uc.Rule(1.0, scope=uc.each_example, norm=uc.L1),
+    uc.Rule(1.0, scope=uc.each_entry, norm=uc.Linf),
+    uc.Rule(uc.Constant(3.0), scope=uc.unit(0)),
+]
+
+
+@pytest.mark.parametrize("rule", PRESETS, ids=repr)
+def test_a_rule_prints_as_its_source(rule: uc.Rule) -> None:
+    """What a rule prints evaluates to an equal rule of equal hash; it is frozen and can be pickled."""
+    names = {**vars(uc), "inf": math.inf, "FanIn": uc.scopes.FanIn}
+    again = eval(repr(rule), names)
+    assert again == rule
+    assert hash(again) == hash(rule)
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    with pytest.raises(AttributeError):
+        rule.limit = 2.0
+
+
+def test_rules_differ_by_their_choices() -> None:
+    """Equality looks at all four choices."""
+    assert len(set(PRESETS)) == len(PRESETS)
+
+
+def matrix(fw: Framework) -> tuple[np.ndarray, Any]:
+    """Return a matrix and the framework's copy of it."""
+    values = np.random.default_rng(1).standard_normal((4, 3)).astype("float32")
+    return values, fw.array(values)
+
+
+SCOPED = {
+    "each_entry": (uc.each_entry, ()),
+    "each_leaf": (uc.each_leaf, (0, 1)),
+    "axes(0)": (uc.axes(0), (0,)),
+    "axes(-1)": (uc.axes(-1), (1,)),
+    "unit(0)": (uc.unit(0), (1,)),
+    "unit(-1)": (uc.unit(-1), (0,)),
+    "each_example": (uc.each_example, (1,)),
+    "all_leaves": (uc.all_leaves, (0, 1)),
+    "groups": (uc.groups(lambda path, leaf: "one"), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SCOPED)
+@pytest.mark.parametrize("norm", [uc.L1, uc.L2, uc.Linf, uc.Norm(3), uc.RMS, uc.MEAN, uc.AVERAGE], ids=repr)
+def test_every_scope_with_every_norm(fw: Framework, name: str, norm: uc.Norm) -> None:
+    """One leaf under each scope and norm agrees with the oracle."""
+    scope, axes = SCOPED[name]
+    values, leaf = matrix(fw)
+    clipped, report = uc.clip(leaf, uc.Rule(0.1, scope=scope, norm=norm))
+    wanted = oracle.clip_axes(values, 0.1, axes, norm.p, norm.size_power)
+    np.testing.assert_allclose(fw.numpy(clipped), wanted, rtol=8 * EPS["float32"])
+    assert bool(fw.numpy(report.clipped))
+    assert bool(fw.numpy(report.finite))
+
+
+def test_unit_follows_the_framework(fw: Framework) -> None:
+    """The output axis is the first in PyTorch and the last elsewhere; a vector is one unit."""
+    values, leaf = matrix(fw)
+    [clipped, bias], _ = uc.clip([leaf, fw.array([3.0, 4.0])], uc.Rule(0.3, scope=uc.unit()))
+    wanted = oracle.clip_axes(values, 0.3, (1,) if fw.family == "PyTorch" else (0,))
+    np.testing.assert_allclose(fw.numpy(clipped), wanted, rtol=8 * EPS["float32"])
+    np.testing.assert_allclose(fw.numpy(bias), [0.18, 0.24], rtol=1e-6)
+
+
+def test_each_example_joins_leaves(fw: Framework) -> None:
+    """The norm of an example runs over all leaves (values of optax's per-example test)."""
+    w = fw.array([[0, -0.5], [3, 4], [5, 6], [0, 0]])
+    b = fw.array([[0.0], [5], [-3], [0]])
+    rule = uc.Rule(1.0, scope=uc.each_example)
+    (w, b), report = uc.clip((w, b), rule)
+    np.testing.assert_allclose(fw.numpy(report.norms), [0.5, math.sqrt(50), math.sqrt(70), 0], rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(w)[1], np.asarray([3, 4]) / math.sqrt(50), rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(b)[2], [-3 / math.sqrt(70)], rtol=1e-6)
+    np.testing.assert_array_equal(fw.numpy(w)[0], [0, -0.5])
+
+
+def test_unequal_numbers_of_examples(fw: Framework) -> None:
+    """Leaves with 4 examples and with 1 are refused by both shapes, not broadcast."""
+    with pytest.raises(ValueError, match=r"grads\[0\] has \(4,\) and grads\[1\] has \(1,\)"):
+        uc.clip([fw.array(np.ones((4, 2))), fw.array(np.ones((1, 2)))], uc.Rule(1.0, scope=uc.each_example))
+
+
+def test_groups_by_label(fw: Framework) -> None:
+    """Leaves of equal label share a norm, and the report is a dict by label."""
+    grads = {"enc": {"w": fw.array([3.0]), "b": fw.array([4.0])}, "head": [fw.array([0.5])]}
+    clipped, report = uc.clip(grads, uc.Rule(1.0, scope=uc.groups(lambda path, leaf: path[0])))
+    assert {label: round(float(fw.numpy(norm)), 5) for label, norm in report.norms.items()} == {"enc": 5.0, "head": 0.5}
+    np.testing.assert_allclose(fw.numpy(clipped["enc"]["w"]), [0.6], rtol=1e-6)
+    np.testing.assert_array_equal(fw.numpy(clipped["head"][0]), [0.5])
+
+
+def test_report_of_each_leaf_is_a_tree(fw: Framework) -> None:
+    """Per-leaf norms stand where their leaves stand, and the repr says that they are from before clipping."""
+    grads = {"w": fw.array([3.0, 4.0]), "none": None, "l": [fw.array([0.5])]}
+    _, report = uc.clip(grads, uc.by_norm(1.0))
+    assert report.norms["none"] is None
+    assert [float(fw.numpy(x)) for x in (report.norms["w"], report.norms["l"][0])] == pytest.approx([5.0, 0.5])
+    assert [float(fw.numpy(x)) for x in (report.factors["w"], report.factors["l"][0])] == pytest.approx([0.2, 1.0])
+    assert float(fw.numpy(report.limits["w"])) == 1.0
+    assert "norms before clipping=" in repr(report)
+
+
+def test_axis_out_of_range(fw: Framework) -> None:
+    """A leaf without the axis is named, with its shape."""
+    with pytest.raises(ValueError, match=r"grads\['b'\] of shape \(2,\): axis 1 is out of range"):
+        uc.clip_by_norm({"w": fw.array([[1.0, 2.0]]), "b": fw.array([1.0, 2.0])}, 1.0, axis=1)
+    with pytest.raises(ValueError, match=r"grads of shape \(\): a leaf without dimensions"):
+        uc.clip(fw.array(1.0), uc.Rule(1.0, scope=uc.each_example))
+    with pytest.raises(ValueError, match=r"grads of shape \(1, 2\): output axis 2 is out of range"):
+        uc.clip(fw.array([[1.0, 2.0]]), uc.Rule(1.0, scope=uc.unit(2)))
+
+
+@dataclass(frozen=True)
+class Relative:
+    """A limit of one's own that compares with the parameters."""
+
+    memory: ClassVar[bool] = False
+    ratio: float
+
+    def init(self, norms: list[Any]) -> tuple[()]:
+        return ()
+
+    def __call__(self, norms: list[Any], state: Any, reference: Callable[[], list[Any]]) -> tuple[list[Any], Any]:
+        return [self.ratio * n for n in reference()], state
+
+
+class Seen(NamedTuple):
+    """The state of `Previous`."""
+
+    last: Any
+
+
+@dataclass(frozen=True)
+class Previous:
+    """A limit of one's own that remembers: twice the norm of the step before."""
+
+    memory: ClassVar[bool] = True
+
+    def init(self, norms: list[Any]) -> Seen:
+        return Seen([norm + 1 for norm in norms])
+
+    def __call__(self, norms: list[Any], state: Seen, reference: Callable[[], list[Any]]) -> tuple[list[Any], Seen]:
+        return [2 * last for last in state.last], Seen(norms)
+
+
+def test_a_limit_that_compares_with_parameters(fw: Framework) -> None:
+    """`reference` measures the parameters by the rule's scope and norm; absent gradients are left out."""
+    rule = uc.Rule(Relative(0.1), scope=uc.each_leaf)
+    grads = {"w": fw.array([3.0, 4.0]), "frozen": None, "b": [fw.array([0.1])]}
+    params = {"w": fw.array([0.0, 10.0]), "frozen": fw.array([7.0]), "b": [fw.array([5.0])]}
+    clipped, report = uc.clip(grads, rule, params=params)
+    np.testing.assert_allclose(fw.numpy(clipped["w"]), [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_array_equal(fw.numpy(clipped["b"][0]), np.float32([0.1]))
+    assert float(fw.numpy(report.limits["b"][0])) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match=r"Relative.*pass params="):
+        uc.clip(grads, rule)
+    with pytest.raises(ValueError, match=r"params\['w'\] is missing"):
+        uc.clip(grads, rule, params={"b": params["b"]})
+
+
+def test_a_limit_that_remembers(fw: Framework) -> None:
+    """State goes in and out of `update`; `clip` refuses a rule that needs it."""
+    rule = uc.Rule(Previous(), scope=uc.axes(-1))
+
+    def two_steps(grads: Any) -> Any:
+        state = rule.init(grads)
+        first, state, _ = rule.update(grads, state)
+        second, state, report = rule.update([10 * g for g in grads], state)
+        return first, second, state, report
+
+    first, second, state, report = fw.run(two_steps, [fw.array([[3.0, 4.0], [0.0, 1.0]])])
+    np.testing.assert_allclose(fw.numpy(first[0]), [[1.2, 1.6], [0, 1]], rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(second[0]), [[6, 8], [0, 2]], rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(state.last[0]), [50, 10], rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(report.limits[0]), [10, 2], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"remembers earlier steps.*rule\.init"):
+        uc.clip([fw.array([[1.0]])], rule)
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, math.inf])
+@pytest.mark.parametrize("by", [1.0, 1e30])
+def test_all_reduce(fw: Framework, ord: float, by: float) -> None:
+    """Two devices that each hold a part, and add their totals, clip as one device that holds all."""
+    parts = [np.asarray([3.0, -4.0]) * by, np.asarray([12.0]) * by]
+    rule = uc.by_global_norm(1.0, ord=ord)
+    whole, report = uc.clip([fw.array(part) for part in parts], rule)
+    asked: list[str] = []
+
+    def other_totals(op: str, unit: float) -> float:
+        sizes = np.abs(parts[1])
+        return float(sizes.max()) if op == "max" else float(((sizes / unit) ** ord).sum())
+
+    def all_reduce(total: Any, op: str) -> Any:
+        asked.append(op)
+        value = float(fw.numpy(total))
+        if op == "max":
+            return fw.array(max(value, other_totals("max", 1.0)))
+        unit = 12.0 * by if "max" in asked else 1.0
+        with np.errstate(over="ignore"):
+            return fw.array(value + other_totals("sum", unit))
+
+    [mine], mine_report = uc.clip([fw.array(parts[0])], rule, all_reduce=all_reduce)
+    np.testing.assert_allclose(fw.numpy(mine_report.norms), fw.numpy(report.norms), rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(mine), fw.numpy(whole[0]), rtol=1e-6)
+    assert set(asked) <= {"sum", "max"}
+
+
+def test_own_function(fw: Framework) -> None:
+    """MyCapper: any function of one gradient array runs on every framework, each array once."""
+    calls = []
+
+    def my_capper(grad: Any) -> Any:
+        calls.append(1)
+        return grad / 2
+
+    shared = fw.array([4.0])
+    clipped, report = uc.clip({"a": shared, "b": [shared, None], "c": fw.array([[8.0]])}, my_capper)
+    assert [float(fw.numpy(x).ravel()[0]) for x in (clipped["a"], clipped["b"][0], clipped["c"])] == [2, 2, 4]
+    assert len(calls) == 2
+    assert report == uc.Report()
+    with pytest.raises(TypeError, match=r"the function returned None for grads\[0\]"):
+        uc.clip([shared], lambda grad: None)
+
+
+def test_by_value_bounds(fw: Framework) -> None:
+    """Bounds are numbers or arrays, symmetric or not."""
+    grads = fw.array([[-3.0, 0.5, 3.0]])
+    np.testing.assert_array_equal(fw.numpy(uc.clip_by_value(grads, -1, 2)), [[-1, 0.5, 2]])
+    np.testing.assert_array_equal(fw.numpy(uc.clip(grads, uc.by_value(1.0))[0]), [[-1, 0.5, 1]])
+    np.testing.assert_array_equal(fw.numpy(uc.clip(grads, uc.by_value(0.0, math.inf))[0]), [[0, 0.5, 3]])
+    low, high = fw.array([-2.0, 0.0, 0.0]), fw.array([0.0, 0.25, 9.0])
+    np.testing.assert_array_equal(fw.numpy(uc.clip_by_value(grads, low, high)), [[-2, 0.25, 3]])
+    np.testing.assert_array_equal(fw.numpy(uc.clip_by_value(fw.array([math.nan, 5.0]), -1, 1)), [math.nan, 1])
+    with pytest.raises(ValueError, match="min=nan"):
+        uc.clip_by_value(grads, math.nan, 1)
+
+
+def test_known_norm(fw: Framework) -> None:
+    """A norm that is known already is used as it is, and returned."""
+    grads = [fw.array([3.0, 4.0])]
+    for known in (10.0, fw.array(10.0)):
+        [clipped], norm = uc.clip_by_global_norm(grads, 1.0, norm=known)
+        np.testing.assert_allclose(fw.numpy(clipped), [0.3, 0.4], rtol=1e-6)
+        assert float(fw.numpy(norm)) == 10.0
+
+
+def test_limit_as_an_array(fw: Framework) -> None:
+    """The limit may be a 0-d array, a traced one too."""
+    grads, limit = [fw.array([3.0, 4.0])], fw.array(1.0)
+    [clipped] = fw.run(lambda g, c: uc.clip_by_global_norm(g, c)[0], grads, limit)
+    np.testing.assert_allclose(fw.numpy(clipped), [0.6, 0.8], rtol=1e-6)
