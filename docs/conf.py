@@ -20,6 +20,7 @@ ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT / "tests")]
 
 import figures  # noqa: E402 - needs the path above
+
 import promises  # noqa: E402 - needs the path above
 
 project = "uniclip"

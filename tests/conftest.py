@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
 from frameworks import CHOSEN, Framework
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -16,10 +16,7 @@ def norm(entries: Iterable[complex], p: float = 2, size_power: float = 0) -> flo
     top = max(sizes, default=0.0)
     if top == 0 or not math.isfinite(top):
         return 0.0 if top == 0 else math.nan
-    if math.isinf(p):
-        total = top
-    else:
-        total = top * math.fsum((s / top) ** p for s in sizes) ** (1 / p)
+    total = top if math.isinf(p) else top * math.fsum((s / top) ** p for s in sizes) ** (1 / p)
     return total / len(sizes) ** size_power
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from frameworks import KNOWN, Framework
 
+import oracle
 import uniclip as uc
+from frameworks import KNOWN, Framework
 
 EPS = {
     "float16": 2**-10,

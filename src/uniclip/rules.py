@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 from uniclip import core
 from uniclip._repr import Printed
 from uniclip.curves import hard
+from uniclip.gradients import cast, read
 from uniclip.limits import Constant, Limit, NoState
+from uniclip.measure import AllReduce, zeros
 from uniclip.norms import AVERAGE, L2, RMS, Norm
 from uniclip.scopes import Scope, all_leaves, axes, each_leaf
 
@@ -57,10 +59,10 @@ class Rule(Printed):
     def init(self, grads: Any) -> Any:
         """Return the state before the first step, for gradients or parameters like ``grads``."""
         limit: Limit = self.limit
-        return limit.init(core.zeros(core.read(grads, self.scope)))
+        return limit.init(zeros(read(grads, self.scope)))
 
     def update(
-        self, grads: Any, state: Any, params: Any = None, all_reduce: core.AllReduce | None = None
+        self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None
     ) -> tuple[Any, Any, core.Report]:
         """Clip ``grads``; the pure form, for jit, scan and checkpoints.
 
@@ -109,7 +111,7 @@ class ByValue(Printed):
         grads: Any,
         state: NoState,
         params: Any = None,  # noqa: ARG002 - every rule has it
-        all_reduce: core.AllReduce | None = None,  # noqa: ARG002 - every rule has it
+        all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
     ) -> tuple[Any, NoState, core.Report]:
         """Clip ``grads``; see `Rule.update`. The report is empty."""
         clipped, report = core.apply(grads, self._clip)
@@ -123,7 +125,7 @@ class ByValue(Printed):
         low, high = (
             xp.asarray(_whole(bound, array) if whole else bound, dtype=array.dtype) for bound in (self.min, self.max)
         )
-        return core.cast(xp, xp.clip(array, low, high), array.dtype)
+        return cast(xp, xp.clip(array, low, high), array.dtype)
 
 
 def _whole(bound: Any, array: Any) -> Any:
@@ -133,7 +135,7 @@ def _whole(bound: Any, array: Any) -> Any:
     if not float(bound).is_integer():
         msg = f"integer gradients ({array.dtype}) need whole bounds, got {bound!r}"
         raise TypeError(msg)
-    return int(bound)
+    return int(float(bound))
 
 
 def by_value(lo: Any, hi: Any = None) -> ByValue:
@@ -150,7 +152,10 @@ def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -
 
 
 def by_average_norm(c: Any) -> Rule:
-    """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries (TensorFlow 1's ``clip_by_average_norm``; not the RMS)."""
+    """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries; not the RMS.
+
+    Source: TensorFlow 1's ``clip_by_average_norm``.
+    """
     return Rule(c, scope=each_leaf, norm=AVERAGE)
 
 
@@ -160,7 +165,10 @@ def by_global_norm(c: Any, ord: float = 2) -> Rule:  # noqa: A002 - NumPy's name
 
 
 def by_block_rms(c: Any) -> Rule:
-    """Scale each leaf to root mean square ``c`` at most (Adafactor, arXiv:1804.04235; optax's ``clip_by_block_rms``)."""
+    """Scale each leaf to root mean square ``c`` at most.
+
+    Source: Adafactor, arXiv:1804.04235; optax's ``clip_by_block_rms``.
+    """
     return Rule(c, scope=each_leaf, norm=RMS)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from uniclip._repr import Printed
 
 Path: TypeAlias = tuple[Any, ...]
-Axes: TypeAlias = None | tuple[int, ...] | Callable[[int, int], tuple[int, ...]]
+Axes: TypeAlias = tuple[int, ...] | Callable[[int, int], tuple[int, ...]] | None
 Label: TypeAlias = Callable[[Path, Any], Hashable]
 
 

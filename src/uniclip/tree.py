@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, ValuesView
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -80,8 +81,12 @@ def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any],
             more_paths, more_leaves, rebuild = _flatten(container, name, path)
             paths += more_paths
             leaves += more_leaves
-            builders.append(lambda new, rebuild=rebuild, close=close: close(rebuild(new)))
+            builders.append(partial(_rebuilt, rebuild, close))
     return paths, leaves, lambda new: optree.tree_unflatten(spec, [build(new) for build in builders])
+
+
+def _rebuilt(rebuild: Callable[[Iterator[Any]], Any], close: Callable[[Any], Any], new: Iterator[Any]) -> Any:
+    return close(rebuild(new))
 
 
 def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
@@ -124,15 +129,18 @@ def _replaced(node: Any, new: dict[str, Any]) -> Any:
 
 
 def _no_array(where: str, leaf: object) -> str:
-    cls = type(leaf)
     return (
-        f"{where} is a {cls.__module__}.{cls.__qualname__}, not an array: pass gradients of NumPy, PyTorch, TensorFlow, "
-        "JAX or another array API library (numbers as one array, an absent gradient as None)"
+        f"{where} is a {_kind(leaf)}, not an array: pass gradients of NumPy, PyTorch, TensorFlow, JAX or another "
+        "array API library (numbers as one array, an absent gradient as None)"
     )
 
 
 def _two_frameworks(name: str, first_path: Path, first: object, path: Path, leaf: object) -> str:
     return (
-        f"{place(name, path)} is a {type(leaf).__module__}.{type(leaf).__qualname__} but {place(name, first_path)} is a "
-        f"{type(first).__module__}.{type(first).__qualname__}: convert all gradients to one framework first"
+        f"{place(name, path)} is a {_kind(leaf)} but {place(name, first_path)} is a {_kind(first)}: "
+        "convert all gradients to one framework first"
     )
+
+
+def _kind(leaf: object) -> str:
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"

@@ -80,7 +80,12 @@ CASES: dict[str, tuple[Callable[[float], Any], Callable[[list[np.ndarray]], Part
     "groups": (lambda c: uc.Rule(c, scope=uc.groups(lambda path, leaf: path[0])), labelled, 2, 0),  # noqa: ARG005
     "each entry": (lambda c: uc.Rule(c, scope=uc.each_entry), slices(lambda ndim: ()), 2, 0),  # noqa: ARG005
     "each example": (lambda c: uc.Rule(c, scope=uc.each_example), examples, 2, 0),
-    "unit": (lambda c: uc.Rule(c, scope=uc.unit(0)), slices(lambda ndim: tuple(range(1 if ndim > 1 else 0, ndim))), 2, 0),
+    "unit": (
+        lambda c: uc.Rule(c, scope=uc.unit(0)),
+        slices(lambda ndim: tuple(range(1 if ndim > 1 else 0, ndim))),
+        2,
+        0,
+    ),
 }
 for p in (1, 2, 3, math.inf):
     CASES[f"global L{p}"] = (lambda c, p=p: uc.by_global_norm(c, ord=p), together, p, 0)
@@ -105,7 +110,9 @@ def test_rules(name: str, case: str) -> None:
     for shapes, dtype in product(sets, sorted(set(EPS) & set(fw.dtypes))):
         values = [np.asarray(10 * rng.standard_normal(shape), dtype=dtype) for shape in shapes]
         groups = [[(i, values[i][index]) for i, index in part] for part in parts(values)]
-        norms = sorted(oracle.norm((x for _, v in group for x in v.ravel().tolist()), p, size_power) for group in groups)
+        norms = sorted(
+            oracle.norm((x for _, v in group for x in v.ravel().tolist()), p, size_power) for group in groups
+        )
         limits = [norms[-1] * 2, norms[-1], norms[0], norms[0] / 3]
 
         def clip(grads: Any, limits: list[float] = limits) -> list[Any]:
@@ -140,7 +147,9 @@ def test_value(name: str) -> None:
         values = [np.asarray(rng.standard_normal(shape), dtype=dtype) for shape in shapes]
         with fw.context():
             tree = nest([fw.array(v, dtype) for v in values])
-            for (lo, hi), clipped in zip(bounds, fw.run(lambda g: [uc.clip_by_value(g, *b) for b in bounds], tree), strict=True):
+            for (lo, hi), clipped in zip(
+                bounds, fw.run(lambda g: [uc.clip_by_value(g, *b) for b in bounds], tree), strict=True
+            ):
                 for leaf, value in zip(unnest(clipped), values, strict=True):
                     kind = value.dtype.type
                     np.testing.assert_array_equal(fw.numpy(leaf), np.clip(value, kind(lo), kind(hi)), strict=True)

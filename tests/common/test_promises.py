@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from frameworks import CHOSEN, Framework
 from promises import PROMISES, Promise
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import oracle
 import pytest
+
+import oracle
+import uniclip as uc
 from frameworks import Framework
 from promises import EPS
-
-import uniclip as uc
 
 PRESETS = [
     uc.by_value(1.0),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import operator
 import types
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from frameworks import Framework
 
 import uniclip as uc
+from frameworks import Framework
 
 
 class Pair(NamedTuple):
@@ -55,7 +56,7 @@ def pair(fw: Framework) -> tuple[Any, Any]:
         lambda a, b: Parameters([a, b]),
         lambda a, b: (x for x in (a, b)),
         lambda a, b: filter(lambda x: x is not None, [a, None, b]),
-        lambda a, b: map(lambda x: x, [a, b]),
+        lambda a, b: map(operator.pos, [a, b]),
         lambda a, b: itertools.chain([a], [b]),
         lambda a, b: {"a": a, "b": b}.values(),
     ],

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
 
+import jax
 from uniclip.backends.base import Array, Backend, Rebuild
 
 
@@ -32,7 +32,7 @@ class _JAX(Backend):
         return super().stored(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
-        return jax.lax.cond(ok, usual, rare)
+        return list(jax.lax.cond(ok, usual, rare))
 
     def constant(self, array: Array) -> Array:
         return jax.lax.stop_gradient(array)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
+import tensorflow as tf
 from uniclip.backends.base import Array, Backend, Rebuild
 
 _KINDS: dict[str, Callable[[Any], bool]] = {

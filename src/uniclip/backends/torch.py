@@ -9,9 +9,9 @@ from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from array_api_compat import torch as compat
 
+import torch
 from uniclip.backends.base import Array, Backend, Rebuild
 
 

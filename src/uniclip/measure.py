@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: MIT
+"""Measure the norm of each group of gradients: accurate, and safe from overflow and underflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from uniclip.gradients import Gradients, Leaf, cast, spread, wide
+from uniclip.norms import Norm, largest
+from uniclip.tree import place
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+
+AllReduce: TypeAlias = Callable[[Any, Literal["sum", "max"]], Any]
+
+_NORMAL = {True: (1.2e-38, 8e37), False: (2.3e-308, 4e307)}
+"""Numbers that are normal and whose reciprocals are, in float32 (True) and float64."""
+
+
+def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -> list[Any]:
+    """Return the norm of each group, in float32 or wider.
+
+    ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
+    overflows, or small squares underflow) is it summed again in units of the largest entry: one more
+    reading of the gradients, and only when needed. For a power p other than 2 the units come first:
+    the rounding of 1/p would cost precision when the sum is far from 1.
+    """
+    ruler = _Ruler(grads.backend, norm, all_reduce)
+    if not norm.has_powers:
+        norms = [ruler.total(group) for group in grads.groups]
+    elif norm.p != 2:  # noqa: PLR2004
+        norms = [ruler.in_units(group) for group in grads.groups]
+    else:
+        norms = _choose(ruler, grads.groups)
+    if norm.size_power:
+        sizes = [ruler.size(group, n.dtype) for group, n in zip(grads.groups, norms, strict=True)]
+        norms = [n / size**norm.size_power for n, size in zip(norms, sizes, strict=True)]
+    return norms
+
+
+def zeros(grads: Gradients) -> list[Any]:
+    """Return a zero for each norm that `measure` would return, of its shape and dtype."""
+    xp, dtype = grads.backend.xp, grads.norm_dtype
+    return [xp.zeros(group[0].kept_shape if group else (), dtype=dtype) for group in grads.groups]
+
+
+@dataclass(frozen=True)
+class _Ruler:
+    """How one norm of one group is measured."""
+
+    backend: Backend
+    norm: Norm
+    all_reduce: AllReduce | None
+
+    def total(self, group: list[Leaf]) -> Any:
+        """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
+        xp = self.backend.xp
+        return self.join(group, self.norm.op, lambda leaf: self.norm.total(xp, wide(xp, leaf.array), leaf.axes))
+
+    def in_units(self, group: list[Leaf]) -> Any:
+        """Return the norm, measured in units of the largest modulus."""
+        xp = self.backend.xp
+        top = self.join(group, "max", lambda leaf: largest(xp, wide(xp, leaf.array), leaf.axes))
+        # The unit stays where its reciprocal is a normal number too: XLA multiplies by that instead of
+        # dividing. The norm does not depend on it, so its derivative must not (it would overflow).
+        low, high = (xp.asarray(bound, dtype=top.dtype) for bound in _NORMAL[top.dtype == xp.float32])
+        unit = self.backend.constant(xp.clip(top, low, high))
+
+        def total(leaf: Leaf) -> Any:
+            return self.norm.total(xp, wide(xp, leaf.array) / spread(self.backend, unit, leaf), leaf.axes)
+
+        return unit * self.norm.root(xp, self.join(group, "sum", total))
+
+    def size(self, group: list[Leaf], dtype: Any) -> Any:
+        """Return the number of entries that each norm of the group covers."""
+        xp = self.backend.xp
+        return self.join(group, "sum", lambda leaf: xp.asarray(self.backend.size(leaf.given, leaf.axes), dtype=dtype))
+
+    def join(self, group: list[Leaf], op: Literal["sum", "max"], part: Callable[[Leaf], Any]) -> Any:
+        """Join the parts of a group's leaves, and those of other devices."""
+        xp = self.backend.xp
+        parts = [part(leaf) for leaf in group] or [xp.asarray(0.0, dtype=xp.float32)]
+        for leaf, one in zip(group, parts, strict=False):
+            _same_shape(group[0], parts[0].shape, leaf, one.shape)
+        joined = parts[0] if len(parts) == 1 else self.reduce(parts, op)
+        return joined if self.all_reduce is None else self.all_reduce(joined, op)
+
+    def reduce(self, parts: list[Any], op: Literal["sum", "max"]) -> Any:
+        """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""
+        xp = self.backend.xp
+        dtype = xp.result_type(*(one.dtype for one in parts))
+        stacked = xp.stack([cast(xp, self.backend.beside(one, parts[0]), dtype) for one in parts])
+        return xp.sum(stacked, axis=0) if op == "sum" else xp.max(stacked, axis=0)
+
+
+def _choose(ruler: _Ruler, groups: list[list[Leaf]]) -> list[Any]:
+    """Return the Euclidean norms, by plain sums of squares where these are accurate."""
+    backend, xp = ruler.backend, ruler.backend.xp
+    totals = [ruler.total(group) for group in groups]
+    accurate = [xp.all(_in_range(xp, total)) for total in totals]
+    usual: Sequence[Callable[[], Any]] = [partial(ruler.norm.root, xp, total) for total in totals]
+    rare: Sequence[Callable[[], Any]] = [partial(ruler.in_units, group) for group in groups]
+    if all(backend.readable(one) for one in accurate):
+        return [(u if bool(one) else r)() for one, u, r in zip(accurate, usual, rare, strict=True)]
+    # One conditional for the whole tree: one per group costs compiled code its speed.
+    together = xp.all(xp.stack([backend.beside(one, accurate[0]) for one in accurate]))
+    return backend.cond(together, lambda: [u() for u in usual], lambda: [r() for r in rare])
+
+
+def _in_range(xp: Any, total: Any) -> Any:
+    """Whether neither overflow nor underflow can have touched a sum of squares (NaN: it may have)."""
+    smallest = 1e-24 if total.dtype == xp.float32 else 1e-277  # smallest normal number / eps²
+    return xp.isfinite(total) & (total > smallest)
+
+
+def _same_shape(first: Leaf, shape: Any, leaf: Leaf, other: Any) -> None:
+    if len(shape) == len(other) and all(m == n or None in (m, n) for m, n in zip(shape, other, strict=True)):
+        return
+    msg = (
+        "leaves that share norms need equal shapes outside the axes a norm covers, but "
+        f"{place('grads', first.path)} has {tuple(shape)} and {place('grads', leaf.path)} has {tuple(other)}"
+    )
+    raise ValueError(msg)
