@@ -91,16 +91,18 @@ def _rebuilt(rebuild: Callable[[Iterator[Any]], Any], close: Callable[[Any], Any
 
 def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
     """Return a container that optree knows and the way back from it, ``None`` for a leaf."""
-    # The one framework named outside backends/ and integrations/: classes registered with JAX
-    # (flax and equinox modules, say) are nodes only JAX can open.
-    if (jax := sys.modules.get("jax")) and (opened := _open_registered(jax.tree_util, node)):
-        return opened
     if isinstance(node, Iterator):
         if not (items := list(node)):
             msg = f"{where} is an iterator with nothing left in it; pass a list, which can be read twice"
             raise ValueError(msg)
         return items, _same
-    if isinstance(node, (list, tuple, ValuesView)):
+    if isinstance(node, ValuesView):
+        return list(node), _same
+    # The one framework named outside backends/ and integrations/: classes registered with JAX
+    # (flax and equinox modules, say) are nodes only JAX can open.
+    if (jax := sys.modules.get("jax")) and (opened := _open_registered(jax.tree_util, node)):
+        return opened
+    if isinstance(node, (list, tuple)):
         return list(node), _same
     if isinstance(node, Mapping):
         return dict(node), _same

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import dask
 import numpy as np
 import optree
 import oracle
@@ -106,20 +107,21 @@ def test_rules(name: str, case: str) -> None:
     make, parts, p, size_power = CASES[case]
     fw, plain = KNOWN[name](), KNOWN["numpy"]()
     rng = np.random.default_rng(len(case))
-    sets = [BATCH] if "axis" in case or "example" in case else [BATCH, RAGGED]
-    for shapes, dtype in product(sets, sorted(set(EPS) & set(fw.dtypes))):
+    shapes = BATCH if "axis" in case or "example" in case else RAGGED
+    for dtype in sorted(set(EPS) & set(fw.dtypes)):
         values = [np.asarray(10 * rng.standard_normal(shape), dtype=dtype) for shape in shapes]
         groups = [[(i, values[i][index]) for i, index in part] for part in parts(values)]
         norms = sorted(
             oracle.norm((x for _, v in group for x in v.ravel().tolist()), p, size_power) for group in groups
         )
-        limits = [norms[-1] * 2, norms[-1], norms[0], norms[0] / 3]
+        limits = [norms[-1] * 2, norms[len(norms) // 2], norms[0] / 3]
 
         def clip(grads: Any, limits: list[float] = limits) -> list[Any]:
             return [uc.clip(grads, make(limit)) for limit in limits]
 
         with fw.context():
             results = fw.run(clip, nest([fw.array(v, dtype) for v in values]))
+            results = dask.compute(results)[0] if name == "dask" else results  # all at once, which is faster
             expected = clip(nest([plain.array(v, dtype) for v in values]))
             for limit, (clipped, report), (wanted, wanted_report) in zip(limits, results, expected, strict=True):
                 exact = [np.array(v, dtype="float64") for v in values]

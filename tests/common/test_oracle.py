@@ -21,11 +21,8 @@ LEAVES = st.lists(
     max_size=4,
 )
 NORMS = st.builds(uc.Norm, st.sampled_from([1, 1.5, 2, 3, 7, math.inf]), st.sampled_from([0, 0.5, 1]))
-FAST = [
-    framework
-    for framework in CHOSEN
-    if framework.name in {"numpy", "numpy-readonly", "array-api-strict", "torch", "jax"}
-]
+EAGER = {"numpy", "numpy-readonly", "array-api-strict", "torch", "tensorflow", "jax"}
+FAST = [framework for framework in CHOSEN if framework.name in EAGER]
 
 
 def check(fw: Framework, leaves: list[np.ndarray], axes: Any, joined: bool, norm: uc.Norm, limit: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import operator
 import types
 from typing import Any, NamedTuple
 
@@ -36,6 +35,11 @@ class Parameters(list):
     """A list of one's own, as frameworks have them."""
 
 
+def itself(x: Any) -> Any:
+    """Return the argument."""
+    return x
+
+
 def values(fw: Framework, tree: Any) -> list[float]:
     """Return the first entry of each leaf of a flat container."""
     return [round(float(fw.numpy(leaf)[0]), 6) for leaf in tree]
@@ -56,7 +60,7 @@ def pair(fw: Framework) -> tuple[Any, Any]:
         lambda a, b: Parameters([a, b]),
         lambda a, b: (x for x in (a, b)),
         lambda a, b: filter(lambda x: x is not None, [a, None, b]),
-        lambda a, b: map(operator.pos, [a, b]),
+        lambda a, b: map(itself, [a, b]),
         lambda a, b: itertools.chain([a], [b]),
         lambda a, b: {"a": a, "b": b}.values(),
     ],
