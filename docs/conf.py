@@ -62,7 +62,12 @@ copybutton_prompt_is_regexp = True
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # tf.function reads the source of the function it gets, and finds none if that is of no module.
-doctest_global_setup = f"__name__ = '__main__'; README = {str(ROOT / 'README.md')!r}"
+doctest_global_setup = f"""
+__name__ = '__main__'
+README = {str(ROOT / "README.md")!r}
+import numpy as np
+import uniclip as uc
+"""
 
 
 def write(path: Path, text: str) -> None:

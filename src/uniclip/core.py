@@ -80,8 +80,6 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import uniclip as uc
     >>> grads = [np.asarray([3.0, 4.0]), np.asarray([12.0])]
     >>> clipped, report = uc.clip(grads, uc.by_global_norm(6.5))
     >>> clipped

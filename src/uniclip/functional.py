@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The five familiar functions, by TensorFlow's names and argument order; each is one expression over a rule."""
+"""The five familiar functions, by their oldest names and argument order; each is one expression over a rule.
+
+The examples assume ``np`` and ``uc``, as everywhere in the documentation.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from uniclip.limits import NoState, nonnegative
 from uniclip.rules import ByValue, by_average_norm, by_global_norm, by_norm
 
 
-def clip_by_value(grads: Any, min: Any, max: Any) -> Any:  # noqa: A002 - TensorFlow's names
+def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
     """Clip each entry into ``[min, max]``.
 
     Parameters
@@ -39,15 +42,13 @@ def clip_by_value(grads: Any, min: Any, max: Any) -> Any:  # noqa: A002 - Tensor
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import uniclip as uc
     >>> uc.clip_by_value({"w": np.asarray([-3.0, 0.5]), "b": None}, -1, 1)
     {'w': array([-1. ,  0.5]), 'b': None}
     """
     return core.clip(grads, ByValue(min, max))[0]
 
 
-def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Any:  # noqa: A002 - NumPy's name
+def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Any:
     """Scale each leaf by itself to norm ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
 
     Parameters
@@ -74,8 +75,6 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import uniclip as uc
     >>> uc.clip_by_norm(np.asarray([[3.0, 4.0], [0.3, 0.4]]), 1.0, axis=1)
     array([[0.6, 0.8],
            [0.3, 0.4]])
@@ -86,7 +85,7 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
 def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
     """Scale each leaf by itself to ``‖g‖₂/N ≤ max_norm``, N its number of entries.
 
-    This is TensorFlow 1's function of that name. It is not the root mean square ``‖g‖₂/√N``, which
+    This is TF 1's function of that name. It is not the root mean square ``‖g‖₂/√N``, which
     `uniclip.by_block_rms` limits.
 
     Parameters
@@ -109,15 +108,13 @@ def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import uniclip as uc
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
     return core.clip(grads, by_average_norm(nonnegative("max_norm", max_norm)))[0]
 
 
-def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any = None) -> tuple[Any, Any]:  # noqa: A002 - NumPy's name
+def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any = None) -> tuple[Any, Any]:
     """Scale all leaves by one factor, ``min(1, max_norm/‖grads‖)``: the direction is kept.
 
     Parameters
@@ -152,8 +149,6 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import uniclip as uc
     >>> clipped, norm = uc.clip_by_global_norm([np.asarray([3.0, 4.0]), np.asarray([12.0])], 6.5)
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
@@ -163,7 +158,7 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     return clipped, report.norms
 
 
-def global_norm(grads: Any, *, ord: float = 2) -> Any:  # noqa: A002 - NumPy's name
+def global_norm(grads: Any, *, ord: float = 2) -> Any:
     """Return the norm of all leaves together, ``(Σ|g|ᵖ)^(1/p)``.
 
     Parameters
@@ -187,8 +182,6 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:  # noqa: A002 - NumPy's n
 
     Examples
     --------
-    >>> import numpy as np
-    >>> import uniclip as uc
     >>> float(uc.global_norm({"w": np.asarray([3.0, 4.0]), "b": np.asarray(12.0)}))
     13.0
     """

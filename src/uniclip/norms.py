@@ -20,7 +20,7 @@ class Norm(Printed):
         The order, at least 1; ``math.inf`` is the largest modulus.
     size_power : float, default 0
         The power of the number of entries by which the norm is divided: 1/2 with ``p=2`` is the
-        root mean square, 1 with ``p=1`` the mean modulus, 1 with ``p=2`` TensorFlow 1's average norm.
+        root mean square, 1 with ``p=1`` the mean modulus, 1 with ``p=2`` TF 1's average norm.
 
     Raises
     ------
@@ -29,8 +29,7 @@ class Norm(Printed):
 
     Examples
     --------
-    >>> from uniclip import Norm, RMS
-    >>> Norm(2, size_power=0.5) == RMS
+    >>> uc.Norm(2, size_power=0.5) == uc.RMS
     True
     """
 

@@ -35,7 +35,6 @@ class Rule(Printed):
 
     Examples
     --------
-    >>> import uniclip as uc
     >>> uc.Rule(1.0, scope=uc.each_leaf, norm=uc.RMS)
     Rule(Constant(1.0), scope=each_leaf, norm=RMS)
     """
@@ -143,10 +142,11 @@ def by_value(lo: Any, hi: Any = None) -> ByValue:
     return ByValue(-lo, lo) if hi is None else ByValue(lo, hi)
 
 
-def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Rule:  # noqa: A002 - NumPy's name
+def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Rule:
     """Scale each leaf (each slice along ``axis``) to norm ``c`` at most: ``g · min(1, c/‖g‖)``.
 
-    Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063; TensorFlow's ``clip_by_norm``.
+    Source: Pascanu, Mikolov and Bengio, *On the difficulty of training recurrent neural networks*,
+    arXiv:1211.5063.
     """
     return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord))
 
@@ -154,12 +154,12 @@ def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -
 def by_average_norm(c: Any) -> Rule:
     """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries; not the RMS.
 
-    Source: TensorFlow 1's ``clip_by_average_norm``.
+    Source: the function ``clip_by_average_norm`` of TF 1.
     """
     return Rule(c, scope=each_leaf, norm=AVERAGE)
 
 
-def by_global_norm(c: Any, ord: float = 2) -> Rule:  # noqa: A002 - NumPy's name
+def by_global_norm(c: Any, ord: float = 2) -> Rule:
     """Scale all leaves by one factor to joint norm ``c`` at most, which keeps the direction (arXiv:1211.5063)."""
     return Rule(c, scope=all_leaves, norm=Norm(ord))
 
@@ -167,7 +167,7 @@ def by_global_norm(c: Any, ord: float = 2) -> Rule:  # noqa: A002 - NumPy's name
 def by_block_rms(c: Any) -> Rule:
     """Scale each leaf to root mean square ``c`` at most.
 
-    Source: Adafactor, arXiv:1804.04235; optax's ``clip_by_block_rms``.
+    Source: Shazeer and Stern, *Adafactor*, arXiv:1804.04235.
     """
     return Rule(c, scope=each_leaf, norm=RMS)
 

@@ -33,10 +33,9 @@ class Scope(Printed):
 
     Examples
     --------
-    >>> from uniclip import Scope, all_leaves
-    >>> Scope(axes=(0,))
+    >>> uc.Scope(axes=(0,))
     Scope(axes=(0,))
-    >>> all_leaves
+    >>> uc.all_leaves
     all_leaves
     """
 
@@ -91,14 +90,14 @@ all_leaves = Scope(join=everything)
 
 
 def axes(*axis: int) -> Scope:
-    """Give one norm to the entries along ``axis`` of each leaf, as ``axis=`` does in NumPy."""
+    """Give one norm to the entries along ``axis`` of each leaf."""
     return Scope(axes=axis)
 
 
 def unit(axis: int | None = None) -> Scope:
     """Give one norm to each output unit's fan-in; ``axis`` is the output axis.
 
-    Without ``axis`` it follows the framework's convention: first in PyTorch, last elsewhere.
+    Without ``axis`` it is the backend's ``output_axis``, which follows the framework's convention.
     """
     return Scope(axes=FanIn(axis))
 

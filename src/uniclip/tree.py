@@ -91,13 +91,12 @@ def _rebuilt(rebuild: Callable[[Iterator[Any]], Any], close: Callable[[Any], Any
 
 def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
     """Return a container that optree knows and the way back from it, ``None`` for a leaf."""
-    if isinstance(node, Iterator):
-        if not (items := list(node)):
+    if isinstance(node, (Iterator, ValuesView)):
+        items = list(node)
+        if not items and isinstance(node, Iterator):
             msg = f"{where} is an iterator with nothing left in it; pass a list, which can be read twice"
             raise ValueError(msg)
         return items, _same
-    if isinstance(node, ValuesView):
-        return list(node), _same
     # The one framework named outside backends/ and integrations/: classes registered with JAX
     # (flax and equinox modules, say) are nodes only JAX can open.
     if (jax := sys.modules.get("jax")) and (opened := _open_registered(jax.tree_util, node)):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import uniclip
 
 FRAMEWORKS = {"torch", "tensorflow", "jax", "keras", "mlx", "dask", "array_api_strict"}
 
@@ -24,3 +28,16 @@ def test_no_framework_is_imported(code: str) -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & FRAMEWORKS
     assert {"numpy", "uniclip"} <= loaded
+
+
+def test_the_algorithm_names_no_framework() -> None:
+    """Frameworks are named in backends/ and integrations/ only, but for JAX's nodes and an error in tree.py."""
+    named = re.compile("numpy|torch|tensorflow|jax|keras|optax|mlx|dask", re.IGNORECASE)
+    allowed = {"__init__.py": set(), "tree.py": {"numpy", "torch", "tensorflow", "jax"}}
+    files = sorted(Path(uniclip.__file__).parent.glob("*.py"))
+    assert {"core.py", "rules.py", "scopes.py", "norms.py", "limits.py", "curves.py", "functional.py"} <= {
+        f.name for f in files
+    }
+    for file in files:
+        found = {name.lower() for name in named.findall(file.read_text(encoding="utf-8"))}
+        assert found <= allowed.get(file.name, set()), file
