@@ -210,6 +210,8 @@ def integers(fw: Framework) -> None:
     kept = fw.run(lambda g: uc.clip_by_value(g, 2, 3.0), t)
     assert fw.dtype(kept) == "int32"
     np.testing.assert_array_equal(fw.numpy(kept), [2, 2, 3, 3, 2, 2, 2, 3, 2, 3])
+    np.testing.assert_array_equal(fw.numpy(uc.clip_by_value(t, -math.inf, 2)), np.minimum(fw.numpy(t), 2))
+    np.testing.assert_array_equal(fw.numpy(uc.clip_by_value(t, -(2**40), 2**40)), fw.numpy(t))
     with pytest.raises(TypeError, match="whole"):
         uc.clip_by_value(t, -0.5, 0.5)
 
@@ -257,7 +259,7 @@ def wrong_leaf(fw: Framework) -> None:
         "measure": uc.global_norm,
     }.items():
         with pytest.raises(
-            TypeError, match=r"grads\['w'\]\[1\] is a builtins.float, not an array.*numbers as one array"
+            TypeError, match=r"grads\['w'\]\[1\] is a builtins.float, not an array.*plain numbers as one array"
         ):
             call({"w": [fw.array([1.0]), 2.0]})
         with pytest.raises(TypeError, match=r"grads\[1\] is a .* but grads\[0\] is a .*one framework"):

@@ -74,7 +74,8 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     Raises
     ------
     TypeError
-        If a leaf is no array, leaves belong to two frameworks, or a function returns no array.
+        If a leaf is no array, leaves belong to two frameworks, a function returns no array, or
+        ``rule`` is neither a rule nor a function.
     ValueError
         If the rule remembers earlier steps, a limit is negative or NaN, or an iterator is spent.
 
@@ -89,6 +90,9 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
     array([ 1., -1.])
     """
+    if not callable(rule) and not hasattr(rule, "update"):
+        msg = f"rule must be a rule, such as uc.by_global_norm(1.0), or a function of one array, got {rule!r}"
+        raise TypeError(msg)
     if not hasattr(rule, "update"):
         return apply(grads, lambda xp, array: rule(array))  # noqa: ARG005
     if rule.memory:

@@ -69,7 +69,7 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
     Raises
     ------
     TypeError
-        If a leaf is no array.
+        If a leaf or ``max_norm`` is no array or number.
     ValueError
         If ``max_norm`` is negative or NaN, ``ord`` below 1, or ``axis`` out of range.
 
@@ -102,7 +102,7 @@ def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
     Raises
     ------
     TypeError
-        If a leaf is no array.
+        If a leaf or ``max_norm`` is no array or number.
     ValueError
         If ``max_norm`` is negative or NaN.
 

@@ -37,7 +37,10 @@ class Limit(Protocol):
 
 
 def nonnegative(name: str, value: T) -> T:
-    """Return ``value`` unless it is a number that is negative or NaN."""
+    """Return ``value`` unless it is no number or array, or a number that is negative or NaN."""
+    if not isinstance(value, Real) and not hasattr(value, "dtype"):
+        msg = f"{name} must be a number or a 0-d array (math.inf only measures the gradients), got {value!r}"
+        raise TypeError(msg)
     if isinstance(value, Real) and not float(value) >= 0:
         msg = f"{name} must be 0 or more (0 zeroes the gradients, math.inf only measures them), got {value!r}"
         raise ValueError(msg)
@@ -58,7 +61,7 @@ class Constant(Printed):
     value: Any
 
     def __post_init__(self) -> None:
-        """Refuse a negative or NaN limit."""
+        """Refuse what is no limit."""
         nonnegative("limit", self.value)
 
     def init(self, norms: Arrays) -> NoState:  # noqa: ARG002 - the signature of a limit

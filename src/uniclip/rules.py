@@ -120,21 +120,23 @@ class ByValue(Printed):
         if xp.isdtype(array.dtype, "complex floating"):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
             raise TypeError(msg)
-        whole = xp.isdtype(array.dtype, "integral")
-        low, high = (
-            xp.asarray(_whole(bound, array) if whole else bound, dtype=array.dtype) for bound in (self.min, self.max)
-        )
+        if xp.isdtype(array.dtype, "integral"):
+            low, high = (_whole(bound, xp.iinfo(array.dtype)) for bound in (self.min, self.max))
+        else:
+            low, high = self.min, self.max
+        low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (low, high))
         return cast(xp, xp.clip(array, low, high), array.dtype)
 
 
-def _whole(bound: Any, array: Any) -> Any:
-    """Return a bound as an integer, for integer gradients."""
+def _whole(bound: Any, info: Any) -> Any:
+    """Return a bound of integer gradients as an integer that their dtype can hold."""
     if not isinstance(bound, Real):
         return bound
-    if not float(bound).is_integer():
-        msg = f"integer gradients ({array.dtype}) need whole bounds, got {bound!r}"
+    inside = max(info.min, min(info.max, bound))
+    if not float(inside).is_integer():
+        msg = f"integer gradients need whole bounds, got {bound!r}"
         raise TypeError(msg)
-    return int(float(bound))
+    return int(inside)
 
 
 def by_value(lo: Any, hi: Any = None) -> ByValue:

@@ -131,8 +131,8 @@ def _replaced(node: Any, new: dict[str, Any]) -> Any:
 
 def _no_array(where: str, leaf: object) -> str:
     return (
-        f"{where} is a {_kind(leaf)}, not an array: pass gradients of NumPy, PyTorch, TensorFlow, JAX or another "
-        "array API library (numbers as one array, an absent gradient as None)"
+        f"{where} is a {_kind(leaf)}, not an array of numbers: pass gradients of NumPy, PyTorch, TensorFlow, JAX or "
+        "another array API library (plain numbers as one array, an absent gradient as None)"
     )
 
 
@@ -144,4 +144,5 @@ def _two_frameworks(name: str, first_path: Path, first: object, path: Path, leaf
 
 
 def _kind(leaf: object) -> str:
-    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}{dtype}"

@@ -264,6 +264,34 @@ def test_by_value_bounds(fw: Framework) -> None:
         uc.clip_by_value(grads, math.nan, 1)
 
 
+def test_by_value_in_half_precision(fw: Framework) -> None:
+    """Bounds beyond what the dtype can hold do not bind."""
+    for dtype in {"float16", "bfloat16"} & set(fw.dtypes):
+        clipped = uc.clip_by_value(fw.array([-300.0, 3.0], dtype), -1e6, 2)
+        np.testing.assert_array_equal(fw.numpy(clipped).astype("float32"), fw.numpy(fw.array([-300.0, 2.0], dtype)))
+        assert fw.dtype(clipped) == dtype
+
+
+def test_unsigned_integers() -> None:
+    """A bound below what the dtype can hold does not bind."""
+    np.testing.assert_array_equal(uc.clip_by_value(np.asarray([0, 3], "uint8"), -1, 2), np.asarray([0, 2], "uint8"))
+
+
+@pytest.mark.parametrize("limit", [None, "1.0", [1.0]], ids=repr)
+def test_a_limit_that_is_none(limit: Any) -> None:
+    """What is neither a number nor an array is refused by the name of its argument."""
+    with pytest.raises(TypeError, match="max_norm must be a number or a 0-d array"):
+        uc.clip_by_global_norm([np.ones(2)], limit)
+
+
+def test_a_rule_that_is_none() -> None:
+    """A number is no rule, and a preset that was not called is no function of a gradient."""
+    with pytest.raises(TypeError, match=r"rule must be a rule.*got 1\.0"):
+        uc.clip([np.ones(2)], 1.0)
+    with pytest.raises(TypeError, match=r"returned Rule.*grads\[0\]"):
+        uc.clip([np.float32(1)], uc.by_global_norm)
+
+
 def test_known_norm(fw: Framework) -> None:
     """A norm that is known already is used as it is, and returned."""
     grads = [fw.array([3.0, 4.0])]

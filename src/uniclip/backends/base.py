@@ -59,5 +59,5 @@ class Backend:
         return array
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Silence the floating-point warnings of libraries that compute with NumPy."""
+        """Silence the floating-point warnings of libraries that compute, or convert, with NumPy."""
         return np.errstate(all="ignore")

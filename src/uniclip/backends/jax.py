@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,9 +42,6 @@ class _JAX(Backend):
         if concrete and array.devices() != other.devices() and len(other.devices()) == 1:
             return jax.device_put(array, next(iter(other.devices())))
         return array
-
-    def quiet(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 BACKEND = _JAX(jnp)

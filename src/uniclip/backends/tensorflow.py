@@ -70,6 +70,7 @@ namespace = SimpleNamespace(
     astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
     clip=_clip,
     expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
+    iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
     imag=tf.math.imag,
     isdtype=_isdtype,
     isfinite=tf.math.is_finite,
