@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uniclip.backends import backend_of
 from uniclip.gradients import Gradients, Leaf, cast, read, spread, wide
 from uniclip.limits import NoState
-from uniclip.measure import AllReduce, measure
+from uniclip.measure import AllReduce, measure, same_shape
 from uniclip.tree import backend_for, flatten, place
 
 if TYPE_CHECKING:
@@ -161,6 +161,9 @@ def _applied(backend: Backend, path: Path, function: Callable[[Any, Any], Any], 
 def _limit(backend: Backend, limit: Any, norm: Any) -> Any:
     xp = backend.xp
     limit = xp.asarray(limit, dtype=norm.dtype)
+    if len(limit.shape) and not same_shape(limit.shape, norm.shape):
+        msg = f"a limit of shape {tuple(limit.shape)} does not fit norms of shape {tuple(norm.shape)}; give one number"
+        raise ValueError(msg)
     if backend.readable(limit) and not bool(xp.all(limit >= 0)):
         msg = f"the limit must be 0 or more (0 zeroes the gradients, math.inf only measures them), got {limit}"
         raise ValueError(msg)

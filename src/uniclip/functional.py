@@ -7,6 +7,7 @@ The examples assume ``np`` and ``uc``, as everywhere in the documentation.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 from uniclip import core
@@ -140,7 +141,7 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     TypeError
         If a leaf is no array, or leaves belong to two frameworks.
     ValueError
-        If ``max_norm`` is negative or NaN, or ``ord`` below 1.
+        If ``max_norm`` is negative or NaN, ``norm`` negative, or ``ord`` below 1.
 
     Notes
     -----
@@ -154,6 +155,9 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
     rule = by_global_norm(nonnegative("max_norm", max_norm), ord=ord)
+    if isinstance(norm, Real) and norm < 0:
+        msg = f"norm must be 0 or more, got {norm!r}"
+        raise ValueError(msg)
     clipped, _, report = core.update(rule, grads, NoState(), norm=norm)
     return clipped, report.norms
 

@@ -85,7 +85,13 @@ class _Ruler:
         xp = self.backend.xp
         parts = [part(leaf) for leaf in group] or [xp.asarray(0.0, dtype=xp.float32)]
         for leaf, one in zip(group, parts, strict=False):
-            _same_shape(group[0], parts[0].shape, leaf, one.shape)
+            if not same_shape(parts[0].shape, one.shape):
+                msg = (
+                    "leaves that share norms need equal shapes outside the axes a norm covers, but "
+                    f"{place('grads', group[0].path)} has {tuple(parts[0].shape)} and "
+                    f"{place('grads', leaf.path)} has {tuple(one.shape)}"
+                )
+                raise ValueError(msg)
         joined = parts[0] if len(parts) == 1 else self.reduce(parts, op)
         return joined if self.all_reduce is None else self.all_reduce(joined, op)
 
@@ -117,11 +123,6 @@ def _in_range(xp: Any, total: Any) -> Any:
     return xp.isfinite(total) & (total > smallest)
 
 
-def _same_shape(first: Leaf, shape: Any, leaf: Leaf, other: Any) -> None:
-    if len(shape) == len(other) and all(m == n or None in (m, n) for m, n in zip(shape, other, strict=True)):
-        return
-    msg = (
-        "leaves that share norms need equal shapes outside the axes a norm covers, but "
-        f"{place('grads', first.path)} has {tuple(shape)} and {place('grads', leaf.path)} has {tuple(other)}"
-    )
-    raise ValueError(msg)
+def same_shape(shape: Any, other: Any) -> bool:
+    """Whether two shapes are equal as far as they are known."""
+    return len(shape) == len(other) and all(m == n or None in (m, n) for m, n in zip(shape, other, strict=True))

@@ -182,6 +182,19 @@ def test_exactly_at_the_limit(name: str) -> None:
                     np.testing.assert_array_equal(fw.numpy(leaf), np.asarray(values, dtype=dtype), strict=True)
 
 
+@pytest.mark.parametrize("name", ["numpy", *NAMES])
+@pytest.mark.parametrize("rule", [uc.by_norm(1.0), uc.by_average_norm(1.0), uc.by_block_rms(1.0)], ids=repr)
+def test_empty_leaf(rule: uc.Rule, name: str) -> None:
+    """An empty gradient has norm 0 under every rule: it is reported neither as clipped nor as infinite."""
+    fw = KNOWN[name]()
+    with fw.context():
+        clipped, report = fw.run(lambda g: uc.clip(g, rule), [fw.array(np.zeros((0, 3))), fw.array([0.3, 0.4])])
+        assert tuple(clipped[0].shape) == (0, 3)
+        assert fw.numpy(report.norms[0]) == 0
+        assert bool(fw.numpy(report.finite))
+        assert not bool(fw.numpy(report.clipped))
+
+
 def test_every_framework_is_compared() -> None:
     """Each family of frameworks that the promises name is compared with NumPy here."""
     assert {KNOWN[name].family for name in NAMES} | {Framework.family} == {cls.family for cls in KNOWN.values()}

@@ -301,6 +301,21 @@ def test_known_norm(fw: Framework) -> None:
         assert float(fw.numpy(norm)) == 10.0
 
 
+def test_a_known_norm_is_not_negative() -> None:
+    """A negative norm is a mistake."""
+    with pytest.raises(ValueError, match=r"norm must be 0 or more, got -1\.0"):
+        uc.clip_by_global_norm([np.ones(2)], 1.0, norm=-1.0)
+
+
+def test_a_limit_for_each_norm(fw: Framework) -> None:
+    """A limit is one number or one for each norm; other shapes are refused, not broadcast."""
+    grads, limits = fw.array([[3.0, 4.0], [6.0, 8.0]]), fw.array([1.0, 2.0])
+    clipped = uc.clip_by_norm(grads, limits, axis=1)
+    np.testing.assert_allclose(fw.numpy(clipped), [[0.6, 0.8], [1.2, 1.6]], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"limit of shape \(2,\) does not fit norms of shape \(\)"):
+        uc.clip_by_global_norm(grads, limits)
+
+
 def test_limit_as_an_array(fw: Framework) -> None:
     """The limit may be a 0-d array, a traced one too."""
     grads, limit = [fw.array([3.0, 4.0])], fw.array(1.0)
