@@ -14,7 +14,7 @@ from uniclip.backends import backend_of
 from uniclip.gradients import Gradients, Leaf, cast, read, spread, wide
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce, measure, same_shape
-from uniclip.tree import backend_for, flatten, place
+from uniclip.tree import backend_for, describe, flatten, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -90,11 +90,11 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
     array([ 1., -1.])
     """
-    if not callable(rule) and not hasattr(rule, "update"):
+    if isinstance(rule, type) or not (callable(rule) or hasattr(rule, "memory")):
         msg = f"rule must be a rule, such as uc.by_global_norm(1.0), or a function of one array, got {rule!r}"
         raise TypeError(msg)
-    if not hasattr(rule, "update"):
-        return apply(grads, lambda xp, array: rule(array))  # noqa: ARG005
+    if not hasattr(rule, "memory"):
+        return apply(grads, lambda backend, array: rule(array))  # noqa: ARG005
     if rule.memory:
         msg = f"{rule!r} remembers earlier steps: use state = rule.init(grads) and rule.update(grads, state)"
         raise ValueError(msg)
@@ -130,8 +130,8 @@ def norm_of(grads: Any, rule: Rule) -> Any:
         return tree.arrange(measure(tree, rule.norm))
 
 
-def apply(grads: Any, function: Callable[[Any, Any], Any]) -> tuple[Any, Report]:
-    """Replace each distinct gradient array (a sparse one's stored values) by ``function(xp, array)``."""
+def apply(grads: Any, function: Callable[[Backend, Any], Any]) -> tuple[Any, Report]:
+    """Replace each distinct gradient array (a sparse one's stored values) by ``function(backend, array)``."""
     paths, leaves, rebuild = flatten(grads)
     backend = backend_for(paths, leaves)
     new: dict[int, Any] = {}
@@ -143,18 +143,18 @@ def apply(grads: Any, function: Callable[[Any, Any], Any]) -> tuple[Any, Report]
     return rebuild([new[id(leaf)] for leaf in leaves]), Report()
 
 
-def _applied(backend: Backend, path: Path, function: Callable[[Any, Any], Any], array: Any) -> Any:
-    """Call a function of an array; name the leaf where it finds fault, or returns no array."""
+def _applied(backend: Backend, path: Path, function: Callable[[Backend, Any], Any], array: Any) -> Any:
+    """Call a function of an array; name the leaf where it finds fault, or returns no array of its shape."""
     try:
-        result = function(backend.xp, array)
+        result = function(backend, array)
     except (TypeError, ValueError) as error:
+        if type(error) not in {TypeError, ValueError}:
+            raise  # a framework's own error explains itself, and may not be made from a message
         msg = f"{place('grads', path)}: {error}"
         raise type(error)(msg) from error
-    if backend_of(result) is not backend:
-        msg = (
-            f"the function returned {result!r} for {place('grads', path)}; it must return an array like the one it got"
-        )
-        raise TypeError(msg)
+    if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
+        msg = f"the function must return an array like the one it got, but for {place('grads', path)} it returned "
+        raise TypeError(msg + describe(result))
     return result
 
 
@@ -171,12 +171,13 @@ def _limit(backend: Backend, limit: Any, norm: Any) -> Any:
 
 
 def _factor(backend: Backend, rule: Rule, norm: Any, limit: Any) -> Any:
-    """Return the curve's factor; 1 where the limit is infinite, NaN where the norm is not finite."""
+    """Return the curve's factor; 1 where the limit is infinite, NaN where norm or limit is none."""
     xp = backend.xp
     limit = backend.beside(limit, norm)
     unlimited, one = xp.isinf(limit), xp.ones_like(norm)
     factor = rule.curve(xp, norm, xp.where(unlimited, one, limit))
-    return xp.where(unlimited, one, xp.where(xp.isfinite(norm), factor, one * math.nan))
+    sound = xp.isfinite(norm) & (limit >= 0)
+    return xp.where(unlimited, one, xp.where(sound, factor, one * math.nan))
 
 
 def scale(grads: Gradients, factors: list[Any]) -> Any:

@@ -61,7 +61,15 @@ class Gradients:
         """Return the parameters that have a gradient here, in the same groups."""
         paths, leaves, _ = flatten(params, "params")
         by_path = dict(zip(paths, leaves, strict=True))
-        groups = [[_same_place(self.backend, self.scope, leaf, by_path) for leaf in group] for group in self.groups]
+        used = [leaf.path for group in self.groups for leaf in group]
+        if missing := [path for path in used if path not in by_path]:
+            msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
+            raise ValueError(msg)
+        backend = backend_for(used, [by_path[path] for path in used], "params")
+        groups = [
+            [_leaf(backend, self.scope, leaf.path, by_path[leaf.path], leaf.group, "params") for leaf in group]
+            for group in self.groups
+        ]
         return replace(self, groups=groups)
 
 
@@ -90,13 +98,6 @@ def _leaf(backend: Backend, scope: Scope, path: Path, given: Any, group: Hashabl
         msg = f"{place(name, path)} of shape {tuple(array.shape)}: {error}"
         raise ValueError(msg) from None
     return Leaf(path, given, array, rebuild, axes, group)
-
-
-def _same_place(backend: Backend, scope: Scope, leaf: Leaf, by_path: dict[Path, Any]) -> Leaf:
-    if leaf.path not in by_path:
-        msg = f"{place('grads', leaf.path)} has no parameter: {place('params', leaf.path)} is missing"
-        raise ValueError(msg)
-    return _leaf(backend, scope, leaf.path, by_path[leaf.path], leaf.group, "params")
 
 
 def wide(xp: Any, array: Any) -> Any:

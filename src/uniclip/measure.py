@@ -88,8 +88,9 @@ class _Ruler:
             if not same_shape(parts[0].shape, one.shape):
                 msg = (
                     "leaves that share norms need equal shapes outside the axes a norm covers, but "
-                    f"{place('grads', group[0].path)} has {tuple(parts[0].shape)} and "
-                    f"{place('grads', leaf.path)} has {tuple(one.shape)}"
+                    f"{place('grads', group[0].path)} of shape {tuple(group[0].array.shape)} has norms of shape "
+                    f"{tuple(parts[0].shape)}, {place('grads', leaf.path)} of shape {tuple(leaf.array.shape)} has "
+                    f"{tuple(one.shape)}"
                 )
                 raise ValueError(msg)
         joined = parts[0] if len(parts) == 1 else self.reduce(parts, op)

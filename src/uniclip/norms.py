@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 from uniclip._repr import Printed
@@ -38,8 +39,8 @@ class Norm(Printed):
 
     def __post_init__(self) -> None:
         """Refuse an order that is no norm."""
-        if not self.p >= 1:
-            msg = f"the order of a norm must be at least 1 (math.inf for the largest modulus), got {self.p!r}"
+        if not isinstance(self.p, Real) or not float(self.p) >= 1:
+            msg = f"the order (ord, p) of a norm must be a number of at least 1 (math.inf for the largest modulus), got {self.p!r}"
             raise ValueError(msg)
 
     @property

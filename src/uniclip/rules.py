@@ -6,16 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from uniclip import core
 from uniclip._repr import Printed
 from uniclip.curves import hard
 from uniclip.gradients import cast, read
-from uniclip.limits import Constant, Limit, NoState
+from uniclip.limits import Constant, Limit, NoState, nonnegative
 from uniclip.measure import AllReduce, zeros
 from uniclip.norms import AVERAGE, L2, RMS, Norm
 from uniclip.scopes import Scope, all_leaves, axes, each_leaf
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,9 +48,12 @@ class Rule(Printed):
     curve: Callable[[Any, Any, Any], Any] = hard
 
     def __post_init__(self) -> None:
-        """Read a number or an array as a constant limit."""
-        if not callable(self.limit):
+        """Read a number or an array as a constant limit, and refuse what is none of the four choices."""
+        if not hasattr(self.limit, "memory"):
             object.__setattr__(self, "limit", Constant(self.limit))
+        _check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
+        _check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
+        _check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
 
     @property
     def memory(self) -> bool:
@@ -96,7 +102,11 @@ class ByValue(Printed):
     memory: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are NaN or the wrong way round."""
+        """Refuse bounds that are no numbers, NaN or the wrong way round."""
+        for name in ("min", "max"):
+            bound = getattr(self, name)
+            fits = isinstance(bound, Real) or hasattr(bound, "dtype")
+            _check(name, bound, fits, "a number or an array (math.inf or -math.inf for no bound)")
         if isinstance(self.min, Real) and isinstance(self.max, Real) and not float(self.min) <= float(self.max):
             msg = f"min must not be above max, and neither NaN: got min={self.min!r}, max={self.max!r}"
             raise ValueError(msg)
@@ -116,7 +126,8 @@ class ByValue(Printed):
         clipped, report = core.apply(grads, self._clip)
         return clipped, state, report
 
-    def _clip(self, xp: Any, array: Any) -> Any:
+    def _clip(self, backend: Backend, array: Any) -> Any:
+        xp = backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
             raise TypeError(msg)
@@ -125,7 +136,16 @@ class ByValue(Printed):
         else:
             low, high = self.min, self.max
         low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (low, high))
+        if backend.readable(low) and backend.readable(high) and bool(xp.any(low > high)):
+            msg = f"min must not be above max: got min={self.min!r}, max={self.max!r}"
+            raise ValueError(msg)
         return cast(xp, xp.clip(array, low, high), array.dtype)
+
+
+def _check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
+    if not fits:
+        msg = f"{name} must be {wanted}, got {value!r}"
+        raise TypeError(msg)
 
 
 def _whole(bound: Any, info: Any) -> Any:
@@ -141,7 +161,7 @@ def _whole(bound: Any, info: Any) -> Any:
 
 def by_value(lo: Any, hi: Any = None) -> ByValue:
     """Clip each entry into ``[lo, hi]``, or into ``[-lo, lo]`` if ``hi`` is not given (Mikolov, PhD thesis 2012)."""
-    return ByValue(-lo, lo) if hi is None else ByValue(lo, hi)
+    return ByValue(-nonnegative("lo", lo), lo) if hi is None else ByValue(lo, hi)
 
 
 def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Rule:

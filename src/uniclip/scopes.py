@@ -42,6 +42,12 @@ class Scope(Printed):
     axes: Axes = None
     join: Label | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse axes that are no whole numbers."""
+        if isinstance(self.axes, tuple) and not all(isinstance(axis, int) for axis in self.axes):
+            msg = f"axes must be whole numbers, got {self.axes!r}"
+            raise TypeError(msg)
+
     def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:
         """Return the axes of an ``ndim``-dimensional leaf that one norm covers, ``None`` for all."""
         axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes

@@ -51,13 +51,17 @@ def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Ba
     Raises
     ------
     TypeError
-        If a leaf is no array, or belongs to another framework than the first one.
+        If a leaf is no array, is a parameter among ``grads``, or belongs to another framework than
+        the first one.
     """
     chosen = None
     for path, leaf in zip(paths, leaves, strict=True):
         backend = backend_of(leaf)
         if backend is None:
             raise TypeError(_no_array(place(name, path), leaf))
+        if name == "grads" and (advice := backend.advice(leaf)):
+            msg = f"{place(name, path)} is a {describe(leaf)}, not a gradient: {advice}"
+            raise TypeError(msg)
         chosen = chosen or backend
         if backend is not chosen:
             raise TypeError(_two_frameworks(name, paths[0], leaves[0], path, leaf))
@@ -131,18 +135,20 @@ def _replaced(node: Any, new: dict[str, Any]) -> Any:
 
 def _no_array(where: str, leaf: object) -> str:
     return (
-        f"{where} is a {_kind(leaf)}, not an array of numbers: pass gradients of NumPy, PyTorch, TensorFlow, JAX or "
+        f"{where} is a {describe(leaf)}, not an array of numbers: pass gradients of NumPy, PyTorch, TensorFlow, JAX or "
         "another array API library (plain numbers as one array, an absent gradient as None)"
     )
 
 
 def _two_frameworks(name: str, first_path: Path, first: object, path: Path, leaf: object) -> str:
     return (
-        f"{place(name, path)} is a {_kind(leaf)} but {place(name, first_path)} is a {_kind(first)}: "
+        f"{place(name, path)} is a {describe(leaf)} but {place(name, first_path)} is a {describe(first)}: "
         "convert all gradients to one framework first"
     )
 
 
-def _kind(leaf: object) -> str:
-    dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
-    return f"{type(leaf).__module__}.{type(leaf).__qualname__}{dtype}"
+def describe(leaf: object) -> str:
+    """Return the class of an object, and dtype and shape of an array, for an error."""
+    dtype = f" of dtype {leaf.dtype} and shape {tuple(getattr(leaf, 'shape', ()))}" if hasattr(leaf, "dtype") else ""
+    module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
+    return f"{module}{type(leaf).__qualname__}{dtype}"

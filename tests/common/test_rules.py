@@ -105,7 +105,9 @@ def test_each_example_joins_leaves(fw: Framework) -> None:
 
 def test_unequal_numbers_of_examples(fw: Framework) -> None:
     """Leaves with 4 examples and with 1 are refused by both shapes, not broadcast."""
-    with pytest.raises(ValueError, match=r"grads\[0\] has \(4,\) and grads\[1\] has \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"grads\[0\] of shape \(4, 2\) .*\(4,\), grads\[1\] of shape \(1, 2\) has \(1,\)"
+    ):
         uc.clip([fw.array(np.ones((4, 2))), fw.array(np.ones((1, 2)))], uc.Rule(1.0, scope=uc.each_example))
 
 
@@ -247,7 +249,7 @@ def test_own_function(fw: Framework) -> None:
     assert [float(fw.numpy(x).ravel()[0]) for x in (clipped["a"], clipped["b"][0], clipped["c"])] == [2, 2, 4]
     assert len(calls) == 2
     assert report == uc.Report()
-    with pytest.raises(TypeError, match=r"the function returned None for grads\[0\]"):
+    with pytest.raises(TypeError, match=r"for grads\[0\] it returned NoneType"):
         uc.clip([shared], lambda grad: None)
 
 
@@ -286,10 +288,74 @@ def test_a_limit_that_is_none(limit: Any) -> None:
 
 def test_a_rule_that_is_none() -> None:
     """A number is no rule, and a preset that was not called is no function of a gradient."""
-    with pytest.raises(TypeError, match=r"rule must be a rule.*got 1\.0"):
-        uc.clip([np.ones(2)], 1.0)
-    with pytest.raises(TypeError, match=r"returned Rule.*grads\[0\]"):
+    for rule in (1.0, uc.Rule, {"w": uc.by_norm(1.0)}, None):
+        with pytest.raises(TypeError, match="rule must be a rule"):
+            uc.clip([np.ones(2)], rule)
+    with pytest.raises(TypeError, match=r"for grads\[0\] it returned uniclip\.rules\.Rule"):
         uc.clip([np.float32(1)], uc.by_global_norm)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: uc.Rule(1.0, scope="leaf"), r"scope must be a uc\.Scope.*got 'leaf'"),
+        (lambda: uc.Rule(1.0, scope=uc.unit), r"scope must be a uc\.Scope"),
+        (lambda: uc.Rule(1.0, norm=2), r"norm must be a uc\.Norm.*got 2"),
+        (lambda: uc.Rule(1.0, curve=1.0), r"curve must be a function"),
+        (lambda: uc.Rule(lambda norm: 1.0), r"limit must be a number"),
+        (lambda: uc.axes((0, 1)), r"axes must be whole numbers"),
+        (lambda: uc.by_value(None), r"lo must be a number"),
+        (lambda: uc.clip_by_value([np.ones(2)], -1.0, None), r"max must be a number or an array .*got None"),
+    ],
+)
+def test_a_choice_that_is_none(make: Any, message: str) -> None:
+    """What is none of the choices is refused when the rule is made, by name and value."""
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_orders_that_are_none() -> None:
+    """An order is a number of at least 1."""
+    for order in ("fro", None, 0, math.nan):
+        with pytest.raises(ValueError, match=r"order.*at least 1"):
+            uc.Norm(order)
+
+
+def test_errors_in_own_functions() -> None:
+    """An own error is raised as it is; a plain TypeError also names the leaf."""
+
+    class OwnError(TypeError):
+        def __init__(self, first: int, second: int) -> None:
+            super().__init__(first, second)
+
+    def own(grad: Any) -> Any:
+        raise OwnError(1, 2)
+
+    with pytest.raises(OwnError):
+        uc.clip([np.ones(2)], own)
+    with pytest.raises(TypeError, match=r"grads\[0\]: .*argument"):
+        uc.clip([np.ones(2)], lambda: None)
+    with pytest.raises(TypeError, match=r"for grads\[0\] it returned numpy.float64 of dtype float64 and shape \(\)"):
+        uc.clip([np.ones(2)], np.sum)
+
+
+def test_bounds_the_wrong_way_round(fw: Framework) -> None:
+    """Arrays of bounds are compared too where they can be read."""
+    low, high = fw.array(1.0), fw.array(-1.0)
+    if fw.raises:
+        with pytest.raises(ValueError, match=r"grads: min must not be above max"):
+            uc.clip_by_value(fw.array([1.0]), low, high)
+    with pytest.raises(ValueError, match="lo must be 0 or more"):
+        uc.by_value(-1.0)
+
+
+def test_a_traced_limit_that_is_none(fw: Framework) -> None:
+    """Where a negative or NaN limit cannot be read, the result is NaN, not a gradient turned round."""
+    if not fw.raises:
+        for limit in (-1.0, math.nan):
+            bad = fw.array(limit)
+            [clipped], _ = fw.run(lambda g, c: uc.clip_by_global_norm(g, c), [fw.array([3.0, 4.0])], bad)
+            assert np.isnan(fw.numpy(clipped)).all()
 
 
 def test_known_norm(fw: Framework) -> None:

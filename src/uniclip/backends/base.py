@@ -33,6 +33,10 @@ class Backend:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
         return True
 
+    def advice(self, leaf: Any) -> str | None:  # noqa: ARG002
+        """Return what to pass instead, if ``leaf`` can hold a gradient but is surely not one."""
+        return None
+
     def readable(self, array: Array) -> bool:  # noqa: ARG002
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
 
-import jax
 from uniclip.backends.base import Array, Backend, Rebuild
 
 

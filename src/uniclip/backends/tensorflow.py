@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-
 import tensorflow as tf
+
 from uniclip.backends.base import Array, Backend, Rebuild
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -94,6 +94,11 @@ class _TensorFlow(Backend):
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
             leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer
         )
+
+    def advice(self, leaf: Any) -> str | None:
+        if not isinstance(leaf, tf.Variable):
+            return None
+        return "pass the gradients alone, without their variables (to clip the weights themselves, pass v.value())"
 
     def readable(self, array: Array) -> bool:
         return tf.executing_eagerly() and not tf.is_symbolic_tensor(array) and "CPU" in array.device

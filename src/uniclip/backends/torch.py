@@ -9,9 +9,10 @@ from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from array_api_compat import torch as compat
 
-import torch
 from uniclip.backends.base import Array, Backend, Rebuild
 
 
@@ -20,7 +21,13 @@ def _result_type(*dtypes: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
-namespace = SimpleNamespace(**(vars(compat) | {"result_type": _result_type}))
+def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Convert numbers and other frameworks' arrays; PyTorch reads the latter as sequences of numbers."""
+    foreign = hasattr(value, "__array__") and not isinstance(value, torch.Tensor)
+    return compat.asarray(np.array(value) if foreign else value, dtype=dtype)
+
+
+namespace = SimpleNamespace(**(vars(compat) | {"asarray": _asarray, "result_type": _result_type}))
 
 _COMPRESSED = {torch.sparse_csr: torch.sparse_csr_tensor, torch.sparse_csc: torch.sparse_csc_tensor}
 
@@ -30,6 +37,11 @@ class _Torch(Backend):
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
+
+    def advice(self, leaf: Any) -> str | None:
+        if not isinstance(leaf, torch.nn.Parameter):
+            return None
+        return "pass the gradients, [p.grad for p in parameters] (to clip the weights themselves, pass p.detach())"
 
     def readable(self, array: Array) -> bool:
         return array.device.type == "cpu" and not torch.compiler.is_compiling() and not _in_transform()
