@@ -11,15 +11,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from uniclip.backends import backend_of
-from uniclip.gradients import Gradients, Leaf, cast, read, spread, wide
+from uniclip.gradients import Gradients, Leaf, cast, read, spread, upcast
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce, measure, same_shape
 from uniclip.tree import backend_for, describe, flatten, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+    from uniclip.norms import Norm
     from uniclip.rules import Rule
-    from uniclip.scopes import Path
+    from uniclip.scopes import Path, Scope
 
 
 class Report(NamedTuple):
@@ -55,8 +56,7 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     Parameters
     ----------
     grads : array or tree of arrays
-        Of one framework. ``None`` leaves are absent gradients and keep their place; the same array
-        given twice counts once.
+        Of one framework. ``None`` leaves are absent gradients and keep their place.
     rule : Rule, ByValue, or callable
         A callable gets one gradient array and returns the array to put in its place.
     params : tree, optional
@@ -107,7 +107,7 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule`` (see `Rule.update`); a given ``norm`` is used instead of measuring one."""
     tree = read(grads, rule.scope)
-    backend, xp = tree.backend, tree.backend.xp
+    backend = tree.backend
 
     def reference() -> list[Any]:
         if params is None:
@@ -116,31 +116,30 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
         return measure(tree.of(params), rule.norm, all_reduce)
 
     with backend.quiet():
-        norms = measure(tree, rule.norm, all_reduce) if norm is None else [xp.asarray(norm, dtype=tree.norm_dtype)]
+        norms = _known(tree, norm) if norm is not None else measure(tree, rule.norm, all_reduce)
         limits, state = rule.limit(norms, state, reference)
-        limits = [_limit(backend, limit, n) for limit, n in zip(limits, norms, strict=True)]
+        limits = [_checked(backend, "limit", limit, n.dtype, n.shape) for limit, n in zip(limits, norms, strict=True)]
         factors = [_factor(backend, rule, n, limit) for n, limit in zip(norms, limits, strict=True)]
-        return scale(tree, factors), state, _report(tree, norms, limits, factors)
+        return _scale(tree, factors), state, _report(tree, norms, limits, factors)
 
 
-def norm_of(grads: Any, rule: Rule) -> Any:
-    """Return the norms that ``rule`` measures, without clipping."""
-    tree = read(grads, rule.scope)
+def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
+    """Return the norms of the gradients, without clipping."""
+    tree = read(grads, scope)
     with tree.backend.quiet():
-        return tree.arrange(measure(tree, rule.norm))
+        return tree.arrange(measure(tree, norm))
 
 
 def apply(grads: Any, function: Callable[[Backend, Any], Any]) -> tuple[Any, Report]:
-    """Replace each distinct gradient array (a sparse one's stored values) by ``function(backend, array)``."""
+    """Replace each gradient array (a sparse one's stored values) by ``function(backend, array)``."""
     paths, leaves, rebuild = flatten(grads)
     backend = backend_for(paths, leaves)
-    new: dict[int, Any] = {}
+    new = []
     for path, leaf in zip(paths, leaves, strict=True):
-        if id(leaf) not in new:
-            array, close = backend.stored(leaf)
-            with backend.quiet():
-                new[id(leaf)] = close(_applied(backend, path, function, array))
-    return rebuild([new[id(leaf)] for leaf in leaves]), Report()
+        array, close = backend.stored(leaf)
+        with backend.quiet():
+            new.append(close(_applied(backend, path, function, array)))
+    return rebuild(new), Report()
 
 
 def _applied(backend: Backend, path: Path, function: Callable[[Backend, Any], Any], array: Any) -> Any:
@@ -158,37 +157,44 @@ def _applied(backend: Backend, path: Path, function: Callable[[Backend, Any], An
     return result
 
 
-def _limit(backend: Backend, limit: Any, norm: Any) -> Any:
+def _known(grads: Gradients, norm: Any) -> list[Any]:
+    """Return a norm that is known already, in the dtype that measuring would give it."""
+    return [_checked(grads.backend, "norm", norm, grads.norm_dtype(group), ()) for group in grads.groups.values()]
+
+
+def _checked(backend: Backend, name: str, value: Any, dtype: Any, shape: Any) -> Any:
+    """Return a limit or a norm as an array; refuse one of another shape and, if it can be read, a negative one."""
     xp = backend.xp
-    limit = xp.asarray(limit, dtype=norm.dtype)
-    if len(limit.shape) and not same_shape(limit.shape, norm.shape):
-        msg = f"a limit of shape {tuple(limit.shape)} does not fit norms of shape {tuple(norm.shape)}; give one number"
+    array = xp.asarray(value, dtype=dtype)
+    if len(array.shape) and not same_shape(array.shape, shape):
+        msg = f"a {name} of shape {tuple(array.shape)} does not fit norms of shape {tuple(shape)}; give one number"
         raise ValueError(msg)
-    if backend.readable(limit) and not bool(xp.all(limit >= 0)):
-        msg = f"the limit must be 0 or more (0 zeroes the gradients, math.inf only measures them), got {limit}"
+    wrong = array < 0 if name == "norm" else xp.logical_not(array >= 0)  # a NaN norm is one that was measured
+    if backend.readable(array) and bool(xp.any(wrong)):
+        msg = f"{name} must be 0 or more, got {value}"
         raise ValueError(msg)
-    return limit
+    return array
 
 
 def _factor(backend: Backend, rule: Rule, norm: Any, limit: Any) -> Any:
     """Return the curve's factor; 1 where the limit is infinite, NaN where norm or limit is none."""
     xp = backend.xp
-    limit = backend.beside(limit, norm)
+    limit = backend.to_device_of(norm, limit)
     unlimited, one = xp.isinf(limit), xp.ones_like(norm)
     factor = rule.curve(xp, norm, xp.where(unlimited, one, limit))
     sound = xp.isfinite(norm) & (limit >= 0)
     return xp.where(unlimited, one, xp.where(sound, factor, one * math.nan))
 
 
-def scale(grads: Gradients, factors: list[Any]) -> Any:
+def _scale(grads: Gradients, factors: list[Any]) -> Any:
     """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
     backend = grads.backend
     new: dict[int, Any] = {}
-    for group, factor in zip(grads.groups, factors, strict=True):
+    for group, factor in zip(grads.groups.values(), factors, strict=True):
         alone = backend.readable(factor) and not bool(_differs(backend.xp, factor))
         for leaf in group:
-            new[id(leaf.given)] = _unscaled(leaf) if alone else leaf.rebuild(_scaled(backend, leaf, factor))
-    return grads.rebuild([new[i] for i in grads.order])
+            new[leaf.index] = _unscaled(leaf) if alone else leaf.rebuild(_scaled(backend, leaf, factor))
+    return grads.rebuild([new[index] for index in range(len(new))])
 
 
 def _unscaled(leaf: Leaf) -> Any:
@@ -197,7 +203,7 @@ def _unscaled(leaf: Leaf) -> Any:
 
 def _scaled(backend: Backend, leaf: Leaf, factor: Any) -> Any:
     xp = backend.xp
-    return cast(xp, wide(xp, leaf.array) * spread(backend, factor, leaf), leaf.array.dtype)
+    return cast(xp, upcast(xp, leaf.array) * spread(backend, factor, leaf), leaf.array.dtype)
 
 
 def _report(grads: Gradients, norms: list[Any], limits: list[Any], factors: list[Any]) -> Report:
@@ -216,4 +222,4 @@ def _differs(xp: Any, factor: Any) -> Any:
 
 def _any(backend: Backend, flags: list[Any]) -> Any:
     xp = backend.xp
-    return xp.any(xp.stack([backend.beside(flag, flags[0]) for flag in flags])) if flags else xp.asarray(False)  # noqa: FBT003
+    return xp.any(xp.stack([backend.to_device_of(flags[0], flag) for flag in flags])) if flags else xp.asarray(False)  # noqa: FBT003

@@ -6,13 +6,13 @@ The examples assume ``np`` and ``uc``, as everywhere in the documentation.
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import Any
 
 from uniclip import core
 from uniclip.limits import NoState, nonnegative
+from uniclip.norms import Norm
 from uniclip.rules import ByValue, by_average_norm, by_global_norm, by_norm
+from uniclip.scopes import all_leaves
 
 
 def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
@@ -155,9 +155,6 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
     rule = by_global_norm(nonnegative("max_norm", max_norm), ord=ord)
-    if isinstance(norm, Real) and norm < 0:
-        msg = f"norm must be 0 or more, got {norm!r}"
-        raise ValueError(msg)
     clipped, _, report = core.update(rule, grads, NoState(), norm=norm)
     return clipped, report.norms
 
@@ -168,7 +165,7 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     Parameters
     ----------
     grads : array or tree of arrays
-        ``None`` leaves are absent, and the same array given twice counts once.
+        ``None`` leaves are absent.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
 
@@ -189,4 +186,4 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     >>> float(uc.global_norm({"w": np.asarray([3.0, 4.0]), "b": np.asarray(12.0)}))
     13.0
     """
-    return core.norm_of(grads, by_global_norm(math.inf, ord=ord))
+    return core.norm_of(grads, all_leaves, Norm(ord))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""The distinct gradients of a tree, sorted into the groups that share a norm."""
+"""The gradients of a tree, sorted into the groups that share a norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from uniclip.scopes import Path, Scope, everything
 from uniclip.tree import backend_for, flatten, place
@@ -16,91 +17,101 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One distinct gradient: as it was given, and as the array of its stored values, floating point."""
+    """One gradient: its place among the leaves, as it was given, and its stored values as a floating-point array."""
 
+    index: int
     path: Path
     given: Any
     array: Any
     rebuild: Callable[[Any], Any]
     axes: tuple[int, ...] | None
-    group: Hashable
 
-    @property
-    def kept_shape(self) -> tuple[int, ...]:
-        """The shape of the leaf's norms."""
-        return () if self.axes is None else tuple(n for i, n in enumerate(self.array.shape) if i not in self.axes)
+
+Group: TypeAlias = list[Leaf]
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The distinct leaves of a tree in their groups; the same array given twice is one leaf."""
+    """The leaves of a tree in the groups that share a norm, by the label of the group."""
 
     backend: Backend
     scope: Scope
-    groups: list[list[Leaf]]
-    order: list[int]
+    groups: dict[Hashable, Group]
     rebuild: Callable[[list[Any]], Any]
 
-    @property
-    def norm_dtype(self) -> Any:
-        """The real dtype, float32 or wider, of these gradients' joint norm."""
+    def norm_dtype(self, group: Group) -> Any:
+        """Return the real dtype, float32 or wider, of a group's norm."""
         xp = self.backend.xp
-        widest = xp.result_type(xp.float32, *(leaf.array.dtype for group in self.groups for leaf in group))
-        return xp.abs(xp.asarray(0, dtype=widest)).dtype
+        wide = [xp.result_type(leaf.array.dtype, xp.float32) for leaf in group]
+        return xp.abs(xp.asarray(0, dtype=reduce(xp.result_type, wide, xp.float32))).dtype
 
     def arrange(self, values: list[Any]) -> Any:
         """Present one value per group as the scope's user thinks of them."""
         if self.scope.join is everything:
             return values[0]
-        if self.scope.join is not None:
-            return {group[0].group: value for group, value in zip(self.groups, values, strict=True)}
-        by_id = {id(group[0].given): value for group, value in zip(self.groups, values, strict=True)}
-        return self.rebuild([by_id[i] for i in self.order])
+        by_label = dict(zip(self.groups, values, strict=True))
+        return by_label if self.scope.join is not None else self.rebuild(values)
 
     def of(self, params: Any) -> Gradients:
-        """Return the parameters that have a gradient here, in the same groups."""
+        """Return the parameters that have a gradient here, in the same groups.
+
+        Raises
+        ------
+        ValueError
+            If a gradient has no parameter, or one of another shape.
+        TypeError
+            If the parameters are of another framework.
+        """
         paths, leaves, _ = flatten(params, "params")
         by_path = dict(zip(paths, leaves, strict=True))
-        used = [leaf.path for group in self.groups for leaf in group]
-        if missing := [path for path in used if path not in by_path]:
+        ours = [leaf for group in self.groups.values() for leaf in group]
+        if missing := [leaf.path for leaf in ours if leaf.path not in by_path]:
             msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
             raise ValueError(msg)
-        backend = backend_for(used, [by_path[path] for path in used], "params")
-        groups = [
-            [_leaf(backend, self.scope, leaf.path, by_path[leaf.path], leaf.group, "params") for leaf in group]
-            for group in self.groups
-        ]
-        return replace(self, groups=groups)
+        used = {leaf.path: by_path[leaf.path] for leaf in ours}
+        if ours and backend_for(list(used), list(used.values()), "params") is not self.backend:
+            msg = f"{place('params', ours[0].path)} is of another framework than {place('grads', ours[0].path)}"
+            raise TypeError(msg)
+        if odd := [leaf for leaf in ours if tuple(used[leaf.path].shape) != tuple(leaf.given.shape)]:
+            shapes = f"{tuple(used[odd[0].path].shape)}, {place('grads', odd[0].path)} {tuple(odd[0].given.shape)}"
+            msg = f"{place('params', odd[0].path)} has shape {shapes}"
+            raise ValueError(msg)
+        return replace(
+            self, groups={label: [self._param(leaf, used) for leaf in g] for label, g in self.groups.items()}
+        )
+
+    def _param(self, leaf: Leaf, used: dict[Path, Any]) -> Leaf:
+        return _leaf(self.backend, self.scope, leaf.index, leaf.path, used[leaf.path])
 
 
 def read(tree: Any, scope: Scope) -> Gradients:
-    """Flatten a tree of gradients and sort its distinct leaves into the scope's groups."""
+    """Flatten a tree of gradients and sort its leaves into the scope's groups."""
     paths, leaves, rebuild = flatten(tree)
     backend = backend_for(paths, leaves)
-    groups: dict[Hashable, list[Leaf]] = {None: []} if scope.join is everything else {}
-    seen: set[int] = set()
-    for path, leaf in zip(paths, leaves, strict=True):
-        if id(leaf) not in seen:
-            seen.add(id(leaf))
-            group = path if scope.join is None else scope.join(path, leaf)
-            groups.setdefault(group, []).append(_leaf(backend, scope, path, leaf, group))
-    return Gradients(backend, scope, list(groups.values()), [id(leaf) for leaf in leaves], rebuild)
+    groups: dict[Hashable, Group] = {None: []} if scope.join is everything else {}
+    for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        label = index if scope.join is None else scope.join(path, leaf)
+        groups.setdefault(label, []).append(_leaf(backend, scope, index, path, leaf))
+    return Gradients(backend, scope, groups, rebuild)
 
 
-def _leaf(backend: Backend, scope: Scope, path: Path, given: Any, group: Hashable, name: str = "grads") -> Leaf:  # noqa: PLR0913, PLR0917
+def _leaf(backend: Backend, scope: Scope, index: int, path: Path, given: Any) -> Leaf:
     xp = backend.xp
     array, rebuild = backend.stored(given)
     if xp.isdtype(array.dtype, "integral"):
         array = xp.astype(array, xp.asarray(1.0).dtype)
     try:
-        axes = None if scope.axes is None else scope.covered(len(array.shape), backend.output_axis)
+        axes = None if scope.axes is None else scope.covered(len(given.shape), backend.output_axis)
     except ValueError as error:
-        msg = f"{place(name, path)} of shape {tuple(array.shape)}: {error}"
+        msg = f"{place('grads', path)} of shape {tuple(given.shape)}: {error}"
         raise ValueError(msg) from None
-    return Leaf(path, given, array, rebuild, axes, group)
+    if axes and len(array.shape) != len(given.shape):
+        msg = f"{place('grads', path)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
+        raise TypeError(msg)
+    return Leaf(index, path, given, array, rebuild, axes)
 
 
-def wide(xp: Any, array: Any) -> Any:
+def upcast(xp: Any, array: Any) -> Any:
     """Return the array in float32 or wider (complex64 or wider)."""
     return cast(xp, array, xp.result_type(array.dtype, xp.float32))
 
@@ -108,7 +119,7 @@ def wide(xp: Any, array: Any) -> Any:
 def spread(backend: Backend, value: Any, leaf: Leaf) -> Any:
     """Return a group's value in the leaf's own (but wide) precision, device and number of dimensions."""
     xp = backend.xp
-    value = backend.beside(value, leaf.array)
+    value = backend.to_device_of(leaf.array, value)
     for axis in leaf.axes or ():
         value = xp.expand_dims(value, axis=axis)
     return cast(xp, value, xp.result_type(leaf.array.dtype, xp.float32))

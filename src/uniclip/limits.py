@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from uniclip._repr import Printed
 
@@ -19,21 +19,47 @@ class NoState(NamedTuple):
     """The state of a rule that remembers nothing."""
 
 
-class Limit(Protocol):
-    """What a rule asks of a limit: an initial state, and the limits for the norms just measured."""
+class Limit:
+    """How large norms may be; one without memory is its ``__call__`` alone.
 
-    memory: ClassVar[bool]
-    """Whether the state changes from step to step."""
+    Examples
+    --------
+    >>> class Relative(uc.Limit):
+    ...     def __call__(self, norms, state, reference):
+    ...         return [0.01 * norm for norm in reference()], state
+    >>> rule = uc.Rule(Relative(), scope=uc.each_leaf)
+    >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 100.0]))[0]
+    array([0.6, 0.8])
+    """
 
-    def init(self, norms: Arrays) -> State:
-        """Return the state before the first step, given norms of the right number, shape and dtype."""
+    memory: ClassVar[bool] = False
+    """Whether the state changes from step to step; if so, `init` makes the first one."""
+
+    def init(self, norms: Arrays) -> State:  # noqa: ARG002 - a limit with memory wants it
+        """Return the state before the first step, given norms of the right number, shapes and dtypes."""
+        return NoState()
 
     def __call__(self, norms: Arrays, state: State, reference: Callable[[], Arrays]) -> tuple[Arrays, State]:
-        """Return one limit for each norm (infinity leaves alone) and the next state.
+        """Return one limit for each norm, and the next state.
 
-        ``reference()`` measures the parameters by the rule's own scope and norm; it raises a
-        ``ValueError`` if the caller gave no ``params``.
+        Parameters
+        ----------
+        norms : list of arrays
+            The norms just measured, one for each group in the order of the tree (the keys of a dict
+            sorted), in float32 or wider; 0-d, or of the shape of the axes that a norm does not cover.
+        state : NamedTuple of arrays
+            What `init` or the step before returned.
+        reference : callable
+            ``reference()`` measures the parameters by the rule's own scope and norm; it raises a
+            ``ValueError`` if the caller gave no ``params``.
+
+        Returns
+        -------
+        limits : list of floats or arrays
+            Infinity leaves alone.
+        state : NamedTuple of arrays
         """
+        raise NotImplementedError
 
 
 def nonnegative(name: str, value: T) -> T:
@@ -48,7 +74,7 @@ def nonnegative(name: str, value: T) -> T:
 
 
 @dataclass(frozen=True, repr=False)
-class Constant(Printed):
+class Constant(Printed, Limit):
     """Allow the same norm at every step.
 
     Parameters
@@ -57,16 +83,11 @@ class Constant(Printed):
         At least 0; a 0-d array may be traced, so that changing it recompiles nothing.
     """
 
-    memory: ClassVar[bool] = False
     value: Any
 
     def __post_init__(self) -> None:
         """Refuse what is no limit."""
         nonnegative("limit", self.value)
-
-    def init(self, norms: Arrays) -> NoState:  # noqa: ARG002 - the signature of a limit
-        """Return the empty state."""
-        return NoState()
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from uniclip.gradients import Gradients, Leaf, cast, spread, wide
+from uniclip.gradients import Gradients, Group, Leaf, cast, spread, upcast
 from uniclip.norms import Norm, largest
 from uniclip.tree import place
 
@@ -29,23 +29,29 @@ def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -
     reading of the gradients, and only when needed. For a power p other than 2 the units come first:
     the rounding of 1/p would cost precision when the sum is far from 1.
     """
-    ruler = _Ruler(grads.backend, norm, all_reduce)
+    ruler, groups = _Ruler(grads.backend, norm, all_reduce), list(grads.groups.values())
     if not norm.has_powers:
-        norms = [ruler.total(group) for group in grads.groups]
+        norms = [ruler.total(group) for group in groups]
     elif norm.p != 2:  # noqa: PLR2004
-        norms = [ruler.in_units(group) for group in grads.groups]
+        norms = [ruler.in_units(group) for group in groups]
     else:
-        norms = _choose(ruler, grads.groups)
+        norms = _euclidean(ruler, groups)
     if norm.size_power:
-        sizes = [ruler.size(group, n.dtype) for group, n in zip(grads.groups, norms, strict=True)]
+        sizes = [ruler.size(group, n.dtype) for group, n in zip(groups, norms, strict=True)]
         norms = [n / size**norm.size_power for n, size in zip(norms, sizes, strict=True)]
     return norms
 
 
 def zeros(grads: Gradients) -> list[Any]:
     """Return a zero for each norm that `measure` would return, of its shape and dtype."""
-    xp, dtype = grads.backend.xp, grads.norm_dtype
-    return [xp.zeros(group[0].kept_shape if group else (), dtype=dtype) for group in grads.groups]
+    xp = grads.backend.xp
+    return [xp.zeros(_kept_shape(group), dtype=grads.norm_dtype(group)) for group in grads.groups.values()]
+
+
+def _kept_shape(group: Group) -> tuple[int, ...]:
+    if not group or group[0].axes is None:
+        return ()
+    return tuple(n for axis, n in enumerate(group[0].array.shape) if axis not in group[0].axes)
 
 
 @dataclass(frozen=True)
@@ -56,31 +62,32 @@ class _Ruler:
     norm: Norm
     all_reduce: AllReduce | None
 
-    def total(self, group: list[Leaf]) -> Any:
+    def total(self, group: Group) -> Any:
         """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
         xp = self.backend.xp
-        return self.join(group, self.norm.op, lambda leaf: self.norm.total(xp, wide(xp, leaf.array), leaf.axes))
+        return self.join(group, self.norm.op, lambda leaf: self.norm.total(xp, upcast(xp, leaf.array), leaf.axes))
 
-    def in_units(self, group: list[Leaf]) -> Any:
+    def in_units(self, group: Group) -> Any:
         """Return the norm, measured in units of the largest modulus."""
         xp = self.backend.xp
-        top = self.join(group, "max", lambda leaf: largest(xp, wide(xp, leaf.array), leaf.axes))
+        top = self.join(group, "max", lambda leaf: largest(xp, upcast(xp, leaf.array), leaf.axes))
         # The unit stays where its reciprocal is a normal number too: XLA multiplies by that instead of
         # dividing. The norm does not depend on it, so its derivative must not (it would overflow).
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in _NORMAL[top.dtype == xp.float32])
-        unit = self.backend.constant(xp.clip(top, low, high))
+        unit = self.backend.stop_gradient(xp.clip(top, low, high))
 
         def total(leaf: Leaf) -> Any:
-            return self.norm.total(xp, wide(xp, leaf.array) / spread(self.backend, unit, leaf), leaf.axes)
+            return self.norm.total(xp, upcast(xp, leaf.array) / spread(self.backend, unit, leaf), leaf.axes)
 
         return unit * self.norm.root(xp, self.join(group, "sum", total))
 
-    def size(self, group: list[Leaf], dtype: Any) -> Any:
-        """Return the number of entries that each norm of the group covers."""
+    def size(self, group: Group, dtype: Any) -> Any:
+        """Return the number of entries that each norm of the group covers, 1 if there is none."""
         xp = self.backend.xp
-        return self.join(group, "sum", lambda leaf: xp.asarray(self.backend.size(leaf.given, leaf.axes), dtype=dtype))
+        size = self.join(group, "sum", lambda leaf: xp.asarray(self.backend.size(leaf.given, leaf.axes), dtype=dtype))
+        return xp.where(size > 0, size, xp.ones_like(size))
 
-    def join(self, group: list[Leaf], op: Literal["sum", "max"], part: Callable[[Leaf], Any]) -> Any:
+    def join(self, group: Group, op: Literal["sum", "max"], part: Callable[[Leaf], Any]) -> Any:
         """Join the parts of a group's leaves, and those of other devices."""
         xp = self.backend.xp
         parts = [part(leaf) for leaf in group] or [xp.asarray(0.0, dtype=xp.float32)]
@@ -100,11 +107,11 @@ class _Ruler:
         """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""
         xp = self.backend.xp
         dtype = xp.result_type(*(one.dtype for one in parts))
-        stacked = xp.stack([cast(xp, self.backend.beside(one, parts[0]), dtype) for one in parts])
+        stacked = xp.stack([cast(xp, self.backend.to_device_of(parts[0], one), dtype) for one in parts])
         return xp.sum(stacked, axis=0) if op == "sum" else xp.max(stacked, axis=0)
 
 
-def _choose(ruler: _Ruler, groups: list[list[Leaf]]) -> list[Any]:
+def _euclidean(ruler: _Ruler, groups: list[Group]) -> list[Any]:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
     backend, xp = ruler.backend, ruler.backend.xp
     totals = [ruler.total(group) for group in groups]
@@ -114,13 +121,13 @@ def _choose(ruler: _Ruler, groups: list[list[Leaf]]) -> list[Any]:
     if all(backend.readable(one) for one in accurate):
         return [(u if bool(one) else r)() for one, u, r in zip(accurate, usual, rare, strict=True)]
     # One conditional for the whole tree: one per group costs compiled code its speed.
-    together = xp.all(xp.stack([backend.beside(one, accurate[0]) for one in accurate]))
+    together = xp.all(xp.stack([backend.to_device_of(accurate[0], one) for one in accurate]))
     return backend.cond(together, lambda: [u() for u in usual], lambda: [r() for r in rare])
 
 
 def _in_range(xp: Any, total: Any) -> Any:
     """Whether neither overflow nor underflow can have touched a sum of squares (NaN: it may have)."""
-    smallest = 1e-24 if total.dtype == xp.float32 else 1e-277  # smallest normal number / eps²
+    smallest = 1e-24 if total.dtype == xp.float32 else 4.5e-277  # smallest normal number / eps²
     return xp.isfinite(total) & (total > smallest)
 
 

@@ -40,7 +40,7 @@ class Norm(Printed):
     def __post_init__(self) -> None:
         """Refuse an order that is no norm."""
         if not isinstance(self.p, Real) or not float(self.p) >= 1:
-            msg = f"the order (ord, p) of a norm must be a number of at least 1 (math.inf for the largest modulus), got {self.p!r}"
+            msg = f"ord, the order of a norm, must be a number of at least 1 (or math.inf), got {self.p!r}"
             raise ValueError(msg)
 
     @property
@@ -72,7 +72,10 @@ class Norm(Printed):
 
 def largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
     """Return the largest ``|x|`` over ``axes``, 0 where there is no entry."""
-    return xp.sum(xp.abs(x), axis=axes) if 0 in x.shape else xp.max(xp.abs(x), axis=axes)
+    if 0 in (getattr(x.shape, "dims", x.shape) or ()):  # a shape of unknown rank has dims None
+        return xp.sum(xp.abs(x), axis=axes)
+    top = xp.max(xp.abs(x), axis=axes)
+    return xp.where(top < 0, xp.zeros_like(top), top)  # -∞: a shape known only when it runs was empty
 
 
 def _square(xp: Any, x: Any) -> Any:

@@ -49,7 +49,7 @@ class Rule(Printed):
 
     def __post_init__(self) -> None:
         """Read a number or an array as a constant limit, and refuse what is none of the four choices."""
-        if not hasattr(self.limit, "memory"):
+        if not isinstance(self.limit, Limit):
             object.__setattr__(self, "limit", Constant(self.limit))
         _check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
         _check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
@@ -151,6 +151,9 @@ def _check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: 
 def _whole(bound: Any, info: Any) -> Any:
     """Return a bound of integer gradients as an integer that their dtype can hold."""
     if not isinstance(bound, Real):
+        if "int" not in str(bound.dtype):
+            msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"
+            raise TypeError(msg)
         return bound
     inside = max(info.min, min(info.max, bound))
     if not float(inside).is_integer():

@@ -48,6 +48,12 @@ class Scope(Printed):
             msg = f"axes must be whole numbers, got {self.axes!r}"
             raise TypeError(msg)
 
+    def __repr__(self) -> str:
+        """Return source text that evaluates to an equal scope."""
+        if isinstance(self.axes, FanIn) and self.join is None:
+            return f"unit({'' if self.axes.axis is None else self.axes.axis})"
+        return super().__repr__()
+
     def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:
         """Return the axes of an ``ndim``-dimensional leaf that one norm covers, ``None`` for all."""
         axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes

@@ -118,8 +118,13 @@ def _open_registered(tree_util: Any, node: Any) -> tuple[Any, Callable[[Any], An
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     if treedef == tree_util.tree_structure(0):
         return None
-    children = {tree_util.keystr(key, simple=True): child for key, child in pairs}
+    children = {_key(entry): child for (entry,), child in pairs}
     return children, lambda new: treedef.unflatten([new[key] for key in children])
+
+
+def _key(entry: Any) -> Any:
+    """Return the key, index or name in an entry of a JAX path."""
+    return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
 
 
 def _same(container: Any) -> Any:

@@ -54,11 +54,11 @@ class Backend:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) holds, else ``rare()``."""
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
-    def constant(self, array: Array) -> Array:
+    def stop_gradient(self, array: Array) -> Array:
         """Return the array as a constant, cut off from derivatives."""
         return array
 
-    def beside(self, array: Array, other: Array) -> Array:  # noqa: ARG002
+    def to_device_of(self, other: Array, array: Array) -> Array:  # noqa: ARG002
         """Return ``array`` on the device of ``other``."""
         return array
 

@@ -33,10 +33,10 @@ class _JAX(Backend):
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         return list(jax.lax.cond(ok, usual, rare))
 
-    def constant(self, array: Array) -> Array:
+    def stop_gradient(self, array: Array) -> Array:
         return jax.lax.stop_gradient(array)
 
-    def beside(self, array: Array, other: Array) -> Array:
+    def to_device_of(self, other: Array, array: Array) -> Array:
         concrete = not isinstance(array, jax.core.Tracer) and not isinstance(other, jax.core.Tracer)
         # Uncommitted and single-device arrays are moved; sharded ones are XLA's to place.
         if concrete and array.devices() != other.devices() and len(other.devices()) == 1:

@@ -16,7 +16,14 @@ def _isdtype(dtype: Any, kind: str) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind != "V" and np.isdtype(dtype, kind)
 
 
-namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
+def _sum(x: Any, /, *, axis: int | tuple[int, ...] | None = None) -> Any:
+    """Sum in float64 along axes: NumPy adds pairwise, which is accurate, only over the whole of an array."""
+    if axis is None or x.dtype != np.float32:
+        return np.sum(x, axis=axis)
+    return np.sum(x, axis=axis, dtype=np.float64).astype(np.float32)
+
+
+namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype, "sum": _sum}))
 
 
 class _NumPy(Backend):

@@ -59,6 +59,22 @@ def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return reduction
 
 
+def _sum(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
+    """Sum in float64 along axes: there TensorFlow adds float32 entries one by one."""
+    if axis is None or x.dtype != tf.float32:
+        return tf.reduce_sum(x, axis, keepdims)
+    return tf.cast(tf.reduce_sum(tf.cast(x, tf.float64), axis, keepdims), tf.float32)
+
+
+def _max(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
+    """Return the maximum, NaN if there is one: XLA's own maximum passes over NaN."""
+    top = tf.reduce_max(x, axis, keepdims)
+    if not x.dtype.is_floating:
+        return top
+    unordered = tf.reduce_any(tf.math.is_nan(x), axis, keepdims)
+    return tf.where(unordered, tf.constant(float("nan"), x.dtype), top)
+
+
 namespace = SimpleNamespace(
     __name__="uniclip.backends.tensorflow.namespace",
     float32=tf.float32,
@@ -76,16 +92,43 @@ namespace = SimpleNamespace(
     isfinite=tf.math.is_finite,
     isinf=tf.math.is_inf,
     logical_not=tf.logical_not,
-    max=_reduction(tf.reduce_max),
+    max=_reduction(_max),
     not_equal=tf.not_equal,
     ones_like=tf.ones_like,
     real=tf.math.real,
     result_type=_result_type,
     sqrt=tf.sqrt,
     stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
-    sum=_reduction(tf.reduce_sum),
+    sum=_reduction(_sum),
     where=tf.where,
     zeros=lambda shape, /, *, dtype=tf.float32: tf.zeros(shape, dtype),
+    # What a curve of one's own may want.
+    ceil=tf.math.ceil,
+    equal=tf.equal,
+    exp=tf.exp,
+    expm1=tf.math.expm1,
+    floor=tf.floor,
+    full_like=lambda x, value, /: tf.fill(tf.shape(x), tf.cast(value, x.dtype)),
+    greater=tf.greater,
+    greater_equal=tf.greater_equal,
+    isnan=tf.math.is_nan,
+    less=tf.less,
+    less_equal=tf.less_equal,
+    log=tf.math.log,
+    log1p=tf.math.log1p,
+    logical_and=tf.logical_and,
+    logical_or=tf.logical_or,
+    maximum=tf.maximum,
+    mean=_reduction(tf.reduce_mean),
+    min=_reduction(tf.reduce_min),
+    minimum=tf.minimum,
+    pow=tf.pow,
+    reshape=lambda x, shape, /: tf.reshape(x, shape),
+    round=tf.round,
+    sign=tf.sign,
+    square=tf.square,
+    tanh=tf.tanh,
+    zeros_like=tf.zeros_like,
 )
 
 
@@ -125,7 +168,7 @@ class _TensorFlow(Backend):
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
-    def constant(self, array: Array) -> Array:
+    def stop_gradient(self, array: Array) -> Array:
         return tf.stop_gradient(array)
 
     def quiet(self) -> AbstractContextManager[Any]:

@@ -29,6 +29,7 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 namespace = SimpleNamespace(**(vars(compat) | {"asarray": _asarray, "result_type": _result_type}))
 
+_LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
 _COMPRESSED = {torch.sparse_csr: torch.sparse_csr_tensor, torch.sparse_csc: torch.sparse_csc_tensor}
 
 
@@ -36,7 +37,7 @@ class _Torch(Backend):
     output_axis = 0
 
     def is_array(self, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
+        return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool and leaf.layout in _LAYOUTS
 
     def advice(self, leaf: Any) -> str | None:
         if not isinstance(leaf, torch.nn.Parameter):
@@ -67,10 +68,10 @@ class _Torch(Backend):
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
 
-    def constant(self, array: Array) -> Array:
+    def stop_gradient(self, array: Array) -> Array:
         return array.detach()
 
-    def beside(self, array: Array, other: Array) -> Array:
+    def to_device_of(self, other: Array, array: Array) -> Array:
         return array.to(other.device)
 
     def quiet(self) -> AbstractContextManager[Any]:
