@@ -110,10 +110,6 @@ def accurate(fw: Framework) -> None:
     values = np.random.default_rng(0).standard_normal(25_000_000, dtype="float32")
     true = math.sqrt(np.sum(values.astype("float64") ** 2))
     assert abs(float(fw.numpy(fw.run(uc.global_norm, [fw.array(values)]))) / true - 1) <= 5e-7
-    tall = values[:4_000_000].reshape(-1, 2)
-    true = np.sqrt(np.sum(tall.astype("float64") ** 2, axis=0))
-    columns = fw.run(lambda g: uc.clip(g, uc.Rule(1.0, scope=uc.axes(0)))[1].norms, fw.array(tall))
-    np.testing.assert_allclose(fw.numpy(columns), true, rtol=5e-7)
     pieces = [fw.array(piece) for piece in np.split(values[:1_000_000], 50)]
     true = math.sqrt(np.sum(values[:1_000_000].astype("float64") ** 2))
     assert abs(float(fw.numpy(fw.run(uc.global_norm, pieces))) / true - 1) <= 5e-7
@@ -121,6 +117,13 @@ def accurate(fw: Framework) -> None:
         low = fw.array(values[:1_000_000], dtype)
         true = math.sqrt(np.sum(fw.numpy(low).astype("float64") ** 2))
         assert abs(float(fw.numpy(fw.run(uc.global_norm, [low]))) / true - 1) <= 2e-6
+
+
+def accurate_along_axes(fw: Framework) -> None:
+    tall = np.random.default_rng(0).standard_normal((2_000_000, 2), dtype="float32")
+    rule = uc.Rule(1.0, scope=uc.axes(0))
+    columns = fw.run(lambda g: uc.clip(g, rule)[1].norms, fw.array(tall))
+    np.testing.assert_allclose(fw.numpy(columns), np.sqrt(np.sum(tall.astype("float64") ** 2, axis=0)), rtol=5e-7)
 
 
 def in_range(fw: Framework) -> None:
@@ -328,6 +331,15 @@ PROMISES = [
         {"MLX": "its CPU sum adds 25 million entries one by one: 3 % off"},
     ),
     Promise(
+        "accuracy along axes",
+        "the same, for 2 million rows",
+        accurate_along_axes,
+        dict.fromkeys(
+            [name for name in OTHERS if name != "NumPy"],
+            "its sums along axes add float32 rows one by one: 0.06 % off at 2 million",
+        ),
+    ),
+    Promise(
         "finite, but squares leave the range",
         "right norm, right result: 1e30 and 1e-30 in float32, 300 in float16",
         in_range,
@@ -336,7 +348,7 @@ PROMISES = [
     Promise("limit = 0", "zeros, no NaN; so for a zero gradient", zero_limit),
     Promise(
         "limit < 0 or NaN",
-        "`ValueError` naming the argument and the value; where the value of an array cannot be read, NaN",
+        "`ValueError` naming argument and value; NaN where an array's value cannot be read",
         bad_limit,
     ),
     Promise(
@@ -356,7 +368,7 @@ PROMISES = [
     ),
     Promise(
         "the same array in two places",
-        "each place counts, as under `jit`: automatic differentiation gives two parameters one array; each is scaled once",
+        "each place counts and is scaled once: two parameters may share one gradient array",
         twice,
     ),
     Promise(
