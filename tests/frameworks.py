@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -280,7 +281,13 @@ class TensorFlowFunction(TensorFlow):
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         import tensorflow as tf
 
-        return tf.function(function, jit_compile=self.jit_compile)(*args)
+        log, heard = logging.getLogger("tensorflow"), []
+        listen = lambda record: bool(heard.append(record.getMessage())) or True
+        log.addFilter(listen)
+        result = tf.function(function, jit_compile=self.jit_compile)(*args)
+        log.removeFilter(listen)
+        assert not [line for line in heard if "AutoGraph could not transform" in line], heard
+        return result
 
 
 class TensorFlowXLA(TensorFlowFunction):

@@ -65,14 +65,16 @@ class Gradients:
         paths, leaves, _ = flatten(params, "params")
         by_path = dict(zip(paths, leaves, strict=True))
         ours = [leaf for group in self.groups.values() for leaf in group]
-        if missing := [leaf.path for leaf in ours if leaf.path not in by_path]:
+        missing = [leaf.path for leaf in ours if leaf.path not in by_path]
+        if missing:
             msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
             raise ValueError(msg)
         used = {leaf.path: by_path[leaf.path] for leaf in ours}
         if ours and backend_for(list(used), list(used.values()), "params") is not self.backend:
             msg = f"{place('params', ours[0].path)} is of another framework than {place('grads', ours[0].path)}"
             raise TypeError(msg)
-        if odd := [leaf for leaf in ours if tuple(used[leaf.path].shape) != tuple(leaf.given.shape)]:
+        odd = [leaf for leaf in ours if tuple(used[leaf.path].shape) != tuple(leaf.given.shape)]
+        if odd:
             shapes = f"{tuple(used[odd[0].path].shape)}, {place('grads', odd[0].path)} {tuple(odd[0].given.shape)}"
             msg = f"{place('params', odd[0].path)} has shape {shapes}"
             raise ValueError(msg)

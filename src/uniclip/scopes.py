@@ -59,7 +59,8 @@ class Scope(Printed):
         axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes
         if axes is None:
             return None
-        if wrong := [axis for axis in axes if not -ndim <= axis < ndim]:
+        wrong = [axis for axis in axes if not -ndim <= axis < ndim]
+        if wrong:
             msg = f"axis {wrong[0]} is out of range for {ndim} dimension(s)"
             raise ValueError(msg)
         return tuple(sorted({axis % ndim for axis in axes}))

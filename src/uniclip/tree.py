@@ -59,7 +59,8 @@ def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Ba
         backend = backend_of(leaf)
         if backend is None:
             raise TypeError(_no_array(place(name, path), leaf))
-        if name == "grads" and (advice := backend.advice(leaf)):
+        advice = backend.advice(leaf) if name == "grads" else None
+        if advice:
             msg = f"{place(name, path)} is a {describe(leaf)}, not a gradient: {advice}"
             raise TypeError(msg)
         chosen = chosen or backend
@@ -103,7 +104,8 @@ def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
         return items, _same
     # The one framework named outside backends/ and integrations/: classes registered with JAX
     # (flax and equinox modules, say) are nodes only JAX can open.
-    if (jax := sys.modules.get("jax")) and (opened := _open_registered(jax.tree_util, node)):
+    opened = _open_registered(sys.modules["jax"].tree_util, node) if "jax" in sys.modules else None
+    if opened:
         return opened
     if isinstance(node, (list, tuple)):
         return list(node), _same

@@ -57,7 +57,8 @@ def backend_of(leaf: Any) -> Backend | None:
 
 def _choose(leaf: Any) -> Backend | None:
     for base in type(leaf).__mro__:
-        if load := _LOADERS.get(base.__module__.partition(".")[0]):
+        load = _LOADERS.get(base.__module__.partition(".")[0])
+        if load:
             return load()
     if array_api_compat.is_array_api_obj(leaf):
         return _of_namespace(array_api_compat.array_namespace(leaf))
