@@ -34,7 +34,15 @@ class Rule(Printed):
     norm : Norm, default L2
         How their size is measured.
     curve : callable, default hard
-        ``curve(xp, norm, limit)`` returns the factor.
+        ``curve(xp, norm, limit)`` returns the factor; ``xp`` is the array API namespace of the
+        gradients, the norm finite or not, the limit finite.
+
+    Raises
+    ------
+    TypeError
+        If one of the choices is none.
+    ValueError
+        If a constant limit is negative or NaN.
 
     Examples
     --------
@@ -163,36 +171,124 @@ def _whole(bound: Any, info: Any) -> Any:
 
 
 def by_value(lo: Any, hi: Any = None) -> ByValue:
-    """Clip each entry into ``[lo, hi]``, or into ``[-lo, lo]`` if ``hi`` is not given (Mikolov, PhD thesis 2012)."""
+    """Clip each entry into ``[lo, hi]``, or into ``[-lo, lo]`` if ``hi`` is not given.
+
+    Source: Mikolov, PhD thesis, 2012.
+
+    Parameters
+    ----------
+    lo, hi : float or array
+        The bounds; a lone ``lo`` is the largest modulus allowed, at least 0.
+
+    Raises
+    ------
+    ValueError
+        If ``lo > hi``, a bound is NaN, or a lone ``lo`` is negative.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([-3.0, 0.5]), uc.by_value(1.0))[0]
+    array([-1. ,  0.5])
+    """
     return ByValue(-nonnegative("lo", lo), lo) if hi is None else ByValue(lo, hi)
 
 
 def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Rule:
-    """Scale each leaf (each slice along ``axis``) to norm ``c`` at most: ``g · min(1, c/‖g‖)``.
+    """Scale each leaf, or each slice along ``axis``, to norm ``c`` at most: ``g · min(1, c/‖g‖)``.
 
     Source: Pascanu, Mikolov and Bengio, *On the difficulty of training recurrent neural networks*,
     arXiv:1211.5063.
+
+    Parameters
+    ----------
+    c : float, 0-d array, or Limit
+        How large each norm may be, at least 0.
+    axis : int or tuple of int, optional
+        The axes that one norm covers; all if not given.
+    ord : float, default 2
+        The order of the norm, at least 1; ``math.inf`` is the largest modulus.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN, or ``ord`` below 1.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([[3.0, 4.0], [0.3, 0.4]]), uc.by_norm(1.0, axis=1))[0]
+    array([[0.6, 0.8],
+           [0.3, 0.4]])
     """
     return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord))
 
 
 def by_average_norm(c: Any) -> Rule:
-    """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries; not the RMS.
+    """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
 
     Source: the function ``clip_by_average_norm`` of TF 1.
+
+    Parameters
+    ----------
+    c : float, 0-d array, or Limit
+        How large each average norm may be, at least 0.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([3.0, 4.0]), uc.by_average_norm(1.0))[0]
+    array([1.2, 1.6])
     """
     return Rule(c, scope=each_leaf, norm=AVERAGE)
 
 
 def by_global_norm(c: Any, ord: float = 2) -> Rule:
-    """Scale all leaves by one factor to joint norm ``c`` at most, which keeps the direction (arXiv:1211.5063)."""
+    """Scale all leaves by one factor to joint norm ``c`` at most, which keeps the direction.
+
+    Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
+
+    Parameters
+    ----------
+    c : float, 0-d array, or Limit
+        How large the joint norm may be, at least 0.
+    ord : float, default 2
+        The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN, or ``ord`` below 1.
+
+    Examples
+    --------
+    >>> uc.clip([np.asarray([3.0, 4.0]), np.asarray([12.0])], uc.by_global_norm(6.5))[0]
+    [array([1.5, 2. ]), array([6.])]
+    """
     return Rule(c, scope=all_leaves, norm=Norm(ord))
 
 
 def by_block_rms(c: Any) -> Rule:
-    """Scale each leaf to root mean square ``c`` at most.
+    """Scale each leaf to root mean square ``c`` at most: ``g · min(1, c·√N/‖g‖₂)``.
 
     Source: Shazeer and Stern, *Adafactor*, arXiv:1804.04235.
+
+    Parameters
+    ----------
+    c : float, 0-d array, or Limit
+        How large each root mean square may be, at least 0.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([7.0, 1.0]), uc.by_block_rms(1.0))[0]
+    array([1.4, 0.2])
     """
     return Rule(c, scope=each_leaf, norm=RMS)
 

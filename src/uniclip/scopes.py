@@ -103,18 +103,22 @@ all_leaves = Scope(join=everything)
 
 
 def axes(*axis: int) -> Scope:
-    """Give one norm to the entries along ``axis`` of each leaf."""
+    """Give one norm to the entries along the axes ``axis`` of each leaf; negative ones count from the end."""
     return Scope(axes=axis)
 
 
 def unit(axis: int | None = None) -> Scope:
-    """Give one norm to each output unit's fan-in; ``axis`` is the output axis.
+    """Give one norm to each output unit's fan-in: all axes of a leaf but the output axis ``axis``.
 
     Without ``axis`` it is the backend's ``output_axis``, which follows the framework's convention.
+    A vector or a scalar is one unit.
     """
     return Scope(axes=FanIn(axis))
 
 
 def groups(label: Label) -> Scope:
-    """Give one norm to the leaves for which ``label(path, leaf)`` is equal."""
+    """Give one norm to the leaves for which ``label(path, leaf)`` is equal.
+
+    ``path`` is the tuple of keys that leads to the leaf, and the label must be hashable.
+    """
     return Scope(join=label)
