@@ -133,4 +133,6 @@ def _in_range(xp: Any, total: Any) -> Any:
 
 def same_shape(shape: Any, other: Any) -> bool:
     """Whether two shapes are equal as far as they are known."""
+    if None in {getattr(shape, "rank", 0), getattr(other, "rank", 0)}:
+        return True
     return len(shape) == len(other) and all(m == n or None in (m, n) for m, n in zip(shape, other, strict=True))

@@ -72,7 +72,7 @@ class Norm(Printed):
 
 def largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
     """Return the largest ``|x|`` over ``axes``, 0 where there is no entry."""
-    if 0 in (getattr(x.shape, "dims", x.shape) or ()):  # a shape of unknown rank has dims None
+    if getattr(x.shape, "rank", 0) is not None and 0 in x.shape:  # a shape of unknown rank cannot be asked
         return xp.sum(xp.abs(x), axis=axes)
     top = xp.max(xp.abs(x), axis=axes)
     return xp.where(top < 0, xp.zeros_like(top), top)  # -∞: a shape known only when it runs was empty

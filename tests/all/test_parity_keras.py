@@ -1,4 +1,4 @@
-"""Keras optimizers that clip beside uniclip and a plain optimizer: the same steps, and where the two differ on purpose."""
+"""Keras optimizers that clip beside uniclip and a plain one: the same steps, and where the two differ on purpose."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_limits_below_zero(option: str) -> None:
     """A negative limit silently switches clipping off in Keras; uniclip raises."""
     grad = tf.constant([3.0, 4.0])
     np.testing.assert_array_equal(step(grad, **{option: -1.0}), [-3.0, -4.0])
-    with pytest.raises(ValueError, match="max_norm must be 0 or more|min must not be above max"):
+    with pytest.raises(ValueError, match=r"must be 0 or more|must not be above"):
         CLIPS[option]([grad], -1.0)
 
 
@@ -91,7 +91,9 @@ def test_zero_limit(option: str) -> None:
     np.testing.assert_array_equal(step(grad, lambda g: CLIPS[option](g, 0.0)), [0.0, 0.0])
 
 
-@pytest.mark.parametrize(("option", "native"), [("clipnorm", math.sqrt(2)), ("global_clipnorm", math.sqrt(2)), ("clipvalue", 2)])
+@pytest.mark.parametrize(
+    ("option", "native"), [("clipnorm", math.sqrt(2)), ("global_clipnorm", math.sqrt(2)), ("clipvalue", 2)]
+)
 def test_rows_that_occur_twice(option: str, native: float) -> None:
     """Keras clips rows that occur twice one by one, so the limit is exceeded; uniclip clips their sum."""
     grad = tf.IndexedSlices(tf.constant([[3.0], [3.0]]), tf.constant([0, 0]), tf.constant([4, 1]))

@@ -21,7 +21,9 @@ def test_same_bits(dtype: str) -> None:
         values[0] = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, 2.0]
     kind = values.dtype.type
     clipped = uc.clip_by_value(values, 0, 2)
-    np.testing.assert_array_equal(clipped.view(BITS[dtype]), np.clip(values, kind(0), kind(2)).view(BITS[dtype]), strict=True)
+    np.testing.assert_array_equal(
+        clipped.view(BITS[dtype]), np.clip(values, kind(0), kind(2)).view(BITS[dtype]), strict=True
+    )
 
 
 def test_array_bounds() -> None:
@@ -35,7 +37,9 @@ def test_dtype_of_the_gradient_wins() -> None:
     """np.clip returns the dtype of wider bounds; uniclip keeps the gradient's."""
     values, bound = np.asarray([-3, 0.5], dtype="float32"), np.asarray(0.1)
     assert np.clip(values, -bound, bound).dtype == "float64"
-    np.testing.assert_array_equal(uc.clip_by_value(values, -bound, bound), np.asarray([-0.1, 0.1], "float32"), strict=True)
+    np.testing.assert_array_equal(
+        uc.clip_by_value(values, -bound, bound), np.asarray([-0.1, 0.1], "float32"), strict=True
+    )
 
 
 def test_fractional_bounds_of_integers() -> None:
@@ -51,7 +55,7 @@ def test_wrong_bounds(lo: float, hi: float, native: list[float]) -> None:
     """np.clip returns the upper bound where the bounds are swapped and NaN where one is NaN; uniclip raises."""
     values = np.asarray([0.5, 5.0])
     np.testing.assert_array_equal(np.clip(values, lo, hi), native)
-    with pytest.raises(ValueError, match="min must not be above max"):
+    with pytest.raises(ValueError, match="must not be above"):
         uc.clip_by_value(values, lo, hi)
 
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from frameworks import JAX, JAXJit, JAXx64
 from jax.experimental import sparse
-from promises import close
 
 import uniclip as uc
+from frameworks import JAX, JAXJit, JAXx64
+from promises import close
 
 fw = JAX()
 RUNS = pytest.mark.parametrize("run", [JAX(), JAXJit(), JAXx64()], ids=["eager", "jit", "jit-x64"])
@@ -61,7 +61,9 @@ def test_tree_norm(run: JAX, order: float | None) -> None:
     """optax.tree.norm and uc.global_norm return the same number in the same dtype, for every order optax knows."""
     dtype = run.default_float
     with run.context():
-        ours, theirs = run.run(lambda g: (uc.global_norm(g, ord=order or 2), optax.tree.norm(g, ord=order)), random(dtype))
+        ours, theirs = run.run(
+            lambda g: (uc.global_norm(g, ord=order or 2), optax.tree.norm(g, ord=order)), random(dtype)
+        )
         assert ours.dtype == theirs.dtype
         close(fw, ours, np.asarray(theirs), dtype)
 
@@ -105,14 +107,14 @@ def test_wrong_limits(limit: float, factor: float) -> None:
     """Optax turns the gradient round for a negative limit and makes NaN for NaN; uniclip raises."""
     grad = jnp.asarray([3.0, 4.0])
     np.testing.assert_allclose(native(optax.clip_by_global_norm(limit), grad), factor * np.asarray(grad), rtol=1e-6)
-    with pytest.raises(ValueError, match="max_norm must be 0 or more"):
+    with pytest.raises(ValueError, match="must be 0 or more"):
         uc.clip_by_global_norm(grad, limit)
 
 
 def test_wrong_bounds() -> None:
     """optax.clip(-1) makes every entry -1; uniclip raises."""
     assert native(optax.clip(-1.0), jnp.asarray([3.0, 0.5])).tolist() == [-1.0, -1.0]
-    with pytest.raises(ValueError, match="min must not be above max"):
+    with pytest.raises(ValueError, match="-1"):
         uc.by_value(-1.0)
 
 
@@ -178,7 +180,9 @@ def test_integers() -> None:
 
 
 def test_same_array_twice() -> None:
-    """An array listed twice is measured twice by optax, once by uniclip."""
+    """An array in two places counts in each, in both."""
     grad = jnp.asarray([3.0, 4.0])
-    close(fw, optax.tree.norm([grad, grad]), math.sqrt(50), "float32")
-    close(fw, uc.global_norm([grad, grad]), 5.0, "float32")
+    ours, theirs = uc.clip_by_global_norm([grad, grad], 1.0)[0], native(optax.clip_by_global_norm(1.0), [grad, grad])
+    for a, b in zip(ours, theirs, strict=True):
+        close(fw, a, np.asarray([3.0, 4.0]) / math.sqrt(50), "float32")
+        close(fw, b, np.asarray(a), "float32")

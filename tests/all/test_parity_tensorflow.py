@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from frameworks import TensorFlow, TensorFlowFunction
-from promises import close
 
 import uniclip as uc
+from frameworks import TensorFlow, TensorFlowFunction
+from promises import close
 
 fw = TensorFlow()
 RUNS = pytest.mark.parametrize("run", [TensorFlow(), TensorFlowFunction()], ids=["eager", "tf.function"])
@@ -48,7 +48,9 @@ def test_global_norm(run: TensorFlow, limit: float, dtype: str) -> None:
     """Above and below the limit the gradients and the norm agree."""
     theirs, their_norm = run.run(lambda g: tf.clip_by_global_norm(g, limit), random(dtype))
     ours, norm = run.run(lambda g: uc.clip_by_global_norm(g, limit), random(dtype))
-    same([*ours, norm, uc.global_norm(random(dtype))], [*theirs, their_norm, tf.linalg.global_norm(random(dtype))], dtype)
+    same(
+        [*ours, norm, uc.global_norm(random(dtype))], [*theirs, their_norm, tf.linalg.global_norm(random(dtype))], dtype
+    )
 
 
 @RUNS
@@ -132,7 +134,11 @@ def test_squares_overflow() -> None:
     assert not tf.compat.v1.clip_by_average_norm(grad, 1.0).numpy().any()
     ours, norm = uc.clip_by_global_norm(grad, 1.0)
     close(fw, norm, 1e30, "float32")
-    for clipped, factor in [(ours, 1e-30), (uc.clip_by_norm(grad, 1.0), 1e-30), (uc.clip_by_average_norm(grad, 1.0), 2e-30)]:
+    for clipped, factor in [
+        (ours, 1e-30),
+        (uc.clip_by_norm(grad, 1.0), 1e-30),
+        (uc.clip_by_average_norm(grad, 1.0), 2e-30),
+    ]:
         close(fw, clipped, [1e30 * factor, factor], "float32")
 
 
@@ -169,15 +175,15 @@ def test_wrong_limits(limit: float, by_global_norm: list[float], by_norm: list[f
     np.testing.assert_array_equal(tf.clip_by_global_norm([grad], limit)[0][0], by_global_norm)
     np.testing.assert_array_equal(tf.clip_by_norm(grad, limit), by_norm)
     for ours in (uc.clip_by_global_norm, uc.clip_by_norm):
-        with pytest.raises(ValueError, match="max_norm must be 0 or more"):
+        with pytest.raises(ValueError, match="must be 0 or more"):
             ours(grad, limit)
 
 
 @pytest.mark.parametrize(("lo", "hi", "native"), [(3.0, 1.0, 3.0), (math.nan, 1.0, math.nan)])
 def test_wrong_bounds(lo: float, hi: float, native: float) -> None:
-    """tf.clip_by_value returns the lower bound where the bounds are swapped and NaN where one is NaN; uniclip raises."""
+    """tf.clip_by_value returns the lower bound of swapped bounds and NaN for a NaN bound; uniclip raises."""
     np.testing.assert_array_equal(tf.clip_by_value(tf.constant([2.0]), lo, hi), [native])
-    with pytest.raises(ValueError, match="min must not be above max"):
+    with pytest.raises(ValueError, match="must not be above"):
         uc.clip_by_value(tf.constant([2.0]), lo, hi)
 
 
@@ -279,15 +285,21 @@ def test_known_norm_as_a_number() -> None:
 
 
 def test_same_tensor_twice() -> None:
-    """A tensor listed twice is measured twice by TensorFlow, once by uniclip."""
+    """A tensor in two places counts in each, in both."""
     grad = tf.constant([3.0, 4.0])
-    close(fw, tf.linalg.global_norm([grad, grad]), math.sqrt(50), "float32")
-    close(fw, uc.global_norm([grad, grad]), 5.0, "float32")
+    ours, norm = uc.clip_by_global_norm([grad, grad], 1.0)
+    theirs, their_norm = tf.clip_by_global_norm([grad, grad], 1.0)
+    close(fw, norm, math.sqrt(50), "float32")
+    same([*ours, norm], [*theirs, their_norm], "float32")
 
 
 def test_infinite_gradient() -> None:
-    """An infinite entry makes tf.clip_by_norm zero the finite ones; uniclip makes NaN of all, as both global norms do."""
+    """An infinite entry makes tf.clip_by_norm zero the finite ones; uniclip makes all NaN, as both global norms do."""
     grad = tf.constant([1.0, math.inf])
     np.testing.assert_array_equal(tf.clip_by_norm(grad, 1.0), [0.0, math.nan])
-    for clipped in (uc.clip_by_norm(grad, 1.0), uc.clip_by_global_norm(grad, 1.0)[0], tf.clip_by_global_norm([grad], 1.0)[0][0]):
+    for clipped in (
+        uc.clip_by_norm(grad, 1.0),
+        uc.clip_by_global_norm(grad, 1.0)[0],
+        tf.clip_by_global_norm([grad], 1.0)[0][0],
+    ):
         assert np.isnan(clipped).all()

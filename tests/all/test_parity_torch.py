@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frameworks import Torch
-from promises import close
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import uniclip as uc
+from frameworks import Torch
+from promises import close
 
 fw = Torch()
 ORDERS = [1, 2, 3, math.inf]
@@ -111,7 +111,9 @@ def test_small_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "limit", "native_norm"), [([1e30, 0.0], 1.0, math.inf), ([3e-30, 4e-30], 1e-30, 0.0)], ids=["over", "under"]
+    ("values", "limit", "native_norm"),
+    [([1e30, 0.0], 1.0, math.inf), ([3e-30, 4e-30], 1e-30, 0.0)],
+    ids=["over", "under"],
 )
 def test_squares_out_of_range(values: list[float], limit: float, native_norm: float) -> None:
     """Where squares overflow or underflow PyTorch zeroes the gradient; uniclip clips it."""
@@ -137,7 +139,7 @@ def test_wrong_limits(limit: float, factor: float) -> None:
     """PyTorch turns the gradient round for a negative limit and makes NaN for NaN; uniclip raises."""
     grad = torch.tensor([3.0, 4.0])
     np.testing.assert_allclose(native([grad], limit)[0][0], fw.numpy(grad) * factor, rtol=1e-5)
-    with pytest.raises(ValueError, match="max_norm must be 0 or more"):
+    with pytest.raises(ValueError, match="must be 0 or more"):
         uc.clip_by_global_norm(grad, limit)
 
 
@@ -148,7 +150,7 @@ def test_wrong_bounds() -> None:
     assert parameter.grad.tolist() == [-1.0, -1.0]
     assert torch.tensor([0.5]).clamp(math.nan, 1.0).isnan().all()
     for bounds in [(1.0, -1.0), (math.nan, 1.0)]:
-        with pytest.raises(ValueError, match="min must not be above max"):
+        with pytest.raises(ValueError, match="must not be above"):
             uc.clip_by_value(torch.tensor([0.5, 4.0]), *bounds)
 
 
@@ -178,13 +180,12 @@ def test_half_precision_overflow() -> None:
 
 
 def test_same_parameter_twice() -> None:
-    """A parameter listed twice is measured and scaled twice by PyTorch, once by uniclip."""
+    """A parameter listed twice is measured twice by both, but PyTorch also scales its one gradient twice."""
     [parameter] = parameters([torch.tensor([3.0, 4.0])])
-    [first, second], norm = uc.clip_by_global_norm([parameter.grad, parameter.grad], 1.0)
-    close(fw, norm, 5.0, "float32")
-    assert first is second
-    close(fw, first, [0.6, 0.8], "float32")
-    close(fw, clip_grad_norm_([parameter, parameter], 1.0), math.sqrt(50), "float32")
+    clipped, norm = uc.clip_by_global_norm([parameter.grad, parameter.grad], 1.0)
+    close(fw, clip_grad_norm_([parameter, parameter], 1.0), fw.numpy(norm), "float32")
+    for leaf in clipped:
+        close(fw, leaf, np.asarray([3.0, 4.0]) / math.sqrt(50), "float32")
     np.testing.assert_allclose(parameter.grad, [0.06, 0.08], rtol=1e-6)
 
 
@@ -208,7 +209,7 @@ def test_orders_below_one(order: float, native_norm: float) -> None:
     """PyTorch returns numbers for orders that are no norms (0 counts tensors, not entries); uniclip raises."""
     grads = [torch.ones(1), torch.tensor([1.0, 0.0, 0.0])]
     assert get_total_norm(grads, order) == native_norm
-    with pytest.raises(ValueError, match="order of a norm"):
+    with pytest.raises(ValueError, match=r"order .*of a norm"):
         uc.global_norm(grads, ord=order)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
+from jax.sharding import NamedSharding, PartitionSpec
 
 from uniclip.backends.base import Array, Backend, Rebuild
 
@@ -37,11 +38,11 @@ class _JAX(Backend):
         return jax.lax.stop_gradient(array)
 
     def to_device_of(self, other: Array, array: Array) -> Array:
-        concrete = not isinstance(array, jax.core.Tracer) and not isinstance(other, jax.core.Tracer)
-        # Uncommitted and single-device arrays are moved; sharded ones are XLA's to place.
-        if concrete and array.devices() != other.devices() and len(other.devices()) == 1:
-            return jax.device_put(array, next(iter(other.devices())))
-        return array
+        traced = isinstance(array, jax.core.Tracer) or isinstance(other, jax.core.Tracer)
+        if traced or array.devices() == other.devices():
+            return array
+        mesh = isinstance(other.sharding, NamedSharding)
+        return jax.device_put(array, NamedSharding(other.sharding.mesh, PartitionSpec()) if mesh else other.sharding)
 
 
 BACKEND = _JAX(jnp)

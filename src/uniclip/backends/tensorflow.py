@@ -66,13 +66,15 @@ def _sum(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
     return tf.cast(tf.reduce_sum(tf.cast(x, tf.float64), axis, keepdims), tf.float32)
 
 
-def _max(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
-    """Return the maximum, NaN if there is one: XLA's own maximum passes over NaN."""
-    top = tf.reduce_max(x, axis, keepdims)
-    if not x.dtype.is_floating:
-        return top
-    unordered = tf.reduce_any(tf.math.is_nan(x), axis, keepdims)
-    return tf.where(unordered, tf.constant(float("nan"), x.dtype), top)
+def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
+    def extreme(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
+        """Return the maximum or minimum, NaN if there is one: XLA's own pass over NaN."""
+        found = reduce(x, axis, keepdims)
+        if not x.dtype.is_floating:
+            return found
+        return tf.where(tf.reduce_any(tf.math.is_nan(x), axis, keepdims), tf.constant(float("nan"), x.dtype), found)
+
+    return extreme
 
 
 namespace = SimpleNamespace(
@@ -92,7 +94,7 @@ namespace = SimpleNamespace(
     isfinite=tf.math.is_finite,
     isinf=tf.math.is_inf,
     logical_not=tf.logical_not,
-    max=_reduction(_max),
+    max=_reduction(_extreme(tf.reduce_max)),
     not_equal=tf.not_equal,
     ones_like=tf.ones_like,
     real=tf.math.real,
@@ -120,7 +122,7 @@ namespace = SimpleNamespace(
     logical_or=tf.logical_or,
     maximum=tf.maximum,
     mean=_reduction(tf.reduce_mean),
-    min=_reduction(tf.reduce_min),
+    min=_reduction(_extreme(tf.reduce_min)),
     minimum=tf.minimum,
     pow=tf.pow,
     reshape=lambda x, shape, /: tf.reshape(x, shape),
@@ -160,10 +162,10 @@ class _TensorFlow(Backend):
                 msg = "an IndexedSlices gradient without dense_shape has no known size to average over"
                 raise ValueError(msg)
             shape = leaf.dense_shape if axes is None else tf.gather(leaf.dense_shape, axes)
-            return tf.reduce_prod(shape)
+            return tf.reduce_prod(tf.cast(shape, tf.int64))
         if leaf.shape.is_fully_defined():
             return super().size(leaf, axes)
-        return tf.size(leaf) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf), axes))
+        return tf.size(leaf, tf.int64) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf, tf.int64), axes))
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))

@@ -23,8 +23,9 @@ def _result_type(*dtypes: torch.dtype) -> torch.dtype:
 
 def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Convert numbers and other frameworks' arrays; PyTorch reads the latter as sequences of numbers."""
-    foreign = hasattr(value, "__array__") and not isinstance(value, torch.Tensor)
-    return compat.asarray(np.array(value) if foreign else value, dtype=dtype)
+    if isinstance(value, torch.Tensor):
+        return value if dtype is None else value.to(dtype)
+    return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
 
 
 namespace = SimpleNamespace(**(vars(compat) | {"asarray": _asarray, "result_type": _result_type}))

@@ -1,0 +1,357 @@
+"""Training with clipped gradients in JAX, transformed, on several devices, sparse, and in registered trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import sparse
+from jax.sharding import NamedSharding, PartitionSpec
+
+import oracle
+import uniclip as uc
+from frameworks import JAX
+from promises import close
+
+fw = JAX()
+X = jnp.asarray(np.random.default_rng(0).standard_normal((64, 3)), "float32")
+Y = X @ jnp.asarray([[3.0], [-2.0], [8.0]]) + 5
+WAYS = pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+def loss_of(weights: dict[str, Any], x: Any, y: Any) -> Any:
+    """Return the mean squared error of a linear model; one weight is not used."""
+    return jnp.mean((x @ weights["w"] + weights["b"] - y) ** 2)
+
+
+def start() -> dict[str, Any]:
+    """Return the weights to start from."""
+    return {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1), "frozen": None}
+
+
+def is_global_norm(old: Any, new: Any, limit: float) -> None:
+    """Assert that gradients are clipped by their global norm, as plain loops do it."""
+    assert jax.tree.structure(old) == jax.tree.structure(new)
+    wanted = oracle.clip_global([np.asarray(g) for g in jax.tree.leaves(old)], limit)
+    for a, b in zip(jax.tree.leaves(new), wanted, strict=True):
+        close(fw, a, b, "float32")
+
+
+def test_optax_step() -> None:
+    """value_and_grad, a clip and an optax update in one jit learn as optax's own chain does, and compile once."""
+    plain, traces = optax.sgd(0.1, momentum=0.5), []
+
+    @jax.jit
+    def step(weights: Any, state: Any, limit: Any) -> tuple[Any, ...]:
+        traces.append(limit)
+        loss, grads = jax.value_and_grad(loss_of)(weights, X, Y)
+        clipped, norm = uc.clip_by_global_norm(grads, limit)
+        updates, state = plain.update(clipped, state)
+        return optax.apply_updates(weights, updates), state, loss, grads, clipped, norm
+
+    chain = optax.chain(optax.clip_by_global_norm(3.0), plain)
+
+    @jax.jit
+    def native(weights: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = chain.update(jax.grad(loss_of)(weights, X, Y), state)
+        return optax.apply_updates(weights, updates), state
+
+    ours, theirs = (start(), plain.init(start())), (start(), chain.init(start()))
+    history = []
+    for _ in range(40):
+        *ours, loss, grads, clipped, norm = step(*ours, 3.0)
+        theirs = native(*theirs)
+        is_global_norm(grads, clipped, 3.0)
+        history.append((float(loss), float(norm)))
+    assert history[0][1] > 3 > history[-1][1]
+    assert history[-1][0] < 0.05 * history[0][0]
+    for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for limit in (0.5, 1.0):
+        *_, grads, clipped, _ = step(*ours, limit)
+        is_global_norm(grads, clipped, limit)
+    assert len(traces) == 1
+
+
+def test_scan() -> None:
+    """Training inside lax.scan, with a limit that changes from step to step, equals a Python loop and learns."""
+
+    def step(weights: Any, limit: Any) -> tuple[Any, Any]:
+        loss, grads = jax.value_and_grad(loss_of)(weights, X, Y)
+        clipped, norm = uc.clip_by_global_norm(grads, limit)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, clipped), (loss, norm)
+
+    limits = jnp.linspace(2.0, 6.0, 60)
+    scanned, (losses, norms) = jax.jit(partial(jax.lax.scan, step))(start(), limits)
+    weights, looped = start(), []
+    for limit in limits:
+        weights, (_, norm) = step(weights, limit)
+        looped.append(norm)
+    np.testing.assert_allclose(norms, looped, rtol=1e-4)
+    for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(weights), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+    assert losses[-1] < 0.01 * losses[0]
+
+
+@WAYS
+def test_per_example(way: Any) -> None:
+    """Vmap over examples clips each one's gradient by its own global norm, as the scope each_example does."""
+    one = jax.grad(lambda w, x, y: loss_of(w, x[None], y[None]))
+    each = jax.vmap(one, (None, 0, 0))(start(), X, Y)
+    clipped = way(jax.vmap(lambda x, y: uc.clip_by_global_norm(one(start(), x, y), 20.0)[0]))(X, Y)
+    scoped, report = way(lambda g: uc.clip(g, uc.Rule(20.0, scope=uc.each_example)))(each)
+    native = [jax.tree.map(lambda g, i=i: g[i], each) for i in range(len(X))]
+    assert 0 < int((report.factors < 1).sum()) < len(X)
+    for i, grads in enumerate(native):
+        for result in (clipped, scoped):
+            is_global_norm(grads, jax.tree.map(lambda g, i=i: g[i], result), 20.0)
+
+
+def along(x: Any) -> Any:
+    """Return one direction's part of a gradient clipped to norm 2."""
+    return jnp.asarray([1.0, -2.0, 3.0]) @ uc.clip_by_norm(x, 2.0)
+
+
+@WAYS
+def test_derivatives(way: Any) -> None:
+    """grad, jvp, hessian and vmap of grad see the exact derivatives of the clip."""
+    with jax.enable_x64(True):
+        x, w = np.asarray([1.0, 2.0, -2.5]), np.asarray([1.0, -2.0, 3.0])
+        n, s, mixed = np.linalg.norm(x), w @ x, np.outer(w, x)
+        first = 2 * (w / n - s * x / n**3)
+        second = 2 * ((-mixed - mixed.T - s * np.eye(3)) / n**3 + 3 * s * np.outer(x, x) / n**5)
+        np.testing.assert_allclose(way(jax.grad(along))(x), first, rtol=1e-12)
+        np.testing.assert_allclose(way(jax.hessian(along))(x), second, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(
+            way(lambda x: jax.jvp(along, (x,), (x,)))(x)[1], 0, atol=1e-14
+        )  # only the norm changes
+        batch = way(jax.vmap(jax.grad(along)))(np.stack([x, 0.1 * x]))
+        np.testing.assert_allclose(batch, [first, w], rtol=1e-12)
+
+
+def test_derivative_of_the_limit() -> None:
+    """The derivative for a traced limit is the clipped part of g/‖g‖."""
+    grads = [jnp.asarray([3.0, 4.0]), jnp.asarray(12.0)]
+
+    def total(limit: Any) -> Any:
+        return sum(leaf.sum() for leaf in uc.clip_by_global_norm(grads, limit)[0])
+
+    close(fw, jax.jit(jax.grad(total))(2.0), 19 / 13, "float32")
+    assert jax.grad(total)(20.0) == 0
+
+
+def join(value: Any, op: str) -> Any:
+    """Join what each device has measured."""
+    return jax.lax.psum(value, "shards") if op == "sum" else jax.lax.pmax(value, "shards")
+
+
+def shards() -> Any:
+    """Return a mesh of two devices."""
+    return jax.make_mesh((2,), ("shards",))
+
+
+def spread(values: Any, spec: PartitionSpec = PartitionSpec("shards")) -> jax.Array:  # noqa: B008 - immutable
+    """Return an array in parts on two devices."""
+    return jax.device_put(jnp.asarray(values, "float32"), NamedSharding(shards(), spec))
+
+
+RULES = {
+    "L1": uc.by_global_norm(1.0, ord=1),
+    "L2": uc.by_global_norm(1.0),
+    "L3": uc.by_global_norm(1.0, ord=3),
+    "largest": uc.by_global_norm(1.0, ord=math.inf),
+    "rms": uc.by_block_rms(0.1),
+    "average": uc.by_average_norm(0.01),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("by", [1.0, 1e30], ids=["usual", "huge"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_shard_map(rule: uc.Rule, by: float, way: Any) -> None:
+    """Where each device has a part of the gradients, all_reduce makes the norm that of all parts, on every device."""
+    rng = np.random.default_rng(0)
+    grads = [np.asarray(by * rng.standard_normal(shape), "float32") for shape in [(6, 3), (4,)]]
+    spec = PartitionSpec("shards")
+    clip = jax.shard_map(
+        lambda g: uc.clip(g, rule, all_reduce=join), mesh=shards(), in_specs=spec, out_specs=(spec, PartitionSpec())
+    )
+    clipped, report = way(clip)([spread(g) for g in grads])
+    wanted, wanted_report = uc.clip(grads, rule)
+    for a, b in zip(
+        [*clipped, *jax.tree.leaves(report.norms)], [*wanted, *jax.tree.leaves(wanted_report.norms)], strict=True
+    ):
+        close(fw, a, b, "float32", ulps=8)
+
+
+def test_shards_need_all_reduce() -> None:
+    """Without all_reduce each device sees its own part only, so that the factors differ."""
+    spec = PartitionSpec("shards")
+    clip = jax.shard_map(lambda g: uc.clip_by_norm(g, 1.0), mesh=shards(), in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(clip(spread([3.0, 4.0])), [1.0, 1.0])
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("shards"), PartitionSpec(None, "shards"), PartitionSpec()], ids=str)
+@pytest.mark.parametrize("limit", [1.0, 1000.0], ids=["above", "below"])
+@WAYS
+def test_sharding_is_kept(way: Any, limit: float, spec: PartitionSpec) -> None:
+    """A gradient spread over devices is measured as a whole and stays spread as it was."""
+    values = np.random.default_rng(0).standard_normal((4, 6)).astype("float32")
+    grad = spread(values, spec)
+    clipped, norm = way(lambda g: uc.clip_by_global_norm(g, limit))(grad)
+    rows = way(lambda g: uc.clip_by_norm(g, limit, axis=1))(grad)
+    assert clipped.sharding.is_equivalent_to(grad.sharding, 2)
+    assert rows.sharding.is_equivalent_to(grad.sharding, 2)
+    close(fw, norm, np.linalg.norm(values.astype("float64")), "float32")
+    close(fw, clipped, oracle.clip_leaf(values, limit), "float32")
+    close(fw, rows, oracle.clip_axes(values, limit, (1,)), "float32")
+
+
+@pytest.mark.parametrize(
+    "rule", [uc.by_global_norm(1.0), uc.by_norm(1.0), uc.by_global_norm(1.0, ord=math.inf)], ids=repr
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_devices(first: int, rule: uc.Rule) -> None:
+    """Leaves on two devices share their norm in eager code, and each stays on its device."""
+    devices = jax.devices()[first], jax.devices()[1 - first]
+    values = [[3.0, 4.0], [12.0, 0.0]]
+    grads = [jax.device_put(jnp.asarray(v), device) for v, device in zip(values, devices, strict=True)]
+    clipped, _ = uc.clip(grads, rule)
+    wanted, _ = uc.clip([np.asarray(v, "float32") for v in values], rule)
+    for a, b, device in zip(clipped, wanted, devices, strict=True):
+        assert a.devices() == {device}
+        close(fw, a, b, "float32")
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["mesh first", "mesh last"])
+def test_mesh_and_one_device(order: int) -> None:
+    """A gradient spread over a mesh and one on no particular device share their norm in eager code too."""
+    wide = spread(np.arange(8.0))
+    grads = [wide, jnp.asarray([2.0])][::order]
+    clipped, norm = uc.clip_by_global_norm(grads, 6.0)
+    close(fw, norm, 12.0, "float32")
+    is_global_norm(grads, clipped, 6.0)
+    assert clipped[::order][0].sharding.is_equivalent_to(wide.sharding, 1)
+
+
+def table(data: Any) -> sparse.BCOO:
+    """Return a sparse gradient of two entries, one of which is stored in two parts."""
+    return sparse.BCOO((data, jnp.asarray([[7], [3], [7]])), shape=(1000,))
+
+
+@WAYS
+def test_sparse(way: Any) -> None:
+    """A BCOO gradient stays one, is measured with its duplicates summed, and never as its dense form."""
+
+    @way
+    def clip(data: Any) -> tuple[Any, ...]:
+        grad = table(data)
+        return (
+            uc.clip_by_global_norm([grad, jnp.asarray(84.0)], 8.5),
+            uc.clip_by_value(grad, -4, 4),
+            uc.clip_by_norm(grad, 1.0),
+        )
+
+    (clipped, norm), by_value, by_norm = clip(jnp.asarray([3.0, 12.0, 2.0]))
+    close(fw, norm, 85.0, "float32")
+    dense = np.zeros(1000)
+    dense[[7, 3]] = [5.0, 12.0]
+    for result, wanted in [(clipped[0], dense / 10), (by_value, dense.clip(-4, 4)), (by_norm, dense / 13)]:
+        assert isinstance(result, sparse.BCOO)
+        close(fw, fw.dense(result), wanted, "float32")
+
+
+def test_sparse_training() -> None:
+    """Descent on the entries of a sparse gradient, clipped inside jit, learns."""
+
+    @jax.jit
+    def step(weights: Any) -> tuple[Any, Any]:
+        loss, data = jax.value_and_grad(lambda d: jnp.sum((weights[jnp.asarray([7, 3, 7])] + d - 9.0) ** 2))(
+            jnp.zeros(3)
+        )
+        clipped, _ = uc.clip_by_global_norm(table(data), 4.0)
+        return weights.at[clipped.indices[:, 0]].add(-0.2 * clipped.data, mode="drop"), loss
+
+    weights, losses = jnp.zeros(1000), []
+    for _ in range(60):
+        weights, loss = step(weights)
+        losses.append(float(loss))
+    assert losses[-1] < 1e-3 * losses[0]
+
+
+@flax.struct.dataclass
+class Dense:
+    """A flax dataclass with a field that is no gradient."""
+
+    kernel: Any
+    bias: Any
+    name: str = flax.struct.field(pytree_node=False, default="dense")
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A class that registers how to flatten itself."""
+
+    def __init__(self, kernel: Any, bias: Any) -> None:
+        self.kernel, self.bias = kernel, bias
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        """Return the children."""
+        return (self.kernel, self.bias), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Pair:
+        """Put them back."""
+        return cls(*children)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["kernel", "bias"], meta_fields=["activation"])
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A frozen dataclass with a static field, as equinox's modules are."""
+
+    kernel: Any
+    bias: Any
+    activation: Any = jnp.tanh
+
+
+@WAYS
+@pytest.mark.parametrize("cls", [Dense, Pair, Layer, lambda kernel, bias: flax.core.freeze({"k": kernel, "b": bias})])
+def test_registered_nodes(cls: Any, way: Any) -> None:
+    """Classes that JAX knows come back as they were, static fields included, nested in other containers too."""
+    grads = {"layers": [cls(jnp.asarray([3.0, 4.0]), None), (cls(jnp.asarray([[12.0]]), jnp.asarray(84.0)),)]}
+    clipped, norm = way(lambda g: uc.clip_by_global_norm(g, 8.5))(grads)
+    close(fw, norm, 85.0, "float32")
+    is_global_norm(grads, clipped, 8.5)
+    assert type(clipped["layers"][1][0]) is type(grads["layers"][1][0])
+
+
+def test_nnx_training() -> None:
+    """The gradients of a flax.nnx module go in and come out as its optimizer wants them, and it learns."""
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    opt = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, opt: Any) -> tuple[Any, ...]:
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(X) - Y) ** 2))(model)
+        clipped, norm = uc.clip_by_global_norm(grads, 3.0)
+        opt.update(model, clipped)
+        return loss, grads, clipped, norm
+
+    losses = []
+    for _ in range(60):
+        loss, grads, clipped, norm = step(model, opt)
+        assert type(clipped) is type(grads)
+        is_global_norm(grads, clipped, 3.0)
+        losses.append((float(loss), float(norm)))
+    assert losses[0][1] > 3
+    assert losses[-1][0] < 0.05 * losses[0][0]
