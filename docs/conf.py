@@ -16,7 +16,6 @@ import uniclip
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-# At the end: tests/ has folders named after the frameworks.
 sys.path += [str(HERE), str(ROOT / "tests")]
 
 import figures  # noqa: E402 - needs the path above

@@ -379,7 +379,7 @@ PROMISES = [
     Promise("leaves of two frameworks, or no array", "`TypeError` with the leaf's path and what to pass", wrong_leaf),
     Promise(
         "derivative through the clip",
-        "exact, and finite at zero",
+        "exact where the square of the norm is in range, and finite at zero",
         derivative,
         dict.fromkeys(OTHERS, NO_DERIVATIVE),
     ),
