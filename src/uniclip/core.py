@@ -120,7 +120,8 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
         limits, state = rule.limit(norms, state, reference)
         limits = [_checked(backend, "limit", limit, n.dtype, n.shape) for limit, n in zip(limits, norms, strict=True)]
         factors = [_factor(backend, rule, n, limit) for n, limit in zip(norms, limits, strict=True)]
-        return _scale(tree, factors), state, _report(tree, norms, limits, factors)
+        differs = [_differs(backend.xp, factor) for factor in factors]
+        return _scale(tree, factors, differs), state, _report(tree, norms, limits, factors, differs)
 
 
 def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
@@ -186,12 +187,12 @@ def _factor(backend: Backend, rule: Rule, norm: Any, limit: Any) -> Any:
     return xp.where(unlimited, one, xp.where(sound, factor, one * math.nan))
 
 
-def _scale(grads: Gradients, factors: list[Any]) -> Any:
+def _scale(grads: Gradients, factors: list[Any], differs: list[Any]) -> Any:
     """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
     backend = grads.backend
     new: dict[int, Any] = {}
-    for group, factor in zip(grads.groups.values(), factors, strict=True):
-        alone = backend.readable(factor) and not bool(_differs(backend.xp, factor))
+    for group, factor, differ in zip(grads.groups.values(), factors, differs, strict=True):
+        alone = backend.readable(differ) and not bool(differ)
         for leaf in group:
             new[leaf.index] = _unscaled(leaf) if alone else leaf.rebuild(_scaled(backend, leaf, factor))
     return grads.rebuild([new[index] for index in range(len(new))])
@@ -206,9 +207,9 @@ def _scaled(backend: Backend, leaf: Leaf, factor: Any) -> Any:
     return cast(xp, upcast(xp, leaf.array) * spread(backend, factor, leaf), leaf.array.dtype)
 
 
-def _report(grads: Gradients, norms: list[Any], limits: list[Any], factors: list[Any]) -> Report:
+def _report(grads: Gradients, norms: list[Any], limits: list[Any], factors: list[Any], differs: list[Any]) -> Report:
     xp = grads.backend.xp
-    clipped = _any(grads.backend, [_differs(xp, factor) for factor in factors])
+    clipped = _any(grads.backend, differs)
     infinite = _any(grads.backend, [xp.any(xp.logical_not(xp.isfinite(norm))) for norm in norms])
     return Report(
         grads.arrange(norms), grads.arrange(limits), grads.arrange(factors), clipped, xp.logical_not(infinite)

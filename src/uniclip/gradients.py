@@ -78,12 +78,11 @@ class Gradients:
             shapes = f"{tuple(used[odd[0].path].shape)}, {place('grads', odd[0].path)} {tuple(odd[0].given.shape)}"
             msg = f"{place('params', odd[0].path)} has shape {shapes}"
             raise ValueError(msg)
-        return replace(
-            self, groups={label: [self._param(leaf, used) for leaf in g] for label, g in self.groups.items()}
-        )
-
-    def _param(self, leaf: Leaf, used: dict[Path, Any]) -> Leaf:
-        return _leaf(self.backend, self.scope, leaf.index, leaf.path, used[leaf.path])
+        groups = {
+            label: [_leaf(self.backend, self.scope, leaf.index, leaf.path, used[leaf.path]) for leaf in group]
+            for label, group in self.groups.items()
+        }
+        return replace(self, groups=groups)
 
 
 def read(tree: Any, scope: Scope) -> Gradients:

@@ -30,8 +30,11 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 namespace = SimpleNamespace(**(vars(compat) | {"asarray": _asarray, "result_type": _result_type}))
 
-_LAYOUTS = {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
-_COMPRESSED = {torch.sparse_csr: torch.sparse_csr_tensor, torch.sparse_csc: torch.sparse_csc_tensor}
+_COMPRESSED = {
+    torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+_LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
 
 
 class _Torch(Backend):
@@ -55,13 +58,8 @@ class _Torch(Backend):
                 leaf.indices(), new, leaf.shape, is_coalesced=True, check_invariants=False
             )
         if leaf.layout in _COMPRESSED:
-            make = _COMPRESSED[leaf.layout]
-            outer, inner = (
-                (leaf.crow_indices, leaf.col_indices)
-                if leaf.layout is torch.sparse_csr
-                else (leaf.ccol_indices, leaf.row_indices)
-            )
-            return leaf.values(), lambda new: make(outer(), inner(), new, leaf.shape, check_invariants=False)
+            make, outer, inner = _COMPRESSED[leaf.layout]
+            return leaf.values(), lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False)
         return super().stored(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
