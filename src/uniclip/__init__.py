@@ -19,7 +19,7 @@ curve      what happens above it?             `uniclip.curves`
 
 from importlib.metadata import version as _version
 
-from uniclip.core import Report, clip
+from uniclip.core import Report, clip, clip_
 from uniclip.curves import hard
 from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from uniclip.limits import Constant, Limit
@@ -49,6 +49,7 @@ __all__ = [
     "by_norm",
     "by_value",
     "clip",
+    "clip_",
     "clip_by_average_norm",
     "clip_by_global_norm",
     "clip_by_norm",

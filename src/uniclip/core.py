@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
 
 from uniclip.backends import backend_of
 from uniclip.gradients import Gradients, Leaf, cast, read, spread, upcast
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce, measure, same_shape
-from uniclip.tree import backend_for, describe, flatten, place
+from uniclip.nonfinite import all_of, refuse, zeroed
+from uniclip.scopes import each_leaf
+from uniclip.tree import describe, opened, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
     from uniclip.norms import Norm
     from uniclip.rules import Rule
-    from uniclip.scopes import Path, Scope
+    from uniclip.scopes import Scope
 
 
 class Report(NamedTuple):
@@ -40,7 +45,7 @@ class Report(NamedTuple):
     clipped: Any = None
     """Whether any factor differs from 1 (a boolean 0-d array)."""
     finite: Any = None
-    """Whether every norm was finite (a boolean 0-d array)."""
+    """Whether every norm, and with it every gradient, was finite (a boolean 0-d array)."""
 
     def __repr__(self) -> str:
         """Say that the norms are those before clipping."""
@@ -90,24 +95,75 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
     array([ 1., -1.])
     """
+    return _clip(grads, rule, params, all_reduce, in_place=False)
+
+
+def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> Report:
+    """Clip gradients in place: write into the given arrays, and allocate none of their size.
+
+    Parameters
+    ----------
+    grads, rule, params, all_reduce
+        As in `clip`; of a framework whose arrays can be changed. An array that is given twice is
+        one gradient: it counts once and is scaled once.
+
+    Returns
+    -------
+    report : Report
+
+    Raises
+    ------
+    TypeError
+        As `clip`; and if an array cannot be changed: its framework allows none, it is read-only, or holds
+        several entries in one place; or if it holds integers and the rule measures norms.
+    ValueError
+        As `clip`; and if two arrays overlap. Then none is changed.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([3.0, 4.0]), np.asarray([12.0])]
+    >>> report = uc.clip_(grads, uc.by_global_norm(6.5))
+    >>> grads, float(report.norms)
+    ([array([1.5, 2. ]), array([6.])], 13.0)
+    """
+    return _clip(grads, rule, params, all_reduce, in_place=True)[1]
+
+
+def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[Any, Report]:
     if isinstance(rule, type) or not (callable(rule) or hasattr(rule, "memory")):
         msg = f"rule must be a rule, such as uc.by_global_norm(1.0), or a function of one array, got {rule!r}"
         raise TypeError(msg)
     if not hasattr(rule, "memory"):
-        return apply(grads, lambda backend, array: rule(array))  # noqa: ARG005
+        return apply(grads, partial(_of_function, rule), in_place=in_place)
     if rule.memory:
         msg = f"{rule!r} remembers earlier steps: use state = rule.init(grads) and rule.update(grads, state)"
         raise ValueError(msg)
-    clipped, _, report = rule.update(grads, NoState(), params, all_reduce)
+    clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
     return clipped, report
 
 
+def _of_function(function: Callable[[Any], Any], backend: Backend, array: Any) -> tuple[Any, ...]:
+    """Call a function of a whole array, and prepare to put the result in its place."""
+    result = function(array)
+    if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
+        msg = f"the function must return an array like the one it got, but it returned {describe(result)}"
+        raise TypeError(msg)
+    return lambda _, new: new, result
+
+
 def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, and a known norm
-    rule: Rule, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None, norm: Any = None
+    rule: Rule,
+    grads: Any,
+    state: Any,
+    params: Any = None,
+    all_reduce: AllReduce | None = None,
+    norm: Any = None,
+    *,
+    in_place: bool = False,
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule`` (see `Rule.update`); a given ``norm`` is used instead of measuring one."""
-    tree = read(grads, rule.scope)
-    backend = tree.backend
+    tree = read(grads, rule.scope, in_place=in_place)
+    backend, xp = tree.backend, tree.backend.xp
 
     def reference() -> list[Any]:
         if params is None:
@@ -116,12 +172,34 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
         return measure(tree.of(params), rule.norm, all_reduce)
 
     with backend.quiet():
+        flags = []
+        if rule.nonfinite == "zero":
+            tree, sound = zeroed(tree)
+            flags.append(sound)
         norms = _known(tree, norm) if norm is not None else measure(tree, rule.norm, all_reduce)
-        limits, state = rule.limit(norms, state, reference)
+        finite = all_of(backend, [*flags, *(xp.all(xp.isfinite(n)) for n in norms)])
+        if rule.nonfinite == "raise":
+            refuse(tree, finite)
+        limits, new_state = rule.limit(norms, state, reference)
         limits = [_checked(backend, "limit", limit, n.dtype, n.shape) for limit, n in zip(limits, norms, strict=True)]
-        factors = [_factor(backend, rule, n, limit) for n, limit in zip(norms, limits, strict=True)]
-        differs = [_differs(backend.xp, factor) for factor in factors]
-        return _scale(tree, factors, differs), state, _report(tree, norms, limits, factors, differs)
+        factors = [_factor(backend, rule, n, limit, finite) for n, limit in zip(norms, limits, strict=True)]
+        differs = [xp.any(xp.not_equal(factor, xp.ones_like(factor))) for factor in factors]
+        clipped = xp.logical_not(all_of(backend, [xp.logical_not(differ) for differ in differs]))
+        report = Report(tree.arrange(norms), tree.arrange(limits), tree.arrange(factors), clipped, finite)
+        return (
+            _scale(tree, factors, differs, skip=rule.nonfinite == "skip"),
+            _kept(backend, finite, new_state, state),
+            report,
+        )
+
+
+def _kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
+    """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
+    if not old:
+        return new
+    if backend.readable(finite):
+        return new if bool(finite) else old
+    return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
 
 
 def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
@@ -131,31 +209,33 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
         return tree.arrange(measure(tree, norm))
 
 
-def apply(grads: Any, function: Callable[[Backend, Any], Any]) -> tuple[Any, Report]:
-    """Replace each gradient array (a sparse one's stored values) by ``function(backend, array)``."""
-    paths, leaves, rebuild = flatten(grads)
-    backend = backend_for(paths, leaves)
+def apply(
+    grads: Any, prepare: Callable[[Backend, Any], tuple[Any, ...]], *, in_place: bool = False
+) -> tuple[Any, Report]:
+    """Replace each gradient array (a sparse one's stored values) by a function of it.
+
+    ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that
+    broadcast against it, and the operands.
+    """
+    backend, (paths, leaves, rebuild) = opened(grads, in_place=in_place)
+    tree = Gradients(backend, each_leaf, {}, rebuild, in_place)
     new = []
-    for path, leaf in zip(paths, leaves, strict=True):
-        array, close = backend.stored(leaf)
+    for index, (path, given) in enumerate(zip(paths, leaves, strict=True)):
+        leaf = Leaf(index, path, given, *backend.stored(given), None)
         with backend.quiet():
-            new.append(close(_applied(backend, path, function, array)))
+            new.append(_applied(tree, leaf, prepare))
     return rebuild(new), Report()
 
 
-def _applied(backend: Backend, path: Path, function: Callable[[Backend, Any], Any], array: Any) -> Any:
-    """Call a function of an array; name the leaf where it finds fault, or returns no array of its shape."""
+def _applied(tree: Gradients, leaf: Leaf, prepare: Callable[[Backend, Any], tuple[Any, ...]]) -> Any:
+    """Change one leaf; name it where there is fault to find."""
     try:
-        result = function(backend, array)
+        return tree.put(leaf, *prepare(tree.backend, leaf.array))
     except (TypeError, ValueError) as error:
         if type(error) not in {TypeError, ValueError}:
             raise  # a framework's own error explains itself, and may not be made from a message
-        msg = f"{place('grads', path)}: {error}"
+        msg = f"{place('grads', leaf.path)}: {error}"
         raise type(error)(msg) from error
-    if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
-        msg = f"the function must return an array like the one it got, but for {place('grads', path)} it returned "
-        raise TypeError(msg + describe(result))
-    return result
 
 
 def _known(grads: Gradients, norm: Any) -> list[Any]:
@@ -177,24 +257,29 @@ def _checked(backend: Backend, name: str, value: Any, dtype: Any, shape: Any) ->
     return array
 
 
-def _factor(backend: Backend, rule: Rule, norm: Any, limit: Any) -> Any:
-    """Return the curve's factor; 1 where the limit is infinite, NaN where norm or limit is none."""
+def _factor(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) -> Any:
+    """Return the curve's factor; 1 where the limit is infinite, NaN (or the policy's 0) where norm or limit is none."""
     xp = backend.xp
     limit = backend.to_device_of(norm, limit)
     unlimited, one = xp.isinf(limit), xp.ones_like(norm)
     factor = rule.curve(xp, norm, xp.where(unlimited, one, limit))
     sound = xp.isfinite(norm) & (limit >= 0)
-    return xp.where(unlimited, one, xp.where(sound, factor, one * math.nan))
+    factor = xp.where(unlimited, one, xp.where(sound, factor, one * math.nan))
+    if rule.nonfinite in {"skip", "zero"}:
+        kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
+        factor = xp.where(kept, factor, xp.zeros_like(factor))
+    return factor
 
 
-def _scale(grads: Gradients, factors: list[Any], differs: list[Any]) -> Any:
+def _scale(grads: Gradients, factors: list[Any], differs: list[Any], *, skip: bool) -> Any:
     """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
     backend = grads.backend
+    function = partial(_times, backend.xp, skip)
     new: dict[int, Any] = {}
     for group, factor, differ in zip(grads.groups.values(), factors, differs, strict=True):
         alone = backend.readable(differ) and not bool(differ)
         for leaf in group:
-            new[leaf.index] = _unscaled(leaf) if alone else leaf.rebuild(_scaled(backend, leaf, factor))
+            new[leaf.index] = _unscaled(leaf) if alone else grads.put(leaf, function, spread(backend, factor, leaf))
     return grads.rebuild([new[index] for index in range(len(new))])
 
 
@@ -202,25 +287,9 @@ def _unscaled(leaf: Leaf) -> Any:
     return leaf.given if leaf.array.dtype == leaf.given.dtype else leaf.rebuild(leaf.array)
 
 
-def _scaled(backend: Backend, leaf: Leaf, factor: Any) -> Any:
-    xp = backend.xp
-    return cast(xp, upcast(xp, leaf.array) * spread(backend, factor, leaf), leaf.array.dtype)
-
-
-def _report(grads: Gradients, norms: list[Any], limits: list[Any], factors: list[Any], differs: list[Any]) -> Report:
-    xp = grads.backend.xp
-    clipped = _any(grads.backend, differs)
-    infinite = _any(grads.backend, [xp.any(xp.logical_not(xp.isfinite(norm))) for norm in norms])
-    return Report(
-        grads.arrange(norms), grads.arrange(limits), grads.arrange(factors), clipped, xp.logical_not(infinite)
-    )
-
-
-def _differs(xp: Any, factor: Any) -> Any:
-    """Whether any factor differs from 1."""
-    return xp.any(xp.not_equal(factor, xp.ones_like(factor)))
-
-
-def _any(backend: Backend, flags: list[Any]) -> Any:
-    xp = backend.xp
-    return xp.any(xp.stack([backend.to_device_of(flags[0], flag) for flag in flags])) if flags else xp.asarray(False)  # noqa: FBT003
+def _times(xp: Any, skip: bool, array: Any, factor: Any) -> Any:  # noqa: FBT001
+    """Return ``array · factor``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
+    product = upcast(xp, array) * factor
+    if skip:
+        product = xp.where(factor == 0, xp.zeros_like(product), product)
+    return cast(xp, product, array.dtype)

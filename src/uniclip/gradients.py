@@ -9,7 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from uniclip.scopes import Path, Scope, everything
-from uniclip.tree import backend_for, flatten, place
+from uniclip.tree import backend_for, flatten, opened, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -38,6 +38,19 @@ class Gradients:
     scope: Scope
     groups: dict[Hashable, Group]
     rebuild: Callable[[list[Any]], Any]
+    in_place: bool
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """Every leaf, in the order of the groups."""
+        return [leaf for group in self.groups.values() for leaf in group]
+
+    def put(self, leaf: Leaf, function: Callable[..., Any], *operands: Any) -> Any:
+        """Return a leaf like ``leaf`` of ``function(array, *operands)``; it is ``leaf`` itself if changed in place."""
+        if not self.in_place:
+            return leaf.rebuild(function(leaf.array, *operands))
+        self.backend.write(leaf.given, leaf.array, function, *operands)
+        return leaf.given
 
     def norm_dtype(self, group: Group) -> Any:
         """Return the real dtype, float32 or wider, of a group's norm."""
@@ -64,7 +77,7 @@ class Gradients:
         """
         paths, leaves, _ = flatten(params, "params")
         by_path = dict(zip(paths, leaves, strict=True))
-        ours = [leaf for group in self.groups.values() for leaf in group]
+        ours = self.leaves
         missing = [leaf.path for leaf in ours if leaf.path not in by_path]
         if missing:
             msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
@@ -85,15 +98,21 @@ class Gradients:
         return replace(self, groups=groups)
 
 
-def read(tree: Any, scope: Scope) -> Gradients:
+def read(tree: Any, scope: Scope, *, in_place: bool = False) -> Gradients:
     """Flatten a tree of gradients and sort its leaves into the scope's groups."""
-    paths, leaves, rebuild = flatten(tree)
-    backend = backend_for(paths, leaves)
+    backend, (paths, leaves, rebuild) = opened(tree, in_place=in_place)
     groups: dict[Hashable, Group] = {None: []} if scope.join is everything else {}
     for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         label = index if scope.join is None else scope.join(path, leaf)
         groups.setdefault(label, []).append(_leaf(backend, scope, index, path, leaf))
-    return Gradients(backend, scope, groups, rebuild)
+    if in_place:
+        for leaf in (leaf for group in groups.values() for leaf in group):
+            if leaf.array.dtype != leaf.given.dtype:
+                msg = (
+                    f"{place('grads', leaf.path)} holds integers, which cannot hold what a rule of norms makes of them"
+                )
+                raise TypeError(msg)
+    return Gradients(backend, scope, groups, rebuild, in_place)
 
 
 def _leaf(backend: Backend, scope: Scope, index: int, path: Path, given: Any) -> Leaf:

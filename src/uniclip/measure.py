@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from uniclip.gradients import Gradients, Group, Leaf, cast, spread, upcast
-from uniclip.norms import Norm, largest
+from uniclip.norms import Linf, Norm
 from uniclip.tree import place
 
 if TYPE_CHECKING:
@@ -64,22 +64,36 @@ class _Ruler:
 
     def total(self, group: Group) -> Any:
         """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
-        xp = self.backend.xp
-        return self.join(group, self.norm.op, lambda leaf: self.norm.total(xp, upcast(xp, leaf.array), leaf.axes))
+        return self.join(group, self.norm.op, lambda leaf: self.part(leaf, self.norm))
 
     def in_units(self, group: Group) -> Any:
         """Return the norm, measured in units of the largest modulus."""
         xp = self.backend.xp
-        top = self.join(group, "max", lambda leaf: largest(xp, upcast(xp, leaf.array), leaf.axes))
+        top = self.join(group, "max", lambda leaf: self.part(leaf, Linf))
         # The unit stays where its reciprocal is a normal number too: XLA multiplies by that instead of
         # dividing. The norm does not depend on it, so its derivative must not (it would overflow).
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in _NORMAL[top.dtype == xp.float32])
         unit = self.backend.stop_gradient(xp.clip(top, low, high))
 
-        def total(leaf: Leaf) -> Any:
-            return self.norm.total(xp, upcast(xp, leaf.array) / spread(self.backend, unit, leaf), leaf.axes)
+        totals = self.join(group, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, unit, leaf)))
+        return unit * self.norm.root(xp, totals)
 
-        return unit * self.norm.root(xp, self.join(group, "sum", total))
+    def part(self, leaf: Leaf, norm: Norm, unit: Any = None) -> Any:
+        """Return a leaf's Σ|x/unit|ᵖ (the largest modulus for p = ∞), piece by piece."""
+        backend, xp, axes = self.backend, self.backend.xp, leaf.axes
+
+        def total(piece: Any, unit: Any) -> Any:
+            wide = upcast(xp, piece)
+            return norm.total(backend, wide if unit is None else wide / unit, axes)
+
+        if not backend.large(leaf.array):
+            return total(leaf.array, unit)
+        if axes is None:
+            return self.reduce([total(piece, unit) for piece in backend.pieces(leaf.array)], norm.op)
+        rows = backend.rows(leaf.array)
+        if 0 in axes:
+            return self.reduce([total(leaf.array[some], unit) for some in rows], norm.op)
+        return xp.concat([total(leaf.array[some], unit if unit is None else unit[some]) for some in rows], axis=0)
 
     def size(self, group: Group, dtype: Any) -> Any:
         """Return the number of entries that each norm of the group covers, 1 if there is none."""
@@ -100,15 +114,17 @@ class _Ruler:
                     f"{tuple(one.shape)}"
                 )
                 raise ValueError(msg)
-        joined = parts[0] if len(parts) == 1 else self.reduce(parts, op)
+        joined = self.reduce(parts, op)
         return joined if self.all_reduce is None else self.all_reduce(joined, op)
 
     def reduce(self, parts: list[Any], op: Literal["sum", "max"]) -> Any:
         """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""
+        if len(parts) == 1:
+            return parts[0]
         xp = self.backend.xp
         dtype = xp.result_type(*(one.dtype for one in parts))
         stacked = xp.stack([cast(xp, self.backend.to_device_of(parts[0], one), dtype) for one in parts])
-        return xp.sum(stacked, axis=0) if op == "sum" else xp.max(stacked, axis=0)
+        return self.backend.sum(stacked, (0,)) if op == "sum" else xp.max(stacked, axis=0)
 
 
 def _euclidean(ruler: _Ruler, groups: list[Group]) -> list[Any]:

@@ -6,9 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from uniclip._repr import Printed
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,13 +56,14 @@ class Norm(Printed):
         """Whether ``|x|ᵖ`` can overflow or underflow although the norm does not."""
         return 1 < self.p < math.inf
 
-    def total(self, xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
+    def total(self, backend: Backend, x: Any, axes: tuple[int, ...] | None) -> Any:
         """Return ``Σ|x|ᵖ`` (the largest ``|x|`` for p = ∞) over ``axes``."""
+        xp = backend.xp
         if self.p == 2:  # noqa: PLR2004 - without an absolute value, whose derivative at 0 is undefined
-            return xp.sum(_square(xp, x), axis=axes)
+            return backend.sum(_square(xp, x), axes)
         if self.p == math.inf:
-            return largest(xp, x, axes)
-        return xp.sum(xp.abs(x) ** self.p, axis=axes)
+            return _largest(xp, x, axes)
+        return backend.sum(xp.abs(x) ** self.p, axes)
 
     def root(self, xp: Any, total: Any) -> Any:
         """Return ``total^(1/p)``, with derivative 0 where the total is 0."""
@@ -70,7 +74,7 @@ class Norm(Printed):
         return xp.where(positive, xp.sqrt(safe) if self.p == 2 else safe ** (1 / self.p), total)  # noqa: PLR2004
 
 
-def largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
+def _largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
     """Return the largest ``|x|`` over ``axes``, 0 where there is no entry."""
     if getattr(x.shape, "rank", 0) is not None and 0 in x.shape:  # a shape of unknown rank cannot be asked
         return xp.sum(xp.abs(x), axis=axes)

@@ -14,6 +14,7 @@ from uniclip.curves import hard
 from uniclip.gradients import cast, read
 from uniclip.limits import Constant, Limit, NoState, nonnegative
 from uniclip.measure import AllReduce, zeros
+from uniclip.nonfinite import NonFinite, checked
 from uniclip.norms import AVERAGE, L2, RMS, Norm
 from uniclip.scopes import Scope, all_leaves, axes, each_leaf
 
@@ -36,13 +37,19 @@ class Rule(Printed):
     curve : callable, default hard
         ``curve(xp, norm, limit)`` returns the factor; ``xp`` is the array API namespace of the
         gradients, the norm finite or not, the limit finite.
+    nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
+        What happens to gradients with NaN or ∞. ``"propagate"``: every entry of their scope becomes
+        NaN. ``"skip"``: all gradients become 0, and the report says that they were not finite.
+        ``"zero"``: the entries that are not finite become 0, then the rest is clipped. ``"raise"``:
+        a ``FloatingPointError`` names the leaves; not in code that is traced. In all of them the
+        state stays as it was.
 
     Raises
     ------
     TypeError
         If one of the choices is none.
     ValueError
-        If a constant limit is negative or NaN.
+        If a constant limit is negative or NaN, or ``nonfinite`` is none of the four.
 
     Examples
     --------
@@ -54,6 +61,7 @@ class Rule(Printed):
     scope: Scope = all_leaves
     norm: Norm = L2
     curve: Callable[[Any, Any, Any], Any] = hard
+    nonfinite: NonFinite = "propagate"
 
     def __post_init__(self) -> None:
         """Read a number or an array as a constant limit, and refuse what is none of the four choices."""
@@ -62,6 +70,7 @@ class Rule(Printed):
         _check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
         _check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
         _check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
+        checked(self.nonfinite)
 
     @property
     def memory(self) -> bool:
@@ -75,7 +84,13 @@ class Rule(Printed):
         return limit.init(zeros(read(grads, self.scope)))
 
     def update(
-        self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None
+        self,
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        in_place: bool = False,
     ) -> tuple[Any, Any, core.Report]:
         """Clip ``grads``; the pure form, for jit, scan and checkpoints.
 
@@ -85,6 +100,8 @@ class Rule(Printed):
             As in `uniclip.clip`.
         state : NamedTuple
             What `init` or the step before returned.
+        in_place : bool, default False
+            Write into the given arrays, as `uniclip.clip_` does.
 
         Returns
         -------
@@ -92,7 +109,7 @@ class Rule(Printed):
         state : NamedTuple
         report : Report
         """
-        return core.update(self, grads, state, params, all_reduce)
+        return core.update(self, grads, state, params, all_reduce, in_place=in_place)
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,12 +146,15 @@ class ByValue(Printed):
         state: NoState,
         params: Any = None,  # noqa: ARG002 - every rule has it
         all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
+        *,
+        in_place: bool = False,
     ) -> tuple[Any, NoState, core.Report]:
         """Clip ``grads``; see `Rule.update`. The report is empty."""
-        clipped, report = core.apply(grads, self._clip)
+        clipped, report = core.apply(grads, self._bounds, in_place=in_place)
         return clipped, state, report
 
-    def _clip(self, backend: Backend, array: Any) -> Any:
+    def _bounds(self, backend: Backend, array: Any) -> tuple[Any, ...]:
+        """Return the function that clips, and the bounds that fit the array."""
         xp = backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
@@ -147,7 +167,7 @@ class ByValue(Printed):
         if backend.readable(low) and backend.readable(high) and bool(xp.any(low > high)):
             msg = f"min must not be above max: got min={self.min!r}, max={self.max!r}"
             raise ValueError(msg)
-        return cast(xp, xp.clip(array, low, high), array.dtype)
+        return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
 def _check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
@@ -193,7 +213,9 @@ def by_value(lo: Any, hi: Any = None) -> ByValue:
     return ByValue(-nonnegative("lo", lo), lo) if hi is None else ByValue(lo, hi)
 
 
-def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Rule:
+def by_norm(
+    c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
     """Scale each leaf, or each slice along ``axis``, to norm ``c`` at most: ``g · min(1, c/‖g‖)``.
 
     Source: Pascanu, Mikolov and Bengio, *On the difficulty of training recurrent neural networks*,
@@ -207,6 +229,8 @@ def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -
         The axes that one norm covers; all if not given.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
@@ -219,10 +243,10 @@ def by_norm(c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2) -
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord))
+    return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord), nonfinite=nonfinite)
 
 
-def by_average_norm(c: Any) -> Rule:
+def by_average_norm(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
 
     Source: the function ``clip_by_average_norm`` of TF 1.
@@ -231,6 +255,8 @@ def by_average_norm(c: Any) -> Rule:
     ----------
     c : float, 0-d array, or Limit
         How large each average norm may be, at least 0.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
@@ -242,10 +268,10 @@ def by_average_norm(c: Any) -> Rule:
     >>> uc.clip(np.asarray([3.0, 4.0]), uc.by_average_norm(1.0))[0]
     array([1.2, 1.6])
     """
-    return Rule(c, scope=each_leaf, norm=AVERAGE)
+    return Rule(c, scope=each_leaf, norm=AVERAGE, nonfinite=nonfinite)
 
 
-def by_global_norm(c: Any, ord: float = 2) -> Rule:
+def by_global_norm(c: Any, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale all leaves by one factor to joint norm ``c`` at most, which keeps the direction.
 
     Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
@@ -256,6 +282,8 @@ def by_global_norm(c: Any, ord: float = 2) -> Rule:
         How large the joint norm may be, at least 0.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
@@ -267,10 +295,10 @@ def by_global_norm(c: Any, ord: float = 2) -> Rule:
     >>> uc.clip([np.asarray([3.0, 4.0]), np.asarray([12.0])], uc.by_global_norm(6.5))[0]
     [array([1.5, 2. ]), array([6.])]
     """
-    return Rule(c, scope=all_leaves, norm=Norm(ord))
+    return Rule(c, scope=all_leaves, norm=Norm(ord), nonfinite=nonfinite)
 
 
-def by_block_rms(c: Any) -> Rule:
+def by_block_rms(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to root mean square ``c`` at most: ``g · min(1, c·√N/‖g‖₂)``.
 
     Source: Shazeer and Stern, *Adafactor*, arXiv:1804.04235.
@@ -279,6 +307,8 @@ def by_block_rms(c: Any) -> Rule:
     ----------
     c : float, 0-d array, or Limit
         How large each root mean square may be, at least 0.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
@@ -290,7 +320,7 @@ def by_block_rms(c: Any) -> Rule:
     >>> uc.clip(np.asarray([7.0, 1.0]), uc.by_block_rms(1.0))[0]
     array([1.4, 0.2])
     """
-    return Rule(c, scope=each_leaf, norm=RMS)
+    return Rule(c, scope=each_leaf, norm=RMS, nonfinite=nonfinite)
 
 
 def _along(axis: int | tuple[int, ...]) -> Scope:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import optree
 
 from uniclip.backends import Backend, backend_of
+from uniclip.backends.memory import sharing
 from uniclip.backends.numpy import BACKEND as NUMPY
 from uniclip.scopes import Path
 
@@ -67,6 +68,50 @@ def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Ba
         if backend is not chosen:
             raise TypeError(_two_frameworks(name, paths[0], leaves[0], path, leaf))
     return chosen or NUMPY
+
+
+def opened(tree: Any, *, in_place: bool = False) -> tuple[Backend, Tree]:
+    """Flatten a tree of gradients that are to be clipped, and return it with their backend.
+
+    Raises
+    ------
+    TypeError
+        As `backend_for`; and if ``in_place`` and a leaf cannot be changed.
+    ValueError
+        If ``in_place`` and two leaves overlap in memory.
+    """
+    flat = flatten(tree)
+    backend = backend_for(flat.paths, flat.leaves)
+    return backend, _each_memory_once(backend, flat) if in_place else flat
+
+
+def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
+    """Refuse leaves that cannot be changed in place; a leaf that is another one's memory becomes an absent one."""
+    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
+        why = backend.fixed(leaf)
+        if why:
+            msg = (
+                f"{place('grads', path)}, a {describe(leaf)}, cannot be changed in place: {why}; "
+                "use clipped, report = uc.clip(grads, rule), which makes new arrays"
+            )
+            raise TypeError(msg)
+    again = {number for number, leaf in enumerate(tree.leaves) if any(leaf is other for other in tree.leaves[:number])}
+    views = [None if number in again else backend.memory(leaf) for number, leaf in enumerate(tree.leaves)]
+    for first, second, alike in sharing(views):
+        if not alike:
+            msg = (
+                f"{place('grads', tree.paths[first])} and {place('grads', tree.paths[second])} overlap in memory, so "
+                "that some entries would be scaled twice; pass arrays that are apart, or use uc.clip"
+            )
+            raise ValueError(msg)
+        again.add(second)
+    kept = [number for number in range(len(tree.leaves)) if number not in again]
+
+    def rebuild(new: list[Any]) -> Any:
+        by_number = dict(zip(kept, new, strict=True))
+        return tree.rebuild([by_number.get(number) for number in range(len(tree.leaves))])
+
+    return Tree([tree.paths[number] for number in kept], [tree.leaves[number] for number in kept], rebuild)
 
 
 def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:

@@ -273,7 +273,7 @@ def test_own_function(fw: Framework) -> None:
     assert [float(fw.numpy(x).ravel()[0]) for x in (clipped["a"], clipped["b"][0], clipped["c"])] == [2, 2, 4]
     assert len(calls) == 3
     assert report == uc.Report()
-    with pytest.raises(TypeError, match=r"for grads\[0\] it returned NoneType"):
+    with pytest.raises(TypeError, match=r"grads\[0\]: .*it returned NoneType"):
         uc.clip([shared], lambda grad: None)
 
 
@@ -315,7 +315,7 @@ def test_a_rule_that_is_none() -> None:
     for rule in (1.0, uc.Rule, {"w": uc.by_norm(1.0)}, None):
         with pytest.raises(TypeError, match="rule must be a rule"):
             uc.clip([np.ones(2)], rule)
-    with pytest.raises(TypeError, match=r"for grads\[0\] it returned uniclip\.rules\.Rule"):
+    with pytest.raises(TypeError, match=r"grads\[0\]: .*it returned uniclip\.rules\.Rule"):
         uc.clip([np.float32(1)], uc.by_global_norm)
 
 
@@ -359,7 +359,7 @@ def test_errors_in_own_functions() -> None:
         uc.clip([np.ones(2)], own)
     with pytest.raises(TypeError, match=r"grads\[0\]: .*argument"):
         uc.clip([np.ones(2)], lambda: None)
-    with pytest.raises(TypeError, match=r"for grads\[0\] it returned numpy.float64 of dtype float64 and shape \(\)"):
+    with pytest.raises(TypeError, match=r"grads\[0\]: .*it returned numpy.float64 of dtype float64 and shape \(\)"):
         uc.clip([np.ones(2)], np.sum)
 
 

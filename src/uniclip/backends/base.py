@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -12,6 +12,10 @@ import numpy as np
 
 Array: TypeAlias = Any
 Rebuild: TypeAlias = Callable[[Array], Any]
+
+PIECE = 2**17
+"""How many entries of a large array are worked on at a time; they fit a cache."""
+_BLOCK = 64
 
 
 class Backend:
@@ -37,6 +41,10 @@ class Backend:
         """Return what to pass instead, if ``leaf`` can hold a gradient but is surely not one."""
         return None
 
+    def traced(self, array: Array) -> bool:  # noqa: ARG002
+        """Whether the array has no value yet: it stands for one in code that is being compiled or transformed."""
+        return False
+
     def readable(self, array: Array) -> bool:  # noqa: ARG002
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False
@@ -45,10 +53,49 @@ class Backend:
         """Return the dense array of the leaf's stored values and the way back to the leaf's own kind."""
         return leaf, lambda array: array
 
+    def large(self, array: Array) -> bool:
+        """Whether the array is measured piece by piece, so that no wide copy of all of it is made."""
+        xp = self.xp
+        narrow = xp.result_type(array.dtype, xp.float32) != array.dtype
+        return bool(narrow) and not self.traced(array) and math.prod(array.shape) > PIECE
+
+    def pieces(self, array: Array) -> Iterable[Array]:
+        """Return arrays that hold together the entries of a large ``array``, in any order."""
+        flat = self.xp.reshape(array, (-1,))
+        return [flat[rows] for rows in self.rows(flat)]
+
+    def rows(self, array: Array) -> list[slice]:
+        """Return slices of the first axis that cut a large ``array`` into pieces."""
+        n = array.shape[0]
+        step = max(1, PIECE * n // math.prod(array.shape))
+        return [slice(start, start + step) for start in range(0, n, step)]
+
+    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
+        """Return the sum along ``axes``, added in blocks: one by one, small entries are lost in a large sum."""
+        for axis in range(array.ndim - 1, -1, -1):
+            if axes is None or axis in axes:
+                array = _sum_in_blocks(self.xp, array, axis)
+        return array
+
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
         """Return the number of entries of the leaf along ``axes``, those that are not stored too."""
         shape = leaf.shape
         return math.prod(shape if axes is None else (shape[axis] for axis in axes))
+
+    def fixed(self, leaf: Any) -> str | None:  # noqa: ARG002
+        """Return why the leaf's values cannot be changed, ``None`` if they can."""
+        return "arrays of this kind never change"
+
+    def memory(self, leaf: Any) -> np.ndarray[Any, Any] | None:
+        """Return a NumPy array of the same memory, ``None`` if that is not known."""
+        raise NotImplementedError
+
+    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+        """Put ``function(array, *operands)`` in place of ``array``, the stored values of ``leaf``, piece by piece.
+
+        The function works entry by entry, and the operands broadcast against the array.
+        """
+        raise NotImplementedError
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) holds, else ``rare()``."""
@@ -65,3 +112,16 @@ class Backend:
     def quiet(self) -> AbstractContextManager[Any]:
         """Silence the floating-point warnings of libraries that compute, or convert, with NumPy."""
         return np.errstate(all="ignore")
+
+
+def _sum_in_blocks(xp: Any, array: Array, axis: int) -> Array:
+    while array.shape[axis] > _BLOCK:
+        before, n, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
+        whole = n - n % _BLOCK
+        start, rest = (
+            array[(slice(None),) * axis + (part,) + (slice(None),) * len(after)]
+            for part in (slice(0, whole), slice(whole, n))
+        )
+        blocks = xp.reshape(start, (*before, whole // _BLOCK, _BLOCK, *after))
+        array = xp.concat([xp.sum(blocks, axis=axis + 1), rest], axis=axis)
+    return xp.sum(array, axis=axis)

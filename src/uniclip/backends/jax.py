@@ -18,9 +18,12 @@ class _JAX(Backend):
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (jax.Array, sparse.BCOO)) and leaf.dtype != jnp.bool_
 
+    def traced(self, array: Array) -> bool:
+        return isinstance(array, jax.core.Tracer)
+
     def readable(self, array: Array) -> bool:
         return (
-            not isinstance(array, jax.core.Tracer)
+            not self.traced(array)
             and array.is_fully_addressable
             and all(device.platform == "cpu" for device in array.devices())
         )
@@ -34,12 +37,14 @@ class _JAX(Backend):
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         return list(jax.lax.cond(ok, usual, rare))
 
+    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
+        return jnp.sum(array, axes)
+
     def stop_gradient(self, array: Array) -> Array:
         return jax.lax.stop_gradient(array)
 
     def to_device_of(self, other: Array, array: Array) -> Array:
-        traced = isinstance(array, jax.core.Tracer) or isinstance(other, jax.core.Tracer)
-        if traced or array.devices() == other.devices():
+        if self.traced(array) or self.traced(other) or array.devices() == other.devices():
             return array
         mesh = isinstance(other.sharding, NamedSharding)
         return jax.device_put(array, NamedSharding(other.sharding.mesh, PartitionSpec()) if mesh else other.sharding)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""NumPy arrays and scalars; nothing is needed but to say that their values can be read."""
+"""NumPy arrays and scalars."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from uniclip.backends.base import Backend
+from uniclip.backends.base import PIECE, Array, Backend
+from uniclip.backends.memory import overlaps_itself
 
 
 def _isdtype(dtype: Any, kind: str) -> bool:
@@ -16,14 +18,14 @@ def _isdtype(dtype: Any, kind: str) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind != "V" and np.isdtype(dtype, kind)
 
 
-def _sum(x: Any, /, *, axis: int | tuple[int, ...] | None = None) -> Any:
-    """Sum in float64 along axes: NumPy adds pairwise, which is accurate, only over the whole of an array."""
-    if axis is None or x.dtype != np.float32:
-        return np.sum(x, axis=axis)
-    return np.sum(x, axis=axis, dtype=np.float64).astype(np.float32)
+namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
-namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype, "sum": _sum}))
+def _walk(arrays: list[Array], access: str) -> Any:
+    """Walk through arrays that broadcast together, in pieces; one that does not lie in a row goes through a buffer."""
+    operands = [[access], *[["readonly"]] * (len(arrays) - 1)]
+    flags = ["external_loop", "buffered", "zerosize_ok"]
+    return np.nditer(arrays, flags, operands, order="K", buffersize=PIECE)  # type: ignore[call-overload]
 
 
 class _NumPy(Backend):
@@ -32,8 +34,37 @@ class _NumPy(Backend):
             return False
         return leaf.dtype.kind in "iufc" or leaf.dtype.type.__module__ == "ml_dtypes"
 
-    def readable(self, array: Any) -> bool:  # noqa: ARG002
+    def readable(self, array: Array) -> bool:  # noqa: ARG002
         return True
+
+    def large(self, array: Array) -> bool:
+        return bool(array.size > PIECE)
+
+    def pieces(self, array: Array) -> Iterable[Array]:
+        pieces: Iterable[Array] = _walk([array], "readonly")
+        return pieces
+
+    def fixed(self, leaf: Any) -> str | None:
+        if not isinstance(leaf, np.ndarray):
+            return "a scalar never changes"
+        if not leaf.flags.writeable:
+            return "it is read-only"
+        return "several of its entries lie in one place" if overlaps_itself(leaf) else None
+
+    def memory(self, leaf: Any) -> Any:
+        return leaf
+
+    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:  # noqa: ARG002
+        with _walk([array, *operands], "readwrite") as pieces:
+            for step in pieces:
+                piece, *others = step if operands else (step,)
+                piece[...] = function(piece, *others)
+
+    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
+        if axes is None or array.dtype != np.float32:
+            return np.sum(array, axis=axes)
+        # NumPy adds pairwise, which is accurate, only over the whole of an array.
+        return np.sum(array, axis=axes, dtype=np.float64).astype(np.float32)
 
 
 BACKEND = _NumPy(namespace)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from uniclip.backends.base import Array, Backend, Rebuild
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "integral": lambda dtype: dtype.is_integer,
@@ -59,11 +59,10 @@ def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return reduction
 
 
-def _sum(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
-    """Sum in float64 along axes: there TensorFlow adds float32 entries one by one."""
-    if axis is None or x.dtype != tf.float32:
-        return tf.reduce_sum(x, axis, keepdims)
-    return tf.cast(tf.reduce_sum(tf.cast(x, tf.float64), axis, keepdims), tf.float32)
+def _isfinite(x: Array) -> Array:
+    if x.dtype.is_complex:
+        return tf.math.is_finite(tf.math.real(x)) & tf.math.is_finite(tf.math.imag(x))
+    return tf.math.is_finite(x)
 
 
 def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
@@ -87,11 +86,12 @@ namespace = SimpleNamespace(
     asarray=_asarray,
     astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
     clip=_clip,
+    concat=lambda arrays, /, *, axis=0: tf.concat(arrays, axis),
     expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
     iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
     imag=tf.math.imag,
     isdtype=_isdtype,
-    isfinite=tf.math.is_finite,
+    isfinite=_isfinite,
     isinf=tf.math.is_inf,
     logical_not=tf.logical_not,
     max=_reduction(_extreme(tf.reduce_max)),
@@ -101,7 +101,7 @@ namespace = SimpleNamespace(
     result_type=_result_type,
     sqrt=tf.sqrt,
     stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
-    sum=_reduction(_sum),
+    sum=_reduction(tf.reduce_sum),
     where=tf.where,
     zeros=lambda shape, /, *, dtype=tf.float32: tf.zeros(shape, dtype),
     # What a curve of one's own may want.
@@ -145,8 +145,22 @@ class _TensorFlow(Backend):
             return None
         return "pass the gradients alone, without their variables (to clip the weights themselves, pass v.value())"
 
+    def traced(self, array: Array) -> bool:
+        return not tf.executing_eagerly() or bool(tf.is_symbolic_tensor(array))
+
     def readable(self, array: Array) -> bool:
-        return tf.executing_eagerly() and not tf.is_symbolic_tensor(array) and "CPU" in array.device
+        return not self.traced(array) and "CPU" in array.device
+
+    def large(self, array: Array) -> bool:
+        # Without XLA, code that is traced would make the copy too.
+        narrow = array.dtype in {tf.float16, tf.bfloat16}
+        return narrow and array.shape.is_fully_defined() and array.shape.num_elements() > PIECE
+
+    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
+        if axes is None or array.dtype != tf.float32:
+            return tf.reduce_sum(array, axes)
+        # Along axes TensorFlow adds float32 entries one by one.
+        return tf.cast(tf.reduce_sum(tf.cast(array, tf.float64), axes), tf.float32)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if isinstance(leaf, tf.IndexedSlices):

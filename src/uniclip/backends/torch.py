@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from types import SimpleNamespace
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from array_api_compat import torch as compat
 
-from uniclip.backends.base import Array, Backend, Rebuild
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild
+from uniclip.backends.memory import overlaps_itself
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -37,6 +38,20 @@ _COMPRESSED = {
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
 
 
+class _Memory:
+    """What NumPy may know of a tensor's memory; it looks at the address, never at what is there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+        }
+
+
 class _Torch(Backend):
     output_axis = 0
 
@@ -48,8 +63,23 @@ class _Torch(Backend):
             return None
         return "pass the gradients, [p.grad for p in parameters] (to clip the weights themselves, pass p.detach())"
 
+    def traced(self, array: Array) -> bool:  # noqa: ARG002 - it is the code that is traced
+        return torch.compiler.is_compiling() or _in_transform()
+
     def readable(self, array: Array) -> bool:
-        return array.device.type == "cpu" and not torch.compiler.is_compiling() and not _in_transform()
+        return array.device.type == "cpu" and not self.traced(array)
+
+    def large(self, array: Array) -> bool:
+        plain = type(array) is torch.Tensor and not array.requires_grad  # derivatives keep every piece anyway
+        return plain and array.numel() > PIECE and not self.traced(array)
+
+    def pieces(self, array: Array) -> Iterable[Array]:
+        ordered = array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))  # as it lies in memory
+        flat = ordered.view(-1) if ordered.is_contiguous() else ordered
+        return [flat[rows] for rows in self.rows(flat)]
+
+    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
+        return self.xp.sum(array, axis=axes)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if leaf.layout is torch.sparse_coo:
@@ -61,6 +91,25 @@ class _Torch(Backend):
             make, outer, inner = _COMPRESSED[leaf.layout]
             return leaf.values(), lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False)
         return super().stored(leaf)
+
+    def fixed(self, leaf: Any) -> str | None:
+        view = self.memory(leaf)
+        return "several of its entries lie in one place" if view is not None and overlaps_itself(view) else None
+
+    def memory(self, leaf: Any) -> Any:
+        if type(leaf) is not torch.Tensor or self.traced(leaf):
+            return None
+        if leaf.layout is torch.strided:
+            return np.asarray(_Memory(leaf))
+        return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))  # noqa: SLF001
+
+    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+        operands = tuple(operand.expand(array.shape) for operand in operands)
+        with torch.no_grad():
+            for rows in self.rows(array) if self.large(array) else [...]:
+                array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
+            if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
+                leaf.copy_(self.stored(leaf)[1](array))
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if torch.compiler.is_compiling():
