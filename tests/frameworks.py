@@ -25,6 +25,12 @@ class Framework:
     default_float = "float64"
     raises = True
     """Whether the value of an array is read for errors (a traced one has none)."""
+    traced = False
+    """Whether arrays have no values while the code runs."""
+    writes = True
+    """Whether arrays can be changed in place."""
+    many = 1000
+    """How many leaves a tree of many has; they are compiled one by one, so fewer where that takes long."""
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
         """Return an array of the framework."""
@@ -81,6 +87,7 @@ class NumPyReadOnly(Framework):
     """Read-only arrays whose memory is not contiguous."""
 
     name = "numpy-readonly"
+    writes = False
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
         plain = super().array(values, dtype)
@@ -98,6 +105,7 @@ class Strict(Framework):
 
     name = "array-api-strict"
     family = "array-api-strict"
+    writes = False
     dtypes = STANDARD_DTYPES
     same_objects = False
     raises = False
@@ -119,6 +127,7 @@ class MLX(Framework):
 
     name = "mlx"
     family = "MLX"
+    writes = False
     dtypes = ("float16", "bfloat16", "float32", "complex64", "int32")
     same_objects = False
     default_float = "float32"
@@ -147,6 +156,8 @@ class Dask(Framework):
 
     name = "dask"
     family = "Dask"
+    many = 100
+    writes = False
     dtypes = ("float16", *STANDARD_DTYPES)
     same_objects = False
     raises = False
@@ -211,9 +222,10 @@ class TorchCompile(Torch):
     """PyTorch under ``torch.compile(fullgraph=True)``: a graph break is an error."""
 
     name = "torch.compile"
-    dtypes = ("bfloat16", "float32", "complex64", "int32")  # the others run eagerly; each costs a compilation
     same_objects = False
     raises = False
+    traced = True
+    many = 100
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         import torch
@@ -227,6 +239,7 @@ class TensorFlow(Framework):
 
     name = "tensorflow"
     family = "TensorFlow"
+    writes = False
     default_float = "float32"
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
@@ -276,6 +289,8 @@ class TensorFlowFunction(TensorFlow):
     name = "tf.function"
     same_objects = False
     raises = False
+    traced = True
+    many = 100
     jit_compile = False
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -323,6 +338,7 @@ class JAX(Framework):
 
     name = "jax"
     family = "JAX"
+    writes = False
     dtypes = ("float16", "bfloat16", "float32", "complex64", "int32")
     default_float = "float32"
 
@@ -359,6 +375,8 @@ class JAXJit(JAX):
     name = "jax.jit"
     same_objects = False
     raises = False
+    traced = True
+    many = 100
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         import jax

@@ -25,8 +25,9 @@ class Printed:
 
     def _arguments(self) -> list[str]:
         me: Any = self
+        defaults = [(f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(me)]
         return [
-            _source(getattr(self, f.name)) if f.default is MISSING else f"{f.name}={_source(getattr(self, f.name))}"
-            for f in fields(me)
-            if f.default is MISSING or getattr(self, f.name) != f.default
+            _source(getattr(self, name)) if default is MISSING else f"{name}={_source(getattr(self, name))}"
+            for name, default in defaults
+            if default is MISSING or getattr(self, name) != default
         ]

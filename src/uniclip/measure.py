@@ -70,30 +70,30 @@ class _Ruler:
         """Return the norm, measured in units of the largest modulus."""
         xp = self.backend.xp
         top = self.join(group, "max", lambda leaf: self.part(leaf, Linf))
-        # The unit stays where its reciprocal is a normal number too: XLA multiplies by that instead of
-        # dividing. The norm does not depend on it, so its derivative must not (it would overflow).
+        # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
+        # derivative would overflow. The norm does not depend on the unit, so its derivative must not.
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in _NORMAL[top.dtype == xp.float32])
-        unit = self.backend.stop_gradient(xp.clip(top, low, high))
-
-        totals = self.join(group, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, unit, leaf)))
+        unit = self.backend.constant(xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top)))
+        scale = 1 / unit
+        totals = self.join(group, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, scale, leaf)))
         return unit * self.norm.root(xp, totals)
 
-    def part(self, leaf: Leaf, norm: Norm, unit: Any = None) -> Any:
-        """Return a leaf's Σ|x/unit|ᵖ (the largest modulus for p = ∞), piece by piece."""
+    def part(self, leaf: Leaf, norm: Norm, scale: Any = None) -> Any:
+        """Return a leaf's Σ|x·scale|ᵖ (the largest modulus for p = ∞), piece by piece."""
         backend, xp, axes = self.backend, self.backend.xp, leaf.axes
 
-        def total(piece: Any, unit: Any) -> Any:
+        def total(piece: Any, scale: Any) -> Any:
             wide = upcast(xp, piece)
-            return norm.total(backend, wide if unit is None else wide / unit, axes)
+            return norm.total(backend, wide if scale is None else wide * scale, axes)
 
         if not backend.large(leaf.array):
-            return total(leaf.array, unit)
+            return total(leaf.array, scale)
         if axes is None:
-            return self.reduce([total(piece, unit) for piece in backend.pieces(leaf.array)], norm.op)
+            return self.reduce([total(piece, scale) for piece in backend.pieces(leaf.array)], norm.op)
         rows = backend.rows(leaf.array)
         if 0 in axes:
-            return self.reduce([total(leaf.array[some], unit) for some in rows], norm.op)
-        return xp.concat([total(leaf.array[some], unit if unit is None else unit[some]) for some in rows], axis=0)
+            return self.reduce([total(leaf.array[some], scale) for some in rows], norm.op)
+        return xp.concat([total(leaf.array[some], scale if scale is None else scale[some]) for some in rows], axis=0)
 
     def size(self, group: Group, dtype: Any) -> Any:
         """Return the number of entries that each norm of the group covers, 1 if there is none."""

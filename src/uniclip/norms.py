@@ -63,7 +63,7 @@ class Norm(Printed):
             return backend.sum(_square(xp, x), axes)
         if self.p == math.inf:
             return _largest(xp, x, axes)
-        return backend.sum(xp.abs(x) ** self.p, axes)
+        return backend.sum(_power(xp, xp.abs(x), self.p), axes)
 
     def root(self, xp: Any, total: Any) -> Any:
         """Return ``total^(1/p)``, with derivative 0 where the total is 0."""
@@ -84,6 +84,15 @@ def _largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
 
 def _square(xp: Any, x: Any) -> Any:
     return xp.real(x) ** 2 + xp.imag(x) ** 2 if xp.isdtype(x.dtype, "complex floating") else x * x
+
+
+def _power(xp: Any, size: Any, p: float) -> Any:
+    if p == 1:
+        return size
+    if p > 2:  # noqa: PLR2004
+        return size**p
+    zero = size == 0  # where the second derivative of the power is infinite
+    return xp.where(zero, size, xp.where(zero, xp.ones_like(size), size) ** p)
 
 
 L1 = Norm(1)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,8 +58,8 @@ class Rule(Printed):
     """
 
     limit: Any
-    scope: Scope = all_leaves
-    norm: Norm = L2
+    scope: Scope = field(default_factory=lambda: all_leaves)  # compilers cannot take plain defaults of a class
+    norm: Norm = field(default_factory=lambda: L2)
     curve: Callable[[Any, Any, Any], Any] = hard
     nonfinite: NonFinite = "propagate"
 

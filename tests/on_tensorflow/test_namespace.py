@@ -52,7 +52,7 @@ SPECIALS = [np.asarray(SPECIAL, dtype) for dtype in FLOATS]
 UNARY: dict[str, tuple[Callable[[Any, Any], Any], list[np.ndarray]]] = {
     "abs": (lambda xp, x: xp.abs(x), [*ARRAYS, *SPECIALS]),
     "sqrt": (lambda xp, x: xp.sqrt(x), [np.abs(x) for x in [*REAL, *SPECIALS]]),
-    "isfinite": (lambda xp, x: xp.isfinite(x), [*REAL, *SPECIALS]),
+    "isfinite": (lambda xp, x: xp.isfinite(x), [*ARRAYS, *SPECIALS, *(x * (1 + 1j) for x in SPECIALS)]),
     "isinf": (lambda xp, x: xp.isinf(x), [*REAL, *SPECIALS]),
     "logical_not": (lambda xp, x: xp.logical_not(x), [x > 0 for x in REAL]),
     "ones_like": (lambda xp, x: xp.ones_like(x), [*ARRAYS, *SPECIALS]),
@@ -62,6 +62,8 @@ UNARY: dict[str, tuple[Callable[[Any, Any], Any], list[np.ndarray]]] = {
     "not_equal": (lambda xp, x: xp.not_equal(x, xp.ones_like(x)), [*ARRAYS, *SPECIALS, np.ones(3)]),
     "stack": (lambda xp, x: xp.stack([x, x]), ARRAYS),
     "stack last": (lambda xp, x: xp.stack([x, -x, x], axis=-1), ARRAYS),
+    "concat": (lambda xp, x: xp.concat([x, -x]), [x for x in ARRAYS if x.ndim]),
+    "concat last": (lambda xp, x: xp.concat([x, -x], axis=-1), [x for x in ARRAYS if x.ndim]),
     "expand_dims": (lambda xp, x: xp.expand_dims(x, axis=0), ARRAYS),
     "expand_dims last": (lambda xp, x: xp.expand_dims(x, axis=-1), ARRAYS),
     "clip": (lambda xp, x: xp.clip(x, -1.0, 2.0), [*REAL, *SPECIALS]),

@@ -14,8 +14,9 @@ from uniclip.backends.base import Backend
 
 __all__ = ["Backend", "backend_of"]
 
-# A plain dictionary: torch.compile warns about functools.lru_cache.
-_CACHE: dict[type, Backend | None] = {}
+# A plain dictionary: torch.compile warns about functools.lru_cache. It compiles again when an entry that it
+# has asked for is added, so that what is asked most is there from the start, and known frameworks are not here.
+_CACHE: dict[type, Backend | None] = dict.fromkeys((dict, list, tuple, type(None)))
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
@@ -48,21 +49,23 @@ _LOADERS = {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow, "jax": 
 
 def backend_of(leaf: Any) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is no array."""
-    cls = type(leaf)
-    if cls not in _CACHE:
-        _CACHE[cls] = _choose(leaf)
-    backend = _CACHE[cls]
-    return backend if backend is not None and backend.is_array(leaf) else None
-
-
-def _choose(leaf: Any) -> Backend | None:
     for base in type(leaf).__mro__:
         load = _LOADERS.get(base.__module__.partition(".")[0])
         if load:
-            return load()
-    if array_api_compat.is_array_api_obj(leaf):
-        return _of_namespace(array_api_compat.array_namespace(leaf))
-    return None
+            backend = load()
+            return backend if backend.is_array(leaf) else None
+    return _other(leaf)
+
+
+def _other(leaf: Any) -> Backend | None:
+    """Return the backend of an array of any other library; only here is there anything to remember."""
+    cls = type(leaf)
+    if cls not in _CACHE:
+        known = array_api_compat.is_array_api_obj(leaf) and (
+            hasattr(cls, "__array_namespace__") or not hasattr(leaf, "__array_namespace__")  # not by forwarding
+        )
+        _CACHE[cls] = _of_namespace(array_api_compat.array_namespace(leaf)) if known else None
+    return _CACHE[cls]
 
 
 def _of_namespace(xp: Any) -> Backend:

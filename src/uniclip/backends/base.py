@@ -101,8 +101,8 @@ class Backend:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) holds, else ``rare()``."""
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
-    def stop_gradient(self, array: Array) -> Array:
-        """Return the array as a constant, cut off from derivatives."""
+    def constant(self, array: Array) -> Array:
+        """Return a number that all leaves use, cut off from derivatives, and computed once."""
         return array
 
     def to_device_of(self, other: Array, array: Array) -> Array:  # noqa: ARG002

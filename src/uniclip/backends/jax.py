@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,20 @@ from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
 from uniclip.backends.base import Array, Backend, Rebuild
+
+
+def _abs(x: Array, /) -> Array:
+    """Return the modulus, with derivative 0 at 0 (JAX's own is 1 there)."""
+    return x * jnp.sign(x) if jnp.isdtype(x.dtype, "real floating") else jnp.abs(x)
+
+
+def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:  # noqa: A002 - the standard's names
+    """Clip, with derivative 1 on the bounds too (JAX's own is 1/2 there)."""
+    clipped = jnp.clip(x, min, max)
+    return jnp.where(clipped == x, x, clipped)
+
+
+namespace = SimpleNamespace(**(vars(jnp) | {"abs": _abs, "clip": _clip}))
 
 
 class _JAX(Backend):
@@ -40,8 +55,10 @@ class _JAX(Backend):
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         return jnp.sum(array, axes)
 
-    def stop_gradient(self, array: Array) -> Array:
-        return jax.lax.stop_gradient(array)
+    def constant(self, array: Array) -> Array:
+        array = jax.lax.stop_gradient(array)
+        # XLA computes again for each leaf what it can move there, and takes minutes to compile that.
+        return jax.lax.cond(jnp.all(array > 0), lambda: array, lambda: 2 * array)
 
     def to_device_of(self, other: Array, array: Array) -> Array:
         if self.traced(array) or self.traced(other) or array.devices() == other.devices():
@@ -50,4 +67,4 @@ class _JAX(Backend):
         return jax.device_put(array, NamedSharding(other.sharding.mesh, PartitionSpec()) if mesh else other.sharding)
 
 
-BACKEND = _JAX(jnp)
+BACKEND = _JAX(namespace)

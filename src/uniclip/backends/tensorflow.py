@@ -164,10 +164,7 @@ class _TensorFlow(Backend):
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if isinstance(leaf, tf.IndexedSlices):
-            rows, place = tf.unique(tf.convert_to_tensor(leaf.indices))
-            values = tf.math.unsorted_segment_sum(leaf.values, place, tf.size(rows))
-            values.set_shape([None, *leaf.values.shape[1:]])
-            return values, lambda new: tf.IndexedSlices(new, rows, leaf.dense_shape)
+            return _merged(leaf), lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape)
         return tf.convert_to_tensor(leaf), lambda new: new
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
@@ -184,11 +181,25 @@ class _TensorFlow(Backend):
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
-    def stop_gradient(self, array: Array) -> Array:
-        return tf.stop_gradient(array)
+    def constant(self, array: Array) -> Array:
+        array = tf.stop_gradient(array)
+        # XLA computes again for each leaf what it can move there, and takes minutes to compile that.
+        return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
     def quiet(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+def _merged(slices: tf.IndexedSlices) -> Array:
+    """Return the values with the sum of each row at its first place, and zeros where it occurs again.
+
+    So many rows come out as went in: XLA needs to know how many, and the indices stay as they are.
+    """
+    count = tf.size(slices.indices)
+    _, row = tf.unique(tf.reshape(slices.indices, [-1]))
+    first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
+    merged = tf.math.unsorted_segment_sum(slices.values, first, count)
+    return tf.ensure_shape(merged, slices.values.shape)
 
 
 BACKEND = _TensorFlow(namespace)

@@ -26,6 +26,10 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Convert numbers and other frameworks' arrays; PyTorch reads the latter as sequences of numbers."""
     if isinstance(value, torch.Tensor):
         return value if dtype is None else value.to(dtype)
+    if torch.compiler.is_compiling() and isinstance(value, (float, torch.SymFloat)):
+        return torch.ones((), dtype=dtype) * value  # else torch.compile takes the number for a constant
+    if isinstance(value, (bool, int, float, torch.SymInt)):
+        return torch.full((), value, dtype=dtype)  # torch.export cannot save constants inside torch.cond
     return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
 
 
@@ -112,11 +116,11 @@ class _Torch(Backend):
                 leaf.copy_(self.stored(leaf)[1](array))
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not _in_transform():  # torch.cond cannot be transformed
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
 
-    def stop_gradient(self, array: Array) -> Array:
+    def constant(self, array: Array) -> Array:
         return array.detach()
 
     def to_device_of(self, other: Array, array: Array) -> Array:
