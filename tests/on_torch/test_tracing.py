@@ -1,0 +1,151 @@
+"""Clipping inside PyTorch's transformations: compiled once without a graph break, exported, batched."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from tracing import CASES, Halving, everything, leaves, same, some, values
+
+import uniclip as uc
+import uniclip.backends
+
+
+def given(by: float = 1.0, rows: int = 4) -> Any:
+    """Return gradients in PyTorch."""
+    tree = values(by)
+    return {"w": torch.from_numpy(tree["w"][:rows]), "b": [torch.from_numpy(tree["b"][0][:rows]), None]}
+
+
+def wanted(by: float, limit: float, rows: int = 4, function: Any = some) -> Any:
+    """Return what NumPy makes of them."""
+    tree = values(by)
+    return function({"w": tree["w"][:rows], "b": [tree["b"][0][:rows], None]}, limit)
+
+
+def flat(w: torch.Tensor, b: torch.Tensor, limit: torch.Tensor) -> tuple[Any, ...]:
+    """Clip two gradients; return the arrays of the results alone."""
+    return tuple(leaves(some({"w": w, "b": [b, None]}, limit)))
+
+
+def test_one_graph() -> None:
+    """Every function is in one graph without a break, which values and limits of any size go through."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    clip = torch.compile(everything, fullgraph=True, backend=counter, dynamic=False)
+    for by, limit in CASES.values():
+        same(clip(given(by), torch.tensor(limit)), wanted(by, limit, function=everything))
+    assert counter.frame_count == 1
+
+
+def test_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled before uniclip has seen any tensor is not compiled again after it has."""
+    monkeypatch.setattr("uniclip.backends._CACHE", dict(uniclip.backends._CACHE))
+    for cls in (torch.Tensor, dict, list):
+        uniclip.backends._CACHE.pop(cls, None)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    clip = torch.compile(lambda g: uc.clip_by_value(g, -1, 1), fullgraph=True, backend=counter, dynamic=False)
+    for by in (1.0, 2.0):
+        same(clip(given(by)), uc.clip_by_value(values(by), -1, 1))
+    assert counter.frame_count == 1
+
+
+def test_dynamic_shapes() -> None:
+    """Compiled for dynamic shapes, gradients of other shapes compile nothing anew."""
+    torch._dynamo.reset()
+    counter, counts = CompileCounterWithBackend("aot_eager"), set()
+    clip = torch.compile(some, fullgraph=True, backend=counter, dynamic=True)
+    for by, limit in CASES.values():
+        for rows in (4, 2, 3):
+            same(clip(given(by, rows), torch.tensor(limit)), wanted(by, limit, rows))
+            counts.add(counter.frame_count)
+    assert len(counts) == 1
+
+
+def test_float_limits() -> None:
+    """A limit that is a Python float is compiled as a constant once, and from its first change on as an argument."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    clip = torch.compile(lambda g, c: uc.clip_by_global_norm(g, c)[0], fullgraph=True, backend=counter)
+    for limit in (0.5, 0.6, 0.7, 1000.0, 0.8):
+        same(clip(given(), limit), uc.clip_by_global_norm(values(), limit)[0])
+    assert counter.frame_count == 2
+
+
+def test_steps() -> None:
+    """A rule that counts steps is compiled once."""
+    torch._dynamo.reset()
+    counter, rule = CompileCounterWithBackend("aot_eager"), uc.Rule(Halving(4.0))
+    step = torch.compile(rule.update, fullgraph=True, backend=counter, dynamic=False)
+    state = rule.init(given())
+    for limit in (4.0, 2.0, 1.0, 0.5):
+        clipped, state, report = step(given(), state)
+        assert report.limits == limit
+        same(clipped, uc.clip_by_global_norm(values(), limit)[0])
+    assert counter.frame_count == 1
+
+
+class Clipping(torch.nn.Module):
+    """A module that clips."""
+
+    def forward(self, w: torch.Tensor, b: torch.Tensor, limit: torch.Tensor) -> tuple[Any, ...]:
+        """Return the results of `flat`."""
+        return flat(w, b, limit)
+
+
+def test_export() -> None:
+    """An exported program that was saved and loaded clips other values, and other numbers of rows."""
+    rows, tree, file = torch.export.Dim("rows", min=2, max=64), given(), io.BytesIO()
+    example = (tree["w"], tree["b"][0], torch.tensor(1.0))
+    shapes = {"w": {0: rows}, "b": {0: rows}, "limit": None}
+    torch.export.save(torch.export.export(Clipping(), example, dynamic_shapes=shapes), file)
+    file.seek(0)
+    clip = torch.export.load(file).module()
+    for by, limit in CASES.values():
+        for count in (4, 2, 3):
+            tree = given(by, count)
+            same(clip(tree["w"], tree["b"][0], torch.tensor(limit)), wanted(by, limit, count))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_vmap(compiled: bool) -> None:
+    """A batch in which each example has its own scale and its own limit equals one call for each."""
+    trees = [given(by) for by, _ in CASES.values()]
+    batch = [torch.stack([t["w"] for t in trees]), torch.stack([t["b"][0] for t in trees])]
+    torch._dynamo.reset()
+    each = torch.func.vmap(flat)
+    each = torch.compile(each, fullgraph=True, backend="aot_eager", dynamic=False) if compiled else each
+    found = each(*batch, torch.tensor([limit for _, limit in CASES.values()]))
+    for i, (by, limit) in enumerate(CASES.values()):
+        same([leaf[i] for leaf in found], wanted(by, limit))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_vmap_of_grad(compiled: bool) -> None:
+    """Derivatives of a clip for each example of a batch equal those one by one, compiled too."""
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return (torch.arange(3.0) * uc.clip_by_norm(x, 1.0)).sum() + uc.global_norm(x)
+
+    batch = given()["w"] * torch.tensor([[0.0], [0.1], [1.0], [10.0]])
+    torch._dynamo.reset()
+    each = torch.func.vmap(torch.func.grad(total))
+    found = (torch.compile(each, fullgraph=True, backend="aot_eager", dynamic=False) if compiled else each)(batch)
+    for row, slope in zip(batch, found, strict=True):
+        x = row.clone().requires_grad_()
+        total(x).backward()
+        torch.testing.assert_close(slope, x.grad)
+
+
+def test_checkpoint() -> None:
+    """Recomputing a clip in the backward pass changes no derivative."""
+    slopes = []
+    for way in (lambda f, x: f(x), lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)):
+        x = given()["w"].requires_grad_()
+        (way(lambda x: uc.clip_by_norm(torch.sin(x), 0.5), x) ** 3).sum().backward()
+        slopes.append(x.grad)
+    torch.testing.assert_close(*slopes, rtol=0, atol=0)
