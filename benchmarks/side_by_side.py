@@ -340,7 +340,8 @@ def terminal(group: Group) -> str:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Return the rows with columns of equal width."""
+    """Return the rows without Markdown, with columns of equal width."""
+    rows = [[cell.replace("`", "") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [f"    {line}".rstrip() for line in lines]
