@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Build the documentation; it needs no network, and no framework but for the doctest builder."""
+"""Build the documentation; it needs no network, and the frameworks only for its examples and measurements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import uniclip
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path += [str(HERE), str(ROOT / "tests")]
+sys.path += [str(HERE), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
 
+import how_others_behave  # noqa: E402 - needs the path above
 import promises  # noqa: E402 - needs the path above
+import side_by_side  # noqa: E402 - needs the path above
 
 project = "uniclip"
 author = "The uniclip developers"
@@ -77,6 +79,7 @@ def write(path: Path, text: str) -> None:
 
 
 write(HERE / "_generated" / "promises.md", promises.table())
+write(HERE / "_generated" / "others.md", side_by_side.markdown(how_others_behave.GROUPS))
 figures.draw(HERE / "_static" / "generated")
 
 

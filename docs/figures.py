@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Draw the pictures of the documentation, from uniclip's own results."""
+"""Draw the pictures of the documentation, from results of uniclip and of other libraries."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from matplotlib.figure import Figure
 
 import uniclip as uc
 
-GRAY, BLUE, ORANGE, GREEN = "#808080", "#3b82d0", "#e07b1a", "#2f9e62"
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+import native_functions
+import side_by_side
+
+GRAY, BLUE, ORANGE, GREEN, RED = "#808080", "#3b82d0", "#e07b1a", "#2f9e62", "#d0453b"
 STYLE = {
     "svg.hashsalt": "uniclip",  # the same bytes at every build
     "font.size": 10,
@@ -34,7 +40,7 @@ def draw(folder: Path) -> None:
     """Write every picture into ``folder`` as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
-        for figure in (place, direction, curve):
+        for figure in (place, direction, curve, norms):
             figure().savefig(folder / f"{figure.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
@@ -93,6 +99,44 @@ def curve() -> Figure:
     right.legend(loc="upper right")
     figure.subplots_adjust(wspace=0.3)
     return figure
+
+
+def norms() -> Figure:
+    """Draw the norms that libraries report, of large and small gradients and of many tensors."""
+    figure = Figure(figsize=(8.5, 3.2))
+    left, right = figure.subplots(1, 2)
+    zero, infinite = 1e-44, 1e46  # where the axis shows 0 and ∞
+    for library, style in _measured():
+        true, found = _reported(library, "float32", [(x, [[0.6 * x, 0.8 * x]]) for x in np.logspace(-36, 38, 75)])
+        left.loglog(true, np.clip(found, zero, infinite), **style)
+        count, found = _reported(library, "bfloat16", [(n, [[1.0]] * n) for n in (1, *range(40, 801, 40))])
+        right.plot(count, found, **style)
+    ticks = {zero: "0", 1e-30: "1e-30", 1e-15: "1e-15", 1: "1", 1e15: "1e15", 1e30: "1e30", infinite: "∞"}
+    left.set_yticks(list(ticks), list(ticks.values()))
+    left.set_xticks([1e-30, 1e-15, 1, 1e15, 1e30], ["1e-30", "1e-15", "1", "1e15", "1e30"])
+    left.minorticks_off()
+    left.set(xlabel="true norm of a float32 gradient", ylabel="norm reported")
+    right.set(xlabel="number of bfloat16 tensors [1]", ylabel="norm reported")
+    right.legend(loc="lower right", handlelength=3)
+    figure.subplots_adjust(wspace=0.3)
+    return figure
+
+
+def _measured() -> list[tuple[native_functions.Library, dict[str, Any]]]:
+    """Return the libraries that measure norms, with dashes that fall into the gaps of one another."""
+    native = [library for library in side_by_side.installed()[0] if library.global_norm]
+    wide = {"color": BLUE, "linewidth": 7, "alpha": 0.35}
+    styles = [(native_functions.Uniclip(x), {**wide, "label": f"uniclip, on {x.name}"}) for x in native[:1]]
+    for turn, (library, color) in enumerate(zip(native, [RED, ORANGE, GREEN, GRAY], strict=False)):
+        dashes = (2 * turn, (2, 2 * len(native) - 2))
+        styles.append((library, {"color": color, "linestyle": dashes, "label": library.name}))
+    return styles
+
+
+def _reported(library: native_functions.Library, dtype: str, grads: list[Any]) -> tuple[list[float], list[float]]:
+    """Return what gradients are drawn at and the norms that a library reports of them."""
+    found = [library.global_norm([library.array(leaf, dtype) for leaf in leaves], 1.0) for _, leaves in grads]
+    return [x for x, _ in grads], [float(library.numpy(norm)) for norm in found]
 
 
 def _arrow(ax: Any, start: Any, end: Any, color: str) -> None:
