@@ -6,12 +6,18 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from frameworks import CHOSEN, Framework
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+
+settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=3000, deadline=None)
+settings.load_profile("default")
 
 
 @pytest.fixture(params=CHOSEN, ids=lambda framework: framework.name)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int32", "int64")
-STANDARD_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int64")
 
 
 class Framework:
@@ -19,7 +19,8 @@ class Framework:
 
     name = "numpy"
     family = "NumPy"
-    dtypes: tuple[str, ...] = ALL_DTYPES
+    missing: Mapping[str, str] = MappingProxyType({})
+    """The reason why there are no arrays of a dtype."""
     same_objects = True
     """Whether unclipped gradients come back as the very same objects."""
     default_float = "float64"
@@ -29,8 +30,15 @@ class Framework:
     """Whether arrays have no values while the code runs."""
     writes = True
     """Whether arrays can be changed in place."""
+    cost = 1
+    """How much longer than NumPy it takes, about: fewer examples are tried."""
     many = 1000
     """How many leaves a tree of many has; they are compiled one by one, so fewer where that takes long."""
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of its arrays."""
+        return [dtype for dtype in ALL_DTYPES if dtype not in self.missing]
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
         """Return an array of the framework."""
@@ -106,7 +114,7 @@ class Strict(Framework):
     name = "array-api-strict"
     family = "array-api-strict"
     writes = False
-    dtypes = STANDARD_DTYPES
+    missing = MappingProxyType(dict.fromkeys(("float16", "bfloat16"), "not in the array API standard"))
     same_objects = False
     raises = False
 
@@ -127,8 +135,9 @@ class MLX(Framework):
 
     name = "mlx"
     family = "MLX"
+    cost = 2
     writes = False
-    dtypes = ("float16", "bfloat16", "float32", "complex64", "int32")
+    missing = MappingProxyType({"complex128": "MLX has none"})
     same_objects = False
     default_float = "float32"
     raises = False
@@ -136,8 +145,7 @@ class MLX(Framework):
     def array(self, values: Any, dtype: str = "float32") -> Any:
         import mlx.core as mx
 
-        kind = "complex64" if dtype == "complex64" else "float32"
-        return mx.array(np.asarray(values, dtype=kind)).astype(getattr(mx, dtype))
+        return mx.array(_castable(values, dtype), dtype=getattr(mx, dtype))
 
     def numpy(self, array: Any) -> np.ndarray:
         import mlx.core as mx
@@ -156,9 +164,10 @@ class Dask(Framework):
 
     name = "dask"
     family = "Dask"
+    cost = 5
     many = 100
     writes = False
-    dtypes = ("float16", *STANDARD_DTYPES)
+    missing = MappingProxyType({"bfloat16": "Dask does not know the types of ml_dtypes"})
     same_objects = False
     raises = False
 
@@ -181,6 +190,7 @@ class Torch(Framework):
 
     name = "torch"
     family = "PyTorch"
+    cost = 2
     default_float = "float32"
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
@@ -222,6 +232,7 @@ class TorchCompile(Torch):
     """PyTorch under ``torch.compile(fullgraph=True)``: a graph break is an error."""
 
     name = "torch.compile"
+    cost = 25
     same_objects = False
     raises = False
     traced = True
@@ -239,6 +250,7 @@ class TensorFlow(Framework):
 
     name = "tensorflow"
     family = "TensorFlow"
+    cost = 3
     writes = False
     default_float = "float32"
 
@@ -287,6 +299,7 @@ class TensorFlowFunction(TensorFlow):
     """TensorFlow in ``tf.function``."""
 
     name = "tf.function"
+    cost = 10
     same_objects = False
     raises = False
     traced = True
@@ -338,8 +351,9 @@ class JAX(Framework):
 
     name = "jax"
     family = "JAX"
+    cost = 3
     writes = False
-    dtypes = ("float16", "bfloat16", "float32", "complex64", "int32")
+    missing = MappingProxyType(dict.fromkeys(("float64", "complex128", "int64"), "with `jax_enable_x64` only"))
     default_float = "float32"
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
@@ -373,6 +387,7 @@ class JAXJit(JAX):
     """JAX inside jit."""
 
     name = "jax.jit"
+    cost = 10
     same_objects = False
     raises = False
     traced = True
@@ -388,7 +403,7 @@ class JAXx64(JAXJit):
     """JAX inside jit, with 64-bit types."""
 
     name = "jax.jit-x64"
-    dtypes = ALL_DTYPES
+    missing = MappingProxyType({})
     default_float = "float64"
 
     @contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
+
+Curve: TypeAlias = Callable[[float, float], float]
 
 
 def norm(entries: Iterable[complex], p: float = 2, size_power: float = 0) -> float:
@@ -25,25 +27,29 @@ def factor(n: float, limit: float) -> float:
     return 1.0 if n <= limit else limit / n
 
 
-def clip_global(leaves: list[Any], limit: float, p: float = 2, size_power: float = 0) -> list[np.ndarray]:
+def clip_global(
+    leaves: list[Any], limit: float, p: float = 2, size_power: float = 0, curve: Curve = factor
+) -> list[np.ndarray]:
     """One norm for all leaves."""
     n = norm((x for leaf in leaves for x in np.asarray(leaf).ravel().tolist()), p, size_power)
-    return [scaled(leaf, factor(n, limit)) for leaf in leaves]
+    return [scaled(leaf, 1.0 if math.isinf(limit) else curve(n, limit)) for leaf in leaves]
 
 
-def clip_leaf(leaf: Any, limit: float, p: float = 2, size_power: float = 0) -> np.ndarray:
+def clip_leaf(leaf: Any, limit: float, p: float = 2, size_power: float = 0, curve: Curve = factor) -> np.ndarray:
     """One norm for one leaf."""
-    return clip_global([leaf], limit, p, size_power)[0]
+    return clip_global([leaf], limit, p, size_power, curve)[0]
 
 
-def clip_axes(leaf: Any, limit: float, axes: tuple[int, ...], p: float = 2, size_power: float = 0) -> np.ndarray:
+def clip_axes(
+    leaf: Any, limit: float, axes: tuple[int, ...], p: float = 2, size_power: float = 0, curve: Curve = factor
+) -> np.ndarray:
     """One norm for each slice along the axes."""
     leaf = np.asarray(leaf)
     axes = tuple(axis % leaf.ndim for axis in axes)
     kept = [range(n) if axis not in axes else [slice(None)] for axis, n in enumerate(leaf.shape)]
     out = leaf.astype(np.result_type(leaf.dtype, np.float64))
     for index in itertools.product(*kept):
-        out[index] = clip_leaf(leaf[index], limit, p, size_power)
+        out[index] = clip_leaf(leaf[index], limit, p, size_power, curve)
     return out
 
 

@@ -455,9 +455,7 @@ PROMISES = [
         accurate,
     ),
     Promise("accuracy along axes", "the same, for 2 million rows", accurate_along_axes),
-    Promise(
-        "any split into leaves", "the same norm to 10⁻⁶: one leaf, ten, or a leaf for each entry", split
-    ),
+    Promise("any split into leaves", "the same norm to 10⁻⁶: one leaf, ten, or a leaf for each entry", split),
     Promise(
         "finite, but squares leave the range",
         "right norm, right result: 1e30 and 1e-30 in float32, 300 in float16",

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import derivatives
 import jax
 import jax.numpy as jnp
 import pytest
+
+import derivatives
 from derivatives import DIRECTION, EVERYWHERE, Case
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from tracing import CASES, Halving, everything, leaves, same, values
 
 import uniclip as uc
+from tracing import CASES, Halving, everything, leaves, same, values
 
 EVERY_CASE = pytest.mark.parametrize(("by", "limit"), CASES.values(), ids=CASES)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import derivatives
 import pytest
 import tensorflow as tf
+
+import derivatives
 from derivatives import EVERYWHERE, POINTS, SOME, Case
 
 DIRECTION = [tf.constant(leaf) for leaf in derivatives.DIRECTION]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from tracing import CASES, Halving, everything, leaves, same, some, values
 
 import uniclip as uc
+from tracing import CASES, Halving, everything, leaves, same, some, values
 
 EVERY_MODE = pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 ROWS = {"w": tf.TensorSpec([None, 3]), "b": [tf.TensorSpec([None])]}

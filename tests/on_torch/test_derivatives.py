@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import derivatives
 import pytest
 import torch
+
+import derivatives
 from derivatives import CASES, EVERYWHERE, POINTS, SOME, Case
 
 DIRECTION = tuple(torch.from_numpy(leaf) for leaf in derivatives.DIRECTION)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from tracing import CASES, Halving, everything, leaves, same, some, values
 
 import uniclip as uc
 import uniclip.backends
+from tracing import CASES, Halving, everything, leaves, same, some, values
 
 
 def given(by: float = 1.0, rows: int = 4) -> Any:
