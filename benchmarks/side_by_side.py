@@ -10,7 +10,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -108,8 +108,6 @@ class Case:
     """The gradient in words, where it is too long to print."""
     measure: Callable[[Library, Case], Measured] = clipped
     exact: bool = False
-    exceptions: dict[str, str] = field(default_factory=dict)
-    """Libraries on whose arrays uniclip is wrong too, and a sentence that says why."""
 
     @property
     def tolerance(self) -> float:
@@ -336,7 +334,7 @@ def terminal(group: Group) -> str:
     lines = [group.title, "=" * len(group.title), *textwrap.wrap(group.why, 100), *textwrap.wrap(look, 100), ""]
     for table in map(run, group.cases):
         lines += [table.case.title, f"  {table.about()}", *aligned(table.details()), ""]
-    return "\n".join([*lines, *notes(group)]).replace("`", "")
+    return "\n".join(lines).replace("`", "")
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
@@ -347,18 +345,13 @@ def aligned(rows: list[list[str]]) -> list[str]:
     return [f"    {line}".rstrip() for line in lines]
 
 
-def notes(group: Group) -> list[str]:
-    """Return why uniclip is wrong on some arrays."""
-    return list(dict.fromkeys(why for case in group.cases for why in case.exceptions.values()))
-
-
 def markdown(groups: list[Group]) -> str:
     """Return what all groups measure."""
     return "\n\n".join([versions(), *(block for group in groups for block in blocks(group))]) + "\n"
 
 
 def blocks(group: Group) -> Iterator[str]:
-    """Yield a group's heading, reason, table and notes, and its calls one by one, folded."""
+    """Yield a group's heading, reason and table, and its calls one by one, folded."""
     yield f"## {group.title}"
     yield group.why
     if group.look:
@@ -367,7 +360,6 @@ def blocks(group: Group) -> Iterator[str]:
     tables = [run(case) for case in group.cases]
     rows = [[f"**{t.case.title}**: {t.about()}", *map(t.native, names), t.ours()] for t in tables]
     yield grid(["case", *names, "uniclip"], *rows)
-    yield from notes(group)
     yield "<details><summary>The calls, one by one</summary>"
     for table in tables:
         yield f"**{table.case.title}**"

@@ -158,6 +158,11 @@ class MLX(Framework):
     def owns(self, array: Any) -> bool:
         return type(array).__module__.startswith("mlx")
 
+    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+        import mlx.core as mx
+
+        return mx.grad(function)(x)
+
 
 class Dask(Framework):
     """Dask arrays, lazy and in chunks."""
@@ -339,7 +344,8 @@ class TensorFlowGraph(TensorFlowFunction):
             constants = [x if x is None else tf.constant(x) for x in values]
             result = function(*tf.nest.pack_sequence_as(args, constants, expand_composites=True))
             parts = tf.nest.flatten(result, expand_composites=True)
-            computed = iter(session.run([x for x in parts if tf.is_tensor(x)]))
+            wanted = [x for x in parts if tf.is_tensor(x)]
+            computed = iter(session.run(wanted) if wanted else [])
             ready = [next(computed) if tf.is_tensor(x) else x for x in parts]
         return tf.nest.pack_sequence_as(
             result, [x if x is None else tf.constant(x) for x in ready], expand_composites=True

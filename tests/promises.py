@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import oracle
 import uniclip as uc
-from frameworks import KNOWN, Framework
+from frameworks import ALL_DTYPES, KNOWN, Framework
+from uniclip.backends.base import PIECE
 
 EPS = {
     "float16": 2**-10,
@@ -136,6 +138,17 @@ def accurate(fw: Framework) -> None:
         low = fw.array(values[:1_000_000], dtype)
         true = math.sqrt(np.sum(fw.numpy(low).astype("float64") ** 2))
         assert abs(float(fw.numpy(fw.run(uc.global_norm, [low]))) / true - 1) <= 2e-6
+
+
+def in_pieces(fw: Framework) -> None:
+    rules = [uc.by_global_norm(1.0), uc.by_norm(1.0, axis=0), uc.by_norm(1.0, axis=1), uc.by_global_norm(1.0, ord=3)]
+    for dtype in {"float16", "bfloat16"} & set(fw.dtypes):
+        grads = fw.array(np.full((1000, 600), 2.0), dtype)
+        with mock.patch.object(uc.Norm, "total", autospec=True, side_effect=uc.Norm.total) as total:
+            fw.run(lambda g: [uc.clip(g, rule)[1].norms for rule in rules], grads)
+        sizes = [math.prod(call.args[2].shape) for call in total.call_args_list]
+        assert sum(sizes) >= 600_000 * len(rules)
+        assert max(sizes) <= PIECE
 
 
 def split(fw: Framework) -> None:
@@ -439,7 +452,7 @@ def memory(fw: Framework) -> None:
 
 NO_DERIVATIVE = "the framework takes no derivatives of array API code"
 NO_SPARSE = "the framework has no sparse arrays"
-DERIVING = {"PyTorch", "TensorFlow", "JAX"}
+DERIVING = {"MLX", "PyTorch", "TensorFlow", "JAX"}
 LAYOUTS = {"NumPy", "PyTorch"}
 OTHERS = sorted({cls.family for cls in KNOWN.values()} - DERIVING)
 
@@ -455,6 +468,12 @@ PROMISES = [
         accurate,
     ),
     Promise("accuracy along axes", "the same, for 2 million rows", accurate_along_axes),
+    Promise(
+        "half precision",
+        "measured piece by piece: there is never a float32 copy of a whole gradient",
+        in_pieces,
+        dict.fromkeys(["torch.compile", "jax.jit", "jax.jit-x64"], "the compiler converts and adds in one pass"),
+    ),
     Promise("any split into leaves", "the same norm to 10⁻⁶: one leaf, ten, or a leaf for each entry", split),
     Promise(
         "finite, but squares leave the range",
@@ -483,7 +502,7 @@ PROMISES = [
         "sparse gradients",
         "stay sparse; rows that occur twice are summed before measuring",
         sparse,
-        {**dict.fromkeys(OTHERS, NO_SPARSE), "torch.compile": "`torch.compile` does not take sparse tensors"},
+        {**dict.fromkeys([*OTHERS, "MLX"], NO_SPARSE), "torch.compile": "`torch.compile` does not take sparse tensors"},
     ),
     Promise("integers", "`clip_by_value` keeps them; norm rules return the framework's default float", integers),
     Promise(
@@ -527,20 +546,39 @@ PROMISES = [
 
 def table() -> str:
     """Return the promises as a Markdown table, with the reason for every cell that cannot hold."""
-    families = list(dict.fromkeys(cls.family for cls in KNOWN.values()))
+    cells = [([p.case, p.what], p.exceptions) for p in PROMISES]
+    return _grid(["case", "what happens"], cells, _families())
+
+
+def dtypes() -> str:
+    """Return the dtypes that the promises are tested with, and the reason where there are none."""
+    ways = [cls for cls in KNOWN.values() if cls.name != "numpy-readonly"]
+    rows = [([f"`{dtype}`"], {c.name: c.missing[dtype] for c in ways if dtype in c.missing}) for dtype in ALL_DTYPES]
+    return _grid(["dtype"], rows, _families())
+
+
+def _families() -> dict[str, list[str]]:
+    families: dict[str, list[str]] = {}
+    for cls in KNOWN.values():
+        families.setdefault(cls.family, []).append(cls.name)
+    return families
+
+
+def _grid(head: list[str], rows: list[tuple[list[str], dict[str, str]]], families: dict[str, list[str]]) -> str:
+    """Return rows with a mark for each family of frameworks, and the reasons, numbered, below."""
     notes: list[str] = []
 
-    def cell(promise: Promise, family: str) -> str:
-        names = {cls.name for cls in KNOWN.values() if cls.family == family}
-        marks = [] if family in promise.exceptions else ["✓"]
-        for name in sorted({family, *names} & set(promise.exceptions)):
-            if promise.exceptions[name] not in notes:
-                notes.append(promise.exceptions[name])
-            marks.append(f"({notes.index(promise.exceptions[name]) + 1})")
+    def cell(reasons: dict[str, str], family: str) -> str:
+        names = families[family]
+        without = [name for name in names if name in reasons or family in reasons]
+        marks = [] if len(without) == len(names) else ["✓"]
+        for why in dict.fromkeys(reasons.get(name, reasons.get(family, "")) for name in without):
+            if why not in notes:
+                notes.append(why)
+            marks.append(f"({notes.index(why) + 1})")
         return " ".join(marks)
 
-    rows = [[p.case, p.what, *(cell(p, family) for family in families)] for p in PROMISES]
-    head = ["case", "what happens", *families]
-    lines = [head, ["---", "---", *[":-:"] * len(families)], *rows]
+    lines = [[*head, *families], [*["---"] * len(head), *[":-:"] * len(families)]]
+    lines += [[*row, *(cell(reasons, family) for family in families)] for row, reasons in rows]
     numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n".join(numbered) + "\n"

@@ -291,5 +291,5 @@ def _times(xp: Any, skip: bool, array: Any, factor: Any) -> Any:  # noqa: FBT001
     """Return ``array · factor``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
     product = upcast(xp, array) * factor
     if skip:
-        product = xp.where(factor == 0, xp.zeros_like(product), product)
+        product = xp.where(xp.equal(factor, xp.zeros_like(factor)), xp.zeros_like(product), product)
     return cast(xp, product, array.dtype)

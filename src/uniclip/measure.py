@@ -67,13 +67,14 @@ class _Ruler:
         return self.join(group, self.norm.op, lambda leaf: self.part(leaf, self.norm))
 
     def in_units(self, group: Group) -> Any:
-        """Return the norm, measured in units of the largest modulus."""
+        """Return the norm, measured in units of the power of two below the largest modulus."""
         xp = self.backend.xp
         top = self.join(group, "max", lambda leaf: self.part(leaf, Linf))
         # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
-        # derivative would overflow. The norm does not depend on the unit, so its derivative must not.
+        # derivative would overflow. Rounded down, it has no derivative, as the norm does not depend on it.
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in _NORMAL[top.dtype == xp.float32])
-        unit = self.backend.constant(xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top)))
+        usual = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
+        unit = self.backend.once(2 ** xp.floor(xp.log2(usual)))
         scale = 1 / unit
         totals = self.join(group, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, scale, leaf)))
         return unit * self.norm.root(xp, totals)

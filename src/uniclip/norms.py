@@ -91,7 +91,7 @@ def _power(xp: Any, size: Any, p: float) -> Any:
         return size
     if p > 2:  # noqa: PLR2004
         return size**p
-    zero = size == 0  # where the second derivative of the power is infinite
+    zero = xp.equal(size, xp.zeros_like(size))  # where the second derivative of the power is infinite
     return xp.where(zero, size, xp.where(zero, xp.ones_like(size), size) ** p)
 
 

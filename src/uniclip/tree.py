@@ -62,7 +62,7 @@ def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Ba
             raise TypeError(_no_array(place(name, path), leaf))
         advice = backend.advice(leaf) if name == "grads" else None
         if advice:
-            msg = f"{place(name, path)} is a {describe(leaf)}, not a gradient: {advice}"
+            msg = f"{place(name, path)} is a {describe(leaf)}: {advice}"
             raise TypeError(msg)
         chosen = chosen or backend
         if backend is not chosen:

@@ -1,4 +1,4 @@
-"""The page on how others behave cannot show uniclip wrong without saying why."""
+"""The page on how others behave shows uniclip right, or the tests fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_all_libraries_are_measured() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_case(case: Case) -> None:
-    """Some library has such a function; uniclip is right beside it, or its exception is true."""
+    """Some library has such a function; uniclip is right beside it."""
     rows = run(case).rows
     assert rows
     for row in rows:
@@ -26,4 +26,4 @@ def test_case(case: Case) -> None:
         assert row.native.text
         assert row.native.mark in {RIGHT, WRONG, ERROR}
         assert row.ours
-        assert (row.ours.mark == RIGHT) == (row.library not in case.exceptions), row.ours
+        assert row.ours.mark == RIGHT, row.ours

@@ -273,6 +273,29 @@ def test_sparse(way: Any) -> None:
         close(fw, fw.dense(result), wanted, "float32")
 
 
+@WAYS
+def test_huge_embedding(way: Any) -> None:
+    """Only stored entries take memory: the dense form of this gradient would need 38 GB."""
+    shape = (148_331_760, 64)
+    rows = sparse.BCOO((jnp.ones((3, 64)), jnp.asarray([[7], [shape[0] - 1], [7]])), shape=shape)
+    entries = sparse.BCOO(
+        (jnp.asarray([3.0, 3.0, 4.0]), jnp.asarray([[7, 3], [7, 3], [shape[0] - 1, 63]])), shape=shape
+    )
+    clipped, norm = way(lambda g: uc.clip_by_global_norm(g, 1.0))([rows, entries])
+    close(fw, norm, math.sqrt(5 * 64 + 36 + 16), "float32")
+    close(fw, uc.global_norm(clipped), 1.0, "float32")
+    _, report = way(lambda g: uc.clip(g, uc.by_block_rms(1.0)))([rows])
+    close(fw, report.norms[0], math.sqrt(5 * 64 / (shape[0] * shape[1])), "float32")
+    bounded = way(lambda g: uc.clip_by_value(g, -1, 1))(entries)
+    close(fw, uc.global_norm(bounded), math.sqrt(2), "float32")
+
+
+def test_other_sparse_kinds_are_refused() -> None:
+    """Of a kind whose indices would be taken for gradients, none is changed: an error names BCOO."""
+    with pytest.raises(TypeError, match=r"grads\['w'\] is a jax\.experimental\.sparse.*BCSR.*only BCOO"):
+        uc.clip_by_norm({"w": sparse.BCSR.fromdense(jnp.eye(3))}, 1.0)
+
+
 def test_sparse_training() -> None:
     """Descent on the entries of a sparse gradient, clipped inside jit, learns."""
 

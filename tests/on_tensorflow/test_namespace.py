@@ -81,7 +81,7 @@ UNARY: dict[str, tuple[Callable[[Any, Any], Any], list[np.ndarray]]] = {
 }
 for function in ("ceil", "exp", "expm1", "floor", "round", "sign", "square", "tanh"):
     UNARY[function] = (lambda xp, x, function=function: getattr(xp, function)(x), [*REAL, *SPECIALS])
-for function in ("log", "log1p"):
+for function in ("log", "log1p", "log2"):
     UNARY[function] = (lambda xp, x, function=function: getattr(xp, function)(abs(x)), [*REAL, *SPECIALS])
 for function in ("equal", "greater", "greater_equal", "less", "less_equal", "maximum", "minimum"):
     UNARY[function] = (

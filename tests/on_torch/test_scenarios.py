@@ -243,6 +243,34 @@ def test_compressed(layout: torch.layout) -> None:
         torch.testing.assert_close(result.to_dense(), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta:UserWarning")  # PyTorch says so once
+def test_block_layouts_are_refused() -> None:
+    """A sparse layout of blocks is refused by its place and name."""
+    with pytest.raises(
+        TypeError, match=r"grads\['w'\] is a torch\.Tensor.* layout, torch\.sparse_bsr,.* to_sparse\(\)"
+    ):
+        uc.clip_by_norm({"w": torch.eye(4).to_sparse_bsr((2, 2))}, 1.0)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csc])
+def test_huge_embedding(layout: torch.layout) -> None:
+    """Only stored entries take memory: the dense form of this gradient would need 38 GB."""
+    size = (148_331_760, 64)
+    if layout is torch.sparse_coo:
+        indices, rows = torch.tensor([[7, size[0] - 1, 7]]), torch.ones(3, 64)
+        grad, entries = torch.sparse_coo_tensor(indices, rows, size, check_invariants=True), 5 * 64
+    else:
+        columns, rows = torch.tensor([0, 2] + [2] * 63), torch.tensor([3, size[0] - 1])
+        grad, entries = torch.sparse_csc_tensor(columns, rows, torch.ones(2), size, check_invariants=True), 2
+    [clipped], norm = uc.clip_by_global_norm([grad], 1.0)
+    close(fw, norm, math.sqrt(entries), "float32")
+    close(fw, uc.global_norm(clipped), 1.0, "float32")
+    close(fw, uc.clip(grad, uc.by_block_rms(1.0))[1].norms, math.sqrt(entries / (size[0] * size[1])), "float32")
+    assert uc.clip_by_value(grad, -1, 1).layout is layout
+    uc.clip_([grad], uc.by_global_norm(1.0))
+    close(fw, uc.global_norm(grad), 1.0, "float32")
+
+
 @pytest.mark.parametrize("limit", [1.0, 1000.0], ids=["above", "below"])
 def test_channels_last(limit: float) -> None:
     """A gradient whose channels come last in memory keeps that order."""

@@ -38,7 +38,7 @@ class Backend:
         return True
 
     def advice(self, leaf: Any) -> str | None:  # noqa: ARG002
-        """Return what to pass instead, if ``leaf`` can hold a gradient but is surely not one."""
+        """Return what to pass instead of a leaf that is surely no gradient, or of a kind that cannot be clipped."""
         return None
 
     def traced(self, array: Array) -> bool:  # noqa: ARG002
@@ -101,8 +101,8 @@ class Backend:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) holds, else ``rare()``."""
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
-    def constant(self, array: Array) -> Array:
-        """Return a number that all leaves use, cut off from derivatives, and computed once."""
+    def once(self, array: Array) -> Array:
+        """Return an array as it is, computed once although every leaf uses it."""
         return array
 
     def to_device_of(self, other: Array, array: Array) -> Array:  # noqa: ARG002

@@ -31,7 +31,12 @@ namespace = SimpleNamespace(**(vars(jnp) | {"abs": _abs, "clip": _clip}))
 
 class _JAX(Backend):
     def is_array(self, leaf: Any) -> bool:
-        return isinstance(leaf, (jax.Array, sparse.BCOO)) and leaf.dtype != jnp.bool_
+        return isinstance(leaf, (jax.Array, sparse.JAXSparse)) and leaf.dtype != jnp.bool_
+
+    def advice(self, leaf: Any) -> str | None:
+        if isinstance(leaf, sparse.JAXSparse) and not isinstance(leaf, sparse.BCOO):
+            return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
+        return None
 
     def traced(self, array: Array) -> bool:
         return isinstance(array, jax.core.Tracer)
@@ -55,8 +60,7 @@ class _JAX(Backend):
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         return jnp.sum(array, axes)
 
-    def constant(self, array: Array) -> Array:
-        array = jax.lax.stop_gradient(array)
+    def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that.
         return jax.lax.cond(jnp.all(array > 0), lambda: array, lambda: 2 * array)
 

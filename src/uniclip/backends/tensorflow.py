@@ -7,6 +7,7 @@ file writes one, of the functions that uniclip calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -110,6 +111,7 @@ namespace = SimpleNamespace(
     exp=tf.exp,
     expm1=tf.math.expm1,
     floor=tf.floor,
+    log2=lambda x, /: tf.math.log(x) / math.log(2),
     full_like=lambda x, value, /: tf.fill(tf.shape(x), tf.cast(value, x.dtype)),
     greater=tf.greater,
     greater_equal=tf.greater_equal,
@@ -143,7 +145,7 @@ class _TensorFlow(Backend):
     def advice(self, leaf: Any) -> str | None:
         if not isinstance(leaf, tf.Variable):
             return None
-        return "pass the gradients alone, without their variables (to clip the weights themselves, pass v.value())"
+        return "not a gradient; pass the gradients without their variables (to clip the weights, v.value())"
 
     def traced(self, array: Array) -> bool:
         return not tf.executing_eagerly() or bool(tf.is_symbolic_tensor(array))
@@ -181,8 +183,7 @@ class _TensorFlow(Backend):
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
-    def constant(self, array: Array) -> Array:
-        array = tf.stop_gradient(array)
+    def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that.
         return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 

@@ -60,12 +60,14 @@ class _Torch(Backend):
     output_axis = 0
 
     def is_array(self, leaf: Any) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool and leaf.layout in _LAYOUTS
+        return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
     def advice(self, leaf: Any) -> str | None:
+        if leaf.layout not in _LAYOUTS:
+            return f"its layout, {leaf.layout}, cannot be clipped; convert it with to_sparse_csr() or to_sparse()"
         if not isinstance(leaf, torch.nn.Parameter):
             return None
-        return "pass the gradients, [p.grad for p in parameters] (to clip the weights themselves, pass p.detach())"
+        return "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the weights, p.detach())"
 
     def traced(self, array: Array) -> bool:  # noqa: ARG002 - it is the code that is traced
         return torch.compiler.is_compiling() or _in_transform()
@@ -119,9 +121,6 @@ class _Torch(Backend):
         if torch.compiler.is_compiling() and not _in_transform():  # torch.cond cannot be transformed
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
-
-    def constant(self, array: Array) -> Array:
-        return array.detach()
 
     def to_device_of(self, other: Array, array: Array) -> Array:
         return array.to(other.device)

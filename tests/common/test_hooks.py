@@ -1,0 +1,42 @@
+"""Every hook that is there for speed or memory gives what its default in the array API gives."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import uniclip as uc
+from frameworks import Framework
+from uniclip.backends import backend_of
+from uniclip.backends.base import Backend
+
+SHAPES = [(300_001,), (700, 500), (3, 7, 20_000)]
+
+
+def norms(fw: Framework, dtype: str) -> list[np.ndarray]:
+    """Return norms over all of large leaves and along their axes."""
+    rng = np.random.default_rng(0)
+    grads = [fw.array(100 * rng.standard_normal(shape), dtype) for shape in SHAPES]
+    scopes = [uc.each_leaf, uc.all_leaves, uc.axes(0), uc.axes(-1)]
+    rules = [uc.Rule(1.0, scope=scope, norm=norm) for scope in scopes for norm in (uc.L2, uc.L1, uc.Linf, uc.Norm(3))]
+    leaves: list[Any] = []
+    for report in fw.run(lambda g: [uc.clip(g, rule)[1].norms for rule in rules], grads):
+        leaves += report if isinstance(report, list) else [report]
+    return [fw.numpy(leaf) for leaf in leaves]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("hook", ["large", "pieces", "rows", "sum"])
+def test_defaults(fw: Framework, hook: str, dtype: str) -> None:
+    """With a hook switched off the norms are the same."""
+    if dtype in fw.missing:
+        dtype = "float64"
+    kind = type(backend_of(fw.array([1.0])))
+    usual = norms(fw, dtype)
+    off = (lambda self, array: False) if hook == "large" else vars(Backend)[hook]
+    with mock.patch.object(kind, hook, off):
+        for one, other in zip(norms(fw, dtype), usual, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
