@@ -195,7 +195,7 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
 
 def _kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
     """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
-    if not old:
+    if not optree.tree_leaves(old):
         return new
     if backend.readable(finite):
         return new if bool(finite) else old
