@@ -237,7 +237,7 @@ class TorchCompile(Torch):
     """PyTorch under ``torch.compile(fullgraph=True)``: a graph break is an error."""
 
     name = "torch.compile"
-    cost = 25
+    cost = 50
     same_objects = False
     raises = False
     traced = True

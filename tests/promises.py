@@ -349,13 +349,18 @@ def sparse(fw: Framework) -> None:
 
 
 def integers(fw: Framework) -> None:
-    t = fw.array([1, 1, 3, 4, 2, 2, 1, 4, 2, 3], "int32")
+    for dtype in {"int32", "int64"} & set(fw.dtypes):
+        integers_of(fw, dtype)
+
+
+def integers_of(fw: Framework, dtype: str) -> None:
+    t = fw.array([1, 1, 3, 4, 2, 2, 1, 4, 2, 3], dtype)
     clipped = fw.run(lambda g: uc.clip_by_norm(g, 5), t)
     assert fw.dtype(clipped) == fw.default_float
     close(fw, clipped, [0.62017367294604231 * x for x in fw.numpy(t)], fw.default_float)
     assert fw.dtype(fw.run(lambda g: uc.clip_by_norm(g, 50), t)) == fw.default_float
     kept = fw.run(lambda g: uc.clip_by_value(g, 2, 3.0), t)
-    assert fw.dtype(kept) == "int32"
+    assert fw.dtype(kept) == dtype
     np.testing.assert_array_equal(fw.numpy(kept), [2, 2, 3, 3, 2, 2, 2, 3, 2, 3])
     np.testing.assert_array_equal(fw.numpy(uc.clip_by_value(t, -math.inf, 2)), np.minimum(fw.numpy(t), 2))
     np.testing.assert_array_equal(fw.numpy(uc.clip_by_value(t, -(2**40), 2**40)), fw.numpy(t))
@@ -458,7 +463,9 @@ OTHERS = sorted({cls.family for cls in KNOWN.values()} - DERIVING)
 
 PROMISES = [
     Promise(
-        "norm ≤ limit", "the gradients come back bit for bit; in eager code on the CPU as the very same arrays", below
+        "norm ≤ limit",
+        "the gradients come back bit for bit; in eager NumPy, PyTorch, TensorFlow, JAX on the CPU the very same arrays",
+        below,
     ),
     Promise("norm > limit", "same direction, and the norm becomes the limit to a few units in the last place", above),
     Promise("dtype, shape, tree", "each leaf keeps its own; the norm is float32 or wider, never half precision", keeps),
@@ -470,9 +477,12 @@ PROMISES = [
     Promise("accuracy along axes", "the same, for 2 million rows", accurate_along_axes),
     Promise(
         "half precision",
-        "measured piece by piece: there is never a float32 copy of a whole gradient",
+        "measured piece by piece: measuring makes no float32 copy of a whole gradient",
         in_pieces,
-        dict.fromkeys(["torch.compile", "jax.jit", "jax.jit-x64"], "the compiler converts and adds in one pass"),
+        {
+            "array-api-strict": "it has no half precision",
+            **dict.fromkeys(["torch.compile", "jax.jit", "jax.jit-x64"], "the compiler converts and adds in one pass"),
+        },
     ),
     Promise("any split into leaves", "the same norm to 10⁻⁶: one leaf, ten, or a leaf for each entry", split),
     Promise(
@@ -512,7 +522,7 @@ PROMISES = [
     ),
     Promise(
         "the same array in two places",
-        "each place counts and is scaled once: two parameters may share one gradient array",
+        "each place counts, as two gradients of equal values do; in `uc.clip_` one memory counts once",
         twice,
     ),
     Promise(
@@ -523,7 +533,7 @@ PROMISES = [
     Promise("leaves of two frameworks, or no array", "`TypeError` with the leaf's path and what to pass", wrong_leaf),
     Promise(
         "in place, `uc.clip_`",
-        "writes into NumPy and PyTorch arrays the very values that `uc.clip` returns; else `TypeError`",
+        "writes into NumPy and PyTorch arrays the values that `uc.clip` returns; elsewhere `TypeError`",
         in_place,
     ),
     Promise(

@@ -14,7 +14,7 @@ limit      how large may it be?               `uniclip.limits`
 curve      what happens above it?             `uniclip.curves`
 =========  =================================  ==============================
 
-`uniclip.rules` puts them together, `uniclip.core` runs them.
+`uniclip.rules` puts them together, `uniclip.presets` names the published ones, `uniclip.core` runs them.
 """
 
 from importlib.metadata import version as _version
@@ -24,7 +24,8 @@ from uniclip.curves import hard
 from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from uniclip.limits import Constant, Limit
 from uniclip.norms import AVERAGE, L1, L2, MEAN, RMS, Linf, Norm
-from uniclip.rules import ByValue, Rule, by_average_norm, by_block_rms, by_global_norm, by_norm, by_value
+from uniclip.presets import by_average_norm, by_block_rms, by_global_norm, by_norm, by_value
+from uniclip.rules import ByValue, Rule
 from uniclip.scopes import Scope, all_leaves, axes, each_entry, each_example, each_leaf, groups, unit
 
 __all__ = [

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
 from uniclip.backends import backend_of
-from uniclip.gradients import Gradients, Leaf, cast, read, spread, upcast
+from uniclip.gradients import Gradients, Leaf, all_of, read
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce, measure, same_shape
-from uniclip.nonfinite import all_of, refuse, zeroed
+from uniclip.nonfinite import all_finite, refuse
+from uniclip.scale import factor_of, scaled
 from uniclip.scopes import each_leaf
-from uniclip.tree import describe, opened, place
+from uniclip.tree import describe, flatten_grads, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 class Report(NamedTuple):
     """What a rule saw and did, in arrays of the framework (nothing is read to the host).
 
-    Where all leaves share one norm a field is one 0-d array; with labelled groups, a dict by label;
-    else a tree like the gradients. A rule that measures no norm (``by_value``, a function) leaves
-    every field ``None``.
+    Where all leaves share their norms a field is one array (0-d, unless the scope keeps axes); with
+    labelled groups, a dict by label; else a tree like the gradients. A rule that measures no norm
+    (``by_value``, a function) leaves every field ``None``.
     """
 
     norms: Any = None
@@ -45,12 +47,12 @@ class Report(NamedTuple):
     clipped: Any = None
     """Whether any factor differs from 1 (a boolean 0-d array)."""
     finite: Any = None
-    """Whether every norm, and with it every gradient, was finite (a boolean 0-d array)."""
+    """Whether every gradient, as it was given, and every norm was finite (a boolean 0-d array)."""
 
     def __repr__(self) -> str:
         """Say that the norms are those before clipping."""
         return (
-            f"Report(norms before clipping={self.norms!r}, limits={self.limits!r}, factors={self.factors!r}, "
+            f"Report(norms={self.norms!r} (before clipping), limits={self.limits!r}, factors={self.factors!r}, "
             f"clipped={self.clipped!r}, finite={self.finite!r})"
         )
 
@@ -83,6 +85,8 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
         ``rule`` is neither a rule nor a function.
     ValueError
         If the rule remembers earlier steps, a limit is negative or NaN, or an iterator is spent.
+    FloatingPointError
+        If the rule's policy for gradients that are not finite is ``"raise"``, and they are not.
 
     Examples
     --------
@@ -99,7 +103,7 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
 
 
 def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> Report:
-    """Clip gradients in place: write into the given arrays, and allocate none of their size.
+    """Clip gradients in place, piece by piece: no second set of gradients is made.
 
     Parameters
     ----------
@@ -117,7 +121,14 @@ def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | Non
         As `clip`; and if an array cannot be changed: its framework allows none, it is read-only, or holds
         several entries in one place; or if it holds integers and the rule measures norms.
     ValueError
-        As `clip`; and if two arrays overlap. Then none is changed.
+        As `clip`; and if two arrays overlap.
+    FloatingPointError
+        As `clip`. After any error of uniclip's no array is changed.
+
+    Notes
+    -----
+    A function of an array, the scope `each_entry`, and tensors that record derivatives need memory of
+    the array's own size.
 
     Examples
     --------
@@ -134,19 +145,31 @@ def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, i
         msg = f"rule must be a rule, such as uc.by_global_norm(1.0), or a function of one array, got {rule!r}"
         raise TypeError(msg)
     if not hasattr(rule, "memory"):
-        return apply(grads, partial(_of_function, rule), in_place=in_place)
+        return apply(grads, partial(_of_function, rule, in_place), in_place=in_place)
     if rule.memory:
-        msg = f"{rule!r} remembers earlier steps: use state = rule.init(grads) and rule.update(grads, state)"
+        update = f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})"
+        msg = f"{rule!r} remembers earlier steps: use state = rule.init(grads), then {update}"
         raise ValueError(msg)
     clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
     return clipped, report
 
 
-def _of_function(function: Callable[[Any], Any], backend: Backend, array: Any) -> tuple[Any, ...]:
+def _of_function(
+    function: Callable[[Any], Any],
+    in_place: bool,  # noqa: FBT001 - bound by position
+    backend: Backend,
+    array: Any,
+) -> tuple[Any, ...]:
     """Call a function of a whole array, and prepare to put the result in its place."""
     result = function(array)
     if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
-        msg = f"the function must return an array like the one it got, but it returned {describe(result)}"
+        hint = f"; call it first, as {function.__name__}(1.0)" if hasattr(result, "update") else ""
+        msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
+        raise TypeError(msg)
+    kinds = ("complex floating", "real floating")  # what holds one holds those after it, and integers
+    wide, narrow = ([backend.xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
+    if in_place and wide > narrow:
+        msg = f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; use uc.clip"
         raise TypeError(msg)
     return lambda _, new: new, result
 
@@ -169,28 +192,42 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
         if params is None:
             msg = f"{rule!r} compares gradients with their parameters: pass params="
             raise ValueError(msg)
-        return measure(tree.of(params), rule.norm, all_reduce)
+        return measure(tree.matching(params), rule.norm, all_reduce)
 
     with backend.quiet():
-        flags = []
-        if rule.nonfinite == "zero":
-            tree, sound = zeroed(tree)
-            flags.append(sound)
+        sound = [all_finite(tree, all_reduce)] if rule.nonfinite == "zero" else []
+        if sound and not (backend.readable(sound[0]) and bool(sound[0])):
+            tree = replace(tree, clean=True)
         norms = _known(tree, norm) if norm is not None else measure(tree, rule.norm, all_reduce)
-        finite = all_of(backend, [*flags, *(xp.all(xp.isfinite(n)) for n in norms)])
+        finite = all_of(backend, [*sound, *(xp.all(xp.isfinite(n)) for n in norms)])
         if rule.nonfinite == "raise":
             refuse(tree, finite)
-        limits, new_state = rule.limit(norms, state, reference)
-        limits = [_checked(backend, "limit", limit, n.dtype, n.shape) for limit, n in zip(limits, norms, strict=True)]
-        factors = [_factor(backend, rule, n, limit, finite) for n, limit in zip(norms, limits, strict=True)]
+        limits, new_state = _limits(xp, rule, norms, state, reference)
+        limits = [_as_array(backend, "limit", limit, n) for limit, n in zip(limits, norms, strict=True)]
+        factors = [factor_of(backend, rule, n, limit, finite) for n, limit in zip(norms, limits, strict=True)]
         differs = [xp.any(xp.not_equal(factor, xp.ones_like(factor))) for factor in factors]
         clipped = xp.logical_not(all_of(backend, [xp.logical_not(differ) for differ in differs]))
         report = Report(tree.arrange(norms), tree.arrange(limits), tree.arrange(factors), clipped, finite)
         return (
-            _scale(tree, factors, differs, skip=rule.nonfinite == "skip"),
+            scaled(tree, factors, differs, skip=rule.nonfinite == "skip"),
             _kept(backend, finite, new_state, state),
             report,
         )
+
+
+def _limits(
+    xp: Any, rule: Rule, norms: list[Any], state: Any, reference: Callable[[], list[Any]]
+) -> tuple[list[Any], Any]:
+    """Ask the rule's limit; refuse an answer that is none. It sees ∞ as NaN: as a limit, ∞ would leave alone."""
+    answer = rule.limit([xp.where(xp.isfinite(n), n, n * math.nan) for n in norms], state, reference)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
+        msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
+        raise TypeError(msg)
+    limits, state = answer
+    if len(limits) != len(norms):
+        msg = f"{rule.limit!r} must return one limit for each of the {len(norms)} norms, got {len(limits)}"
+        raise ValueError(msg)
+    return list(limits), state
 
 
 def _kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
@@ -217,20 +254,21 @@ def apply(
     ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that
     broadcast against it, and the operands.
     """
-    backend, (paths, leaves, rebuild) = opened(grads, in_place=in_place)
+    backend, (paths, leaves, rebuild) = flatten_grads(grads, in_place=in_place)
     tree = Gradients(backend, each_leaf, {}, rebuild, in_place)
-    new = []
+    ready = []
     for index, (path, given) in enumerate(zip(paths, leaves, strict=True)):
         leaf = Leaf(index, path, given, *backend.stored(given), None)
         with backend.quiet():
-            new.append(_applied(tree, leaf, prepare))
-    return rebuild(new), Report()
+            ready.append((leaf, _named(leaf, prepare, backend, leaf.array)))
+    with backend.quiet():
+        return rebuild([_named(leaf, tree.put, leaf, *change) for leaf, change in ready]), Report()
 
 
-def _applied(tree: Gradients, leaf: Leaf, prepare: Callable[[Backend, Any], tuple[Any, ...]]) -> Any:
-    """Change one leaf; name it where there is fault to find."""
+def _named(leaf: Leaf, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; name the leaf where it finds fault."""
     try:
-        return tree.put(leaf, *prepare(tree.backend, leaf.array))
+        return function(*arguments)
     except (TypeError, ValueError) as error:
         if type(error) not in {TypeError, ValueError}:
             raise  # a framework's own error explains itself, and may not be made from a message
@@ -240,56 +278,22 @@ def _applied(tree: Gradients, leaf: Leaf, prepare: Callable[[Backend, Any], tupl
 
 def _known(grads: Gradients, norm: Any) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
-    return [_checked(grads.backend, "norm", norm, grads.norm_dtype(group), ()) for group in grads.groups.values()]
+    xp = grads.backend.xp
+    wanted = [xp.zeros((), dtype=grads.norm_dtype(group)) for group in grads.groups.values()]
+    return [_as_array(grads.backend, "norm", norm, one) for one in wanted]
 
 
-def _checked(backend: Backend, name: str, value: Any, dtype: Any, shape: Any) -> Any:
-    """Return a limit or a norm as an array; refuse one of another shape and, if it can be read, a negative one."""
+def _as_array(backend: Backend, name: str, value: Any, norm: Any) -> Any:
+    """Return the limit of a norm, or what is to be one, as such an array; refuse a wrong one if it can be read."""
     xp = backend.xp
-    array = xp.asarray(value, dtype=dtype)
-    if len(array.shape) and not same_shape(array.shape, shape):
-        msg = f"a {name} of shape {tuple(array.shape)} does not fit norms of shape {tuple(shape)}; give one number"
+    array = xp.asarray(value, dtype=norm.dtype)
+    if len(array.shape) and not same_shape(array.shape, norm.shape):
+        msg = f"a {name} of shape {tuple(array.shape)} does not fit norms of shape {tuple(norm.shape)}; give one number"
         raise ValueError(msg)
-    wrong = array < 0 if name == "norm" else xp.logical_not(array >= 0)  # a NaN norm is one that was measured
-    if backend.readable(array) and bool(xp.any(wrong)):
-        msg = f"{name} must be 0 or more, got {value}"
-        raise ValueError(msg)
+    if backend.readable(array) and backend.readable(norm):
+        # A NaN norm is one that was measured, and the limit of one that is not finite need not be finite.
+        wrong = array < 0 if name == "norm" else xp.logical_not(array >= 0) & xp.isfinite(norm)
+        if bool(xp.any(wrong)):
+            msg = f"{name} must be 0 or more{' (0 zeroes the gradients)' if name == 'limit' else ''}, got {value}"
+            raise ValueError(msg)
     return array
-
-
-def _factor(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) -> Any:
-    """Return the curve's factor; 1 where the limit is infinite, NaN (or the policy's 0) where norm or limit is none."""
-    xp = backend.xp
-    limit = backend.to_device_of(norm, limit)
-    unlimited, one = xp.isinf(limit), xp.ones_like(norm)
-    factor = rule.curve(xp, norm, xp.where(unlimited, one, limit))
-    sound = xp.isfinite(norm) & (limit >= 0)
-    factor = xp.where(unlimited, one, xp.where(sound, factor, one * math.nan))
-    if rule.nonfinite in {"skip", "zero"}:
-        kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
-        factor = xp.where(kept, factor, xp.zeros_like(factor))
-    return factor
-
-
-def _scale(grads: Gradients, factors: list[Any], differs: list[Any], *, skip: bool) -> Any:
-    """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
-    backend = grads.backend
-    function = partial(_times, backend.xp, skip)
-    new: dict[int, Any] = {}
-    for group, factor, differ in zip(grads.groups.values(), factors, differs, strict=True):
-        alone = backend.readable(differ) and not bool(differ)
-        for leaf in group:
-            new[leaf.index] = _unscaled(leaf) if alone else grads.put(leaf, function, spread(backend, factor, leaf))
-    return grads.rebuild([new[index] for index in range(len(new))])
-
-
-def _unscaled(leaf: Leaf) -> Any:
-    return leaf.given if leaf.array.dtype == leaf.given.dtype else leaf.rebuild(leaf.array)
-
-
-def _times(xp: Any, skip: bool, array: Any, factor: Any) -> Any:  # noqa: FBT001
-    """Return ``array · factor``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
-    product = upcast(xp, array) * factor
-    if skip:
-        product = xp.where(xp.equal(factor, xp.zeros_like(factor)), xp.zeros_like(product), product)
-    return cast(xp, product, array.dtype)

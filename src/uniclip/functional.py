@@ -11,7 +11,8 @@ from typing import Any
 from uniclip import core
 from uniclip.limits import NoState, nonnegative
 from uniclip.norms import Norm
-from uniclip.rules import ByValue, by_average_norm, by_global_norm, by_norm
+from uniclip.presets import by_average_norm, by_global_norm, by_norm
+from uniclip.rules import ByValue
 from uniclip.scopes import all_leaves
 
 

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from uniclip.scopes import Path, Scope, everything
-from uniclip.tree import backend_for, flatten, opened, place
+from uniclip.tree import backend_for, flatten, flatten_grads, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -38,7 +38,9 @@ class Gradients:
     scope: Scope
     groups: dict[Hashable, Group]
     rebuild: Callable[[list[Any]], Any]
-    in_place: bool
+    in_place: bool = False
+    clean: bool = False
+    """Whether entries that are not finite count as 0."""
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -65,7 +67,7 @@ class Gradients:
         by_label = dict(zip(self.groups, values, strict=True))
         return by_label if self.scope.join is not None else self.rebuild(values)
 
-    def of(self, params: Any) -> Gradients:
+    def matching(self, params: Any) -> Gradients:
         """Return the parameters that have a gradient here, in the same groups.
 
         Raises
@@ -100,14 +102,14 @@ class Gradients:
 
 def read(tree: Any, scope: Scope, *, in_place: bool = False) -> Gradients:
     """Flatten a tree of gradients and sort its leaves into the scope's groups."""
-    backend, (paths, leaves, rebuild) = opened(tree, in_place=in_place)
+    backend, (paths, leaves, rebuild) = flatten_grads(tree, in_place=in_place)
     groups: dict[Hashable, Group] = {None: []} if scope.join is everything else {}
     for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
         label = index if scope.join is None else scope.join(path, leaf)
         groups.setdefault(label, []).append(_leaf(backend, scope, index, path, leaf))
     if in_place:
         for leaf in (leaf for group in groups.values() for leaf in group):
-            if leaf.array.dtype != leaf.given.dtype:
+            if backend.xp.isdtype(leaf.given.dtype, "integral"):
                 msg = (
                     f"{place('grads', leaf.path)} holds integers, which cannot hold what a rule of norms makes of them"
                 )
@@ -129,6 +131,19 @@ def _leaf(backend: Backend, scope: Scope, index: int, path: Path, given: Any) ->
         msg = f"{place('grads', path)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
     return Leaf(index, path, given, array, rebuild, axes)
+
+
+def all_of(backend: Backend, flags: list[Any]) -> Any:
+    """Return whether all of the boolean 0-d arrays hold."""
+    xp = backend.xp
+    if not flags:
+        return xp.asarray(True)  # noqa: FBT003
+    return xp.all(xp.stack([backend.to_device_of(flags[0], flag) for flag in flags]))
+
+
+def finite_or_zero(xp: Any, array: Any) -> Any:
+    """Return the array with 0 for each entry that is not finite."""
+    return xp.where(xp.isfinite(array), array, xp.zeros_like(array))
 
 
 def upcast(xp: Any, array: Any) -> Any:

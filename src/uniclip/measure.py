@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from uniclip.gradients import Gradients, Group, Leaf, cast, spread, upcast
+from uniclip.backends.base import row_slices
+from uniclip.gradients import Gradients, Group, Leaf, all_of, cast, finite_or_zero, spread, upcast
 from uniclip.norms import Linf, Norm
 from uniclip.tree import place
 
@@ -17,19 +18,16 @@ if TYPE_CHECKING:
 
 AllReduce: TypeAlias = Callable[[Any, Literal["sum", "max"]], Any]
 
-_NORMAL = {True: (1.2e-38, 8e37), False: (2.3e-308, 4e307)}
-"""Numbers that are normal and whose reciprocals are, in float32 (True) and float64."""
-
 
 def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -> list[Any]:
     """Return the norm of each group, in float32 or wider.
 
     ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
-    overflows, or small squares underflow) is it summed again in units of the largest entry: one more
-    reading of the gradients, and only when needed. For a power p other than 2 the units come first:
-    the rounding of 1/p would cost precision when the sum is far from 1.
+    overflows, or small squares underflow) is it summed again in units of (nearly) the
+    largest modulus: one more reading of the gradients, and only when needed. For a power p other than
+    2 the units come first: the rounding of 1/p would cost precision when the sum is far from 1.
     """
-    ruler, groups = _Ruler(grads.backend, norm, all_reduce), list(grads.groups.values())
+    ruler, groups = _Ruler(grads.backend, norm, all_reduce, grads.clean), list(grads.groups.values())
     if not norm.has_powers:
         norms = [ruler.total(group) for group in groups]
     elif norm.p != 2:  # noqa: PLR2004
@@ -56,25 +54,26 @@ def _kept_shape(group: Group) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Ruler:
-    """How one norm of one group is measured."""
+    """How the norm of a group is measured."""
 
     backend: Backend
     norm: Norm
     all_reduce: AllReduce | None
+    clean: bool
 
     def total(self, group: Group) -> Any:
         """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
         return self.join(group, self.norm.op, lambda leaf: self.part(leaf, self.norm))
 
     def in_units(self, group: Group) -> Any:
-        """Return the norm, measured in units of the power of two below the largest modulus."""
+        """Return the norm, measured in units of the largest modulus (nearly)."""
         xp = self.backend.xp
         top = self.join(group, "max", lambda leaf: self.part(leaf, Linf))
         # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
-        # derivative would overflow. Rounded down, it has no derivative, as the norm does not depend on it.
-        low, high = (xp.asarray(bound, dtype=top.dtype) for bound in _NORMAL[top.dtype == xp.float32])
-        usual = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
-        unit = self.backend.once(2 ** xp.floor(xp.log2(usual)))
+        # derivative would overflow.
+        normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
+        low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
+        unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))))
         scale = 1 / unit
         totals = self.join(group, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, scale, leaf)))
         return unit * self.norm.root(xp, totals)
@@ -84,14 +83,14 @@ class _Ruler:
         backend, xp, axes = self.backend, self.backend.xp, leaf.axes
 
         def total(piece: Any, scale: Any) -> Any:
-            wide = upcast(xp, piece)
+            wide = upcast(xp, finite_or_zero(xp, piece) if self.clean else piece)
             return norm.total(backend, wide if scale is None else wide * scale, axes)
 
         if not backend.large(leaf.array):
             return total(leaf.array, scale)
         if axes is None:
             return self.reduce([total(piece, scale) for piece in backend.pieces(leaf.array)], norm.op)
-        rows = backend.rows(leaf.array)
+        rows = row_slices(leaf.array.shape)
         if 0 in axes:
             return self.reduce([total(leaf.array[some], scale) for some in rows], norm.op)
         return xp.concat([total(leaf.array[some], scale if scale is None else scale[some]) for some in rows], axis=0)
@@ -128,6 +127,19 @@ class _Ruler:
         return self.backend.sum(stacked, (0,)) if op == "sum" else xp.max(stacked, axis=0)
 
 
+def _rounded_down(xp: Any, array: Any) -> Any:
+    """Return positive numbers rounded down to 20 bits: integers in between, they have no derivatives.
+
+    The norm does not depend on the unit it is measured in, so its derivative must not either.
+    """
+
+    def whole(x: Any) -> Any:
+        return xp.astype(xp.astype(xp.floor(x), xp.int32), array.dtype)
+
+    power = 2 ** whole(xp.log2(array))
+    return power * (whole(array / power * 2**20) / 2**20)
+
+
 def _euclidean(ruler: _Ruler, groups: list[Group]) -> list[Any]:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
     backend, xp = ruler.backend, ruler.backend.xp
@@ -138,8 +150,7 @@ def _euclidean(ruler: _Ruler, groups: list[Group]) -> list[Any]:
     if all(backend.readable(one) for one in accurate):
         return [(u if bool(one) else r)() for one, u, r in zip(accurate, usual, rare, strict=True)]
     # One conditional for the whole tree: one per group costs compiled code its speed.
-    together = xp.all(xp.stack([backend.to_device_of(accurate[0], one) for one in accurate]))
-    return backend.cond(together, lambda: [u() for u in usual], lambda: [r() for r in rare])
+    return backend.cond(all_of(backend, accurate), lambda: [u() for u in usual], lambda: [r() for r in rare])
 
 
 def _in_range(xp: Any, total: Any) -> Any:
@@ -150,6 +161,16 @@ def _in_range(xp: Any, total: Any) -> Any:
 
 def same_shape(shape: Any, other: Any) -> bool:
     """Whether two shapes are equal as far as they are known."""
-    if None in {getattr(shape, "rank", 0), getattr(other, "rank", 0)}:
+    return _unknown(shape, other) or (len(shape) == len(other) and broadcasts(shape, other, one=False))
+
+
+def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
+    """Whether an array of ``shape`` fits one of shape ``to``, as far as they are known."""
+    if _unknown(shape, to):
         return True
-    return len(shape) == len(other) and all(m == n or None in (m, n) for m, n in zip(shape, other, strict=True))
+    pairs = zip(reversed(tuple(shape)), reversed(tuple(to)), strict=False)
+    return len(shape) <= len(to) and all(m == n or None in (m, n) or (one and m == 1) for m, n in pairs)
+
+
+def _unknown(*shapes: Any) -> bool:
+    return None in {getattr(shape, "rank", 0) for shape in shapes}

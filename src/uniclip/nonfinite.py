@@ -3,41 +3,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-from uniclip.gradients import Gradients, Leaf
+from uniclip.gradients import Gradients, Leaf, all_of
+from uniclip.measure import AllReduce
 from uniclip.tree import place
-
-if TYPE_CHECKING:
-    from uniclip.backends import Backend
 
 NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
 
-
-def checked(policy: NonFinite) -> NonFinite:
-    """Return a policy; refuse what is none."""
-    if policy not in get_args(NonFinite):
-        msg = f"nonfinite must be one of {', '.join(map(repr, get_args(NonFinite)))}, got {policy!r}"
-        raise ValueError(msg)
-    return policy
+POLICIES = get_args(NonFinite)
+_NAMED = 5
+"""How many leaves an error names."""
 
 
-def zeroed(grads: Gradients) -> tuple[Gradients, Any]:
-    """Return the gradients with 0 for each entry that is not finite, and whether there was none."""
-    backend, xp = grads.backend, grads.backend.xp
-    finite = all_of(backend, [xp.all(xp.isfinite(leaf.array)) for leaf in grads.leaves])
-    if backend.readable(finite) and bool(finite):
-        return grads, finite
-    groups = {label: [_zeroed(grads, leaf) for leaf in group] for label, group in grads.groups.items()}
-    return replace(grads, groups=groups), finite
-
-
-def _zeroed(grads: Gradients, leaf: Leaf) -> Leaf:
+def all_finite(grads: Gradients, all_reduce: AllReduce | None = None) -> Any:
+    """Whether every entry is finite, also those of other devices."""
     xp = grads.backend.xp
-    given = grads.put(leaf, lambda array: xp.where(xp.isfinite(array), array, xp.zeros_like(array)))
-    array, rebuild = grads.backend.stored(given)
-    return replace(leaf, array=array, given=given, rebuild=rebuild)
+    here = all_of(grads.backend, [_finite(grads, leaf) for leaf in grads.leaves])
+    if all_reduce is None:
+        return here
+    faults = xp.where(here, xp.asarray(0.0, dtype=xp.float32), xp.asarray(1.0, dtype=xp.float32))
+    return all_reduce(faults, "max") < 1
+
+
+def _finite(grads: Gradients, leaf: Leaf) -> Any:
+    backend, xp = grads.backend, grads.backend.xp
+    pieces = backend.pieces(leaf.array) if backend.large(leaf.array) else [leaf.array]
+    return all_of(backend, [xp.all(xp.isfinite(piece)) for piece in pieces])
 
 
 def refuse(grads: Gradients, finite: Any) -> None:
@@ -53,16 +45,8 @@ def refuse(grads: Gradients, finite: Any) -> None:
 
 
 def _explained(grads: Gradients) -> str:
-    xp = grads.backend.xp
-    bad = [place("grads", leaf.path) for leaf in grads.leaves if not bool(xp.all(xp.isfinite(leaf.array)))]
+    bad = [place("grads", leaf.path) for leaf in grads.leaves if not bool(_finite(grads, leaf))]
     if bad:
-        return f"NaN or ∞ in {', '.join(bad)}"
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        return f"NaN or ∞ in {', '.join(bad[:_NAMED])}{more}"
     return "the gradients here are finite, but their norm is beyond the range of its dtype, or another device's are not"
-
-
-def all_of(backend: Backend, flags: list[Any]) -> Any:
-    """Return whether all of the boolean 0-d arrays hold."""
-    xp = backend.xp
-    if not flags:
-        return xp.asarray(True)  # noqa: FBT003
-    return xp.all(xp.stack([backend.to_device_of(flags[0], flag) for flag in flags]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A rule is its four choices; every published rule is one expression."""
+"""A rule is its four choices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from uniclip import core
 from uniclip._repr import Printed
 from uniclip.curves import hard
 from uniclip.gradients import cast, read
-from uniclip.limits import Constant, Limit, NoState, nonnegative
-from uniclip.measure import AllReduce, zeros
-from uniclip.nonfinite import NonFinite, checked
-from uniclip.norms import AVERAGE, L2, RMS, Norm
-from uniclip.scopes import Scope, all_leaves, axes, each_leaf
+from uniclip.limits import Constant, Limit, NoState
+from uniclip.measure import AllReduce, broadcasts, zeros
+from uniclip.nonfinite import POLICIES, NonFinite
+from uniclip.norms import L2, Norm
+from uniclip.scopes import Scope, all_leaves
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -67,10 +67,12 @@ class Rule(Printed):
         """Read a number or an array as a constant limit, and refuse what is none of the four choices."""
         if not isinstance(self.limit, Limit):
             object.__setattr__(self, "limit", Constant(self.limit))
-        _check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
-        _check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
-        _check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
-        checked(self.nonfinite)
+        check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
+        check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
+        check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
+        if self.nonfinite not in POLICIES:
+            msg = f"nonfinite must be one of {', '.join(map(repr, POLICIES))}, got {self.nonfinite!r}"
+            raise ValueError(msg)
 
     @property
     def memory(self) -> bool:
@@ -131,7 +133,7 @@ class ByValue(Printed):
         for name in ("min", "max"):
             bound = getattr(self, name)
             fits = isinstance(bound, Real) or hasattr(bound, "dtype")
-            _check(name, bound, fits, "a number or an array (math.inf or -math.inf for no bound)")
+            check(name, bound, fits, "a number or an array (math.inf or -math.inf for no bound)")
         if isinstance(self.min, Real) and isinstance(self.max, Real) and not float(self.min) <= float(self.max):
             msg = f"min must not be above max, and neither NaN: got min={self.min!r}, max={self.max!r}"
             raise ValueError(msg)
@@ -160,168 +162,37 @@ class ByValue(Printed):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
             raise TypeError(msg)
         if xp.isdtype(array.dtype, "integral"):
-            low, high = (_whole(bound, xp.iinfo(array.dtype)) for bound in (self.min, self.max))
+            low, high = (_whole(xp, bound, xp.iinfo(array.dtype)) for bound in (self.min, self.max))
         else:
             low, high = self.min, self.max
         low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (low, high))
+        for name, bound in (("min", low), ("max", high)):
+            if not broadcasts(bound.shape, array.shape):
+                msg = f"{name} of shape {tuple(bound.shape)} does not fit an array of shape {tuple(array.shape)}"
+                raise ValueError(msg)
         if backend.readable(low) and backend.readable(high) and bool(xp.any(low > high)):
             msg = f"min must not be above max: got min={self.min!r}, max={self.max!r}"
             raise ValueError(msg)
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
-def _check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
+def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
+    """Refuse an argument that does not fit."""
     if not fits:
         msg = f"{name} must be {wanted}, got {value!r}"
         raise TypeError(msg)
 
 
-def _whole(bound: Any, info: Any) -> Any:
+def _whole(xp: Any, bound: Any, info: Any) -> Any:
     """Return a bound of integer gradients as an integer that their dtype can hold."""
     if not isinstance(bound, Real):
         if "int" not in str(bound.dtype):
             msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"
             raise TypeError(msg)
-        return bound
+        wide = xp.iinfo(xp.int64)
+        return xp.clip(xp.asarray(bound, dtype=xp.int64), max(info.min, wide.min), min(info.max, wide.max))
     inside = max(info.min, min(info.max, bound))
     if not float(inside).is_integer():
         msg = f"integer gradients need whole bounds, got {bound!r}"
         raise TypeError(msg)
     return int(inside)
-
-
-def by_value(lo: Any, hi: Any = None) -> ByValue:
-    """Clip each entry into ``[lo, hi]``, or into ``[-lo, lo]`` if ``hi`` is not given.
-
-    Source: Mikolov, PhD thesis, 2012.
-
-    Parameters
-    ----------
-    lo, hi : float or array
-        The bounds; a lone ``lo`` is the largest modulus allowed, at least 0.
-
-    Raises
-    ------
-    ValueError
-        If ``lo > hi``, a bound is NaN, or a lone ``lo`` is negative.
-
-    Examples
-    --------
-    >>> uc.clip(np.asarray([-3.0, 0.5]), uc.by_value(1.0))[0]
-    array([-1. ,  0.5])
-    """
-    return ByValue(-nonnegative("lo", lo), lo) if hi is None else ByValue(lo, hi)
-
-
-def by_norm(
-    c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2, *, nonfinite: NonFinite = "propagate"
-) -> Rule:
-    """Scale each leaf, or each slice along ``axis``, to norm ``c`` at most: ``g · min(1, c/‖g‖)``.
-
-    Source: Pascanu, Mikolov and Bengio, *On the difficulty of training recurrent neural networks*,
-    arXiv:1211.5063.
-
-    Parameters
-    ----------
-    c : float, 0-d array, or Limit
-        How large each norm may be, at least 0.
-    axis : int or tuple of int, optional
-        The axes that one norm covers; all if not given.
-    ord : float, default 2
-        The order of the norm, at least 1; ``math.inf`` is the largest modulus.
-    nonfinite : str, default "propagate"
-        What happens to gradients with NaN or ∞; see `Rule`.
-
-    Raises
-    ------
-    ValueError
-        If ``c`` is negative or NaN, or ``ord`` below 1.
-
-    Examples
-    --------
-    >>> uc.clip(np.asarray([[3.0, 4.0], [0.3, 0.4]]), uc.by_norm(1.0, axis=1))[0]
-    array([[0.6, 0.8],
-           [0.3, 0.4]])
-    """
-    return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord), nonfinite=nonfinite)
-
-
-def by_average_norm(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to ``‖g‖₂/N ≤ c``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
-
-    Source: the function ``clip_by_average_norm`` of TF 1.
-
-    Parameters
-    ----------
-    c : float, 0-d array, or Limit
-        How large each average norm may be, at least 0.
-    nonfinite : str, default "propagate"
-        What happens to gradients with NaN or ∞; see `Rule`.
-
-    Raises
-    ------
-    ValueError
-        If ``c`` is negative or NaN.
-
-    Examples
-    --------
-    >>> uc.clip(np.asarray([3.0, 4.0]), uc.by_average_norm(1.0))[0]
-    array([1.2, 1.6])
-    """
-    return Rule(c, scope=each_leaf, norm=AVERAGE, nonfinite=nonfinite)
-
-
-def by_global_norm(c: Any, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale all leaves by one factor to joint norm ``c`` at most, which keeps the direction.
-
-    Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
-
-    Parameters
-    ----------
-    c : float, 0-d array, or Limit
-        How large the joint norm may be, at least 0.
-    ord : float, default 2
-        The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
-    nonfinite : str, default "propagate"
-        What happens to gradients with NaN or ∞; see `Rule`.
-
-    Raises
-    ------
-    ValueError
-        If ``c`` is negative or NaN, or ``ord`` below 1.
-
-    Examples
-    --------
-    >>> uc.clip([np.asarray([3.0, 4.0]), np.asarray([12.0])], uc.by_global_norm(6.5))[0]
-    [array([1.5, 2. ]), array([6.])]
-    """
-    return Rule(c, scope=all_leaves, norm=Norm(ord), nonfinite=nonfinite)
-
-
-def by_block_rms(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to root mean square ``c`` at most: ``g · min(1, c·√N/‖g‖₂)``.
-
-    Source: Shazeer and Stern, *Adafactor*, arXiv:1804.04235.
-
-    Parameters
-    ----------
-    c : float, 0-d array, or Limit
-        How large each root mean square may be, at least 0.
-    nonfinite : str, default "propagate"
-        What happens to gradients with NaN or ∞; see `Rule`.
-
-    Raises
-    ------
-    ValueError
-        If ``c`` is negative or NaN.
-
-    Examples
-    --------
-    >>> uc.clip(np.asarray([7.0, 1.0]), uc.by_block_rms(1.0))[0]
-    array([1.4, 0.2])
-    """
-    return Rule(c, scope=each_leaf, norm=RMS, nonfinite=nonfinite)
-
-
-def _along(axis: int | tuple[int, ...]) -> Scope:
-    return axes(axis) if isinstance(axis, int) else axes(*axis)

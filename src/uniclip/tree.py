@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import optree
 
-from uniclip.backends import Backend, backend_of
-from uniclip.backends.memory import sharing
-from uniclip.backends.numpy import BACKEND as NUMPY
+from uniclip.backends import DEFAULT, Backend, backend_of
+from uniclip.backends.memory import overlaps_itself, sharing
 from uniclip.scopes import Path
 
 
@@ -47,7 +46,7 @@ def flatten(tree: Any, name: str = "grads") -> Tree:
 
 
 def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Backend:
-    """Return the backend that all leaves share, NumPy's if there is no leaf.
+    """Return the backend that all leaves share, the default one if there is no leaf.
 
     Raises
     ------
@@ -67,10 +66,10 @@ def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Ba
         chosen = chosen or backend
         if backend is not chosen:
             raise TypeError(_two_frameworks(name, paths[0], leaves[0], path, leaf))
-    return chosen or NUMPY
+    return chosen or DEFAULT
 
 
-def opened(tree: Any, *, in_place: bool = False) -> tuple[Backend, Tree]:
+def flatten_grads(tree: Any, *, in_place: bool = False) -> tuple[Backend, Tree]:
     """Flatten a tree of gradients that are to be clipped, and return it with their backend.
 
     Raises
@@ -87,24 +86,27 @@ def opened(tree: Any, *, in_place: bool = False) -> tuple[Backend, Tree]:
 
 def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
     """Refuse leaves that cannot be changed in place; a leaf that is another one's memory becomes an absent one."""
-    for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-        why = backend.fixed(leaf)
+    first: dict[int, int] = {}
+    again = {number for number, leaf in enumerate(tree.leaves) if first.setdefault(id(leaf), number) != number}
+    views = [None if number in again else backend.memory(leaf) for number, leaf in enumerate(tree.leaves)]
+    for path, leaf, view in zip(tree.paths, tree.leaves, views, strict=True):
+        why = backend.why_fixed(leaf)
+        if view is not None and overlaps_itself(view):
+            why = why or "several of its entries may lie in one place"
         if why:
             msg = (
                 f"{place('grads', path)}, a {describe(leaf)}, cannot be changed in place: {why}; "
                 "use clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
-    again = {number for number, leaf in enumerate(tree.leaves) if any(leaf is other for other in tree.leaves[:number])}
-    views = [None if number in again else backend.memory(leaf) for number, leaf in enumerate(tree.leaves)]
-    for first, second, alike in sharing(views):
+    for one, two, alike in sharing(views):
         if not alike:
             msg = (
-                f"{place('grads', tree.paths[first])} and {place('grads', tree.paths[second])} overlap in memory, so "
+                f"{place('grads', tree.paths[one])} and {place('grads', tree.paths[two])} overlap in memory, so "
                 "that some entries would be scaled twice; pass arrays that are apart, or use uc.clip"
             )
             raise ValueError(msg)
-        again.add(second)
+        again.add(two)
     kept = [number for number in range(len(tree.leaves)) if number not in again]
 
     def rebuild(new: list[Any]) -> Any:

@@ -131,7 +131,7 @@ def near(case: Case, actual: np.ndarray, expected: np.ndarray, ulps: float = 16)
 
 def examples(fw: Framework) -> Any:
     """Run fewer examples where each one is compiled; ``--hypothesis-profile=thorough`` runs many."""
-    return settings(max_examples=max(3, settings.default.max_examples // fw.cost))
+    return settings(max_examples=max(2, settings.default.max_examples // fw.cost))
 
 
 @pytest.mark.parametrize("fw", CHOSEN, ids=lambda framework: framework.name)

@@ -290,6 +290,16 @@ def test_huge_embedding(way: Any) -> None:
     close(fw, uc.global_norm(bounded), math.sqrt(2), "float32")
 
 
+@WAYS
+def test_many_duplicates_and_padding(way: Any) -> None:
+    """Entries that occur often are summed in float32, and padding, whose index is beyond the shape, counts 0."""
+    grad = sparse.BCOO((jnp.ones(3000, "bfloat16"), jnp.zeros((3000, 1), int).at[2000:].set(2)), shape=(2,))
+    clipped, norm = way(lambda g: uc.clip_by_global_norm(g, 10.0))(grad)
+    assert norm == 2000
+    assert clipped.dtype == "bfloat16"
+    assert clipped.todense().tolist() == [10, 0]
+
+
 def test_other_sparse_kinds_are_refused() -> None:
     """Of a kind whose indices would be taken for gradients, none is changed: an error names BCOO."""
     with pytest.raises(TypeError, match=r"grads\['w'\] is a jax\.experimental\.sparse.*BCSR.*only BCOO"):

@@ -67,7 +67,7 @@ def frozen() -> np.ndarray:
     [
         (frozen(), "it is read-only"),
         (np.broadcast_to(np.ones(2), (3, 2)), "it is read-only"),
-        (np.lib.stride_tricks.as_strided(np.ones(4), (3, 2), (8, 8)), "several of its entries lie in one place"),
+        (np.lib.stride_tricks.as_strided(np.ones(4), (3, 2), (8, 8)), "several of its entries may lie in one place"),
         (np.float64(3), "a scalar never changes"),
     ],
     ids=["frozen", "broadcast", "overlapping itself", "scalar"],
@@ -121,11 +121,16 @@ def test_layouts(layout: Callable[[np.ndarray], np.ndarray], rule: Any, dtype: s
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("limit", [1.0, 1e9], ids=["above", "below"])
-def test_memory(limit: float, dtype: str, rule: Any) -> None:
+@pytest.mark.parametrize(
+    ("limit", "nonfinite"), [(1.0, "zero"), (1.0, "skip"), (1e9, "raise")], ids=["zero", "skip", "below"]
+)
+def test_memory(limit: float, nonfinite: Any, dtype: str, rule: Any) -> None:
     """What is allocated is a few pieces, however large the gradient is."""
-    rule = rule if isinstance(rule, uc.ByValue) else uc.Rule(limit, scope=rule.scope, norm=rule.norm)
+    if not isinstance(rule, uc.ByValue):
+        rule = uc.Rule(limit, scope=rule.scope, norm=rule.norm, nonfinite=nonfinite)
     array = np.full((4000, 2000), 0.25, dtype)
+    if nonfinite != "raise":
+        array[1000, 1000] = math.nan
     tracemalloc.start()
     uc.clip_(array, rule)
     peak = tracemalloc.get_traced_memory()[1]
@@ -154,6 +159,22 @@ def test_below_nothing_is_written() -> None:
     assert array.tobytes() == before
 
 
+def test_an_error_changes_nothing() -> None:
+    """A fault of the last leaf is found before the first one is changed."""
+    first = np.asarray([3.0, math.nan])
+    cases: list[tuple[Any, Any]] = [
+        ([first, np.asarray([1j])], uc.by_value(1.0)),
+        ([first, np.ones(3)], uc.ByValue(np.zeros(2), np.ones(2))),
+        ([first, np.ones(3)], lambda g: g if len(g) == 2 else None),
+        ([first, np.ones(3)], uc.by_global_norm(np.asarray(-1.0), nonfinite="zero")),
+        ([first, np.ones(3, "int64")], uc.by_global_norm(1.0)),
+    ]
+    for grads, rule in cases:
+        with pytest.raises((TypeError, ValueError)):
+            uc.clip_(grads, rule)
+        np.testing.assert_array_equal(first, [3.0, math.nan])
+
+
 def test_own_function_and_update() -> None:
     """A function of an array, and `update` with ``in_place=True``, write into the arrays too."""
     array = np.asarray([3.0, -4.0])
@@ -164,6 +185,28 @@ def test_own_function_and_update() -> None:
     assert clipped["w"] is tree["w"]
     np.testing.assert_allclose(tree["w"], [0.6, 0.8])
     assert float(report.norms["w"]) == 5
+
+
+@pytest.mark.parametrize("turn", [lambda g: g[::-1], lambda g: g.T, lambda g: g], ids=["backwards", "turned", "itself"])
+def test_a_function_that_returns_a_view(turn: Any) -> None:
+    """What a function returns is put in place also if it is a view of the array that is changed."""
+    array = np.arange(360_000.0).reshape(600, 600)
+    wanted = turn(array).copy()
+    uc.clip_(array, turn)
+    np.testing.assert_array_equal(array, wanted)
+
+
+def test_what_an_array_cannot_hold_is_refused() -> None:
+    """Numbers that the array cannot hold are not cut off."""
+    for array, function in ((np.asarray([3, 4]), lambda g: g * 0.5), (np.asarray([3.0, 4.0]), lambda g: g * 1j)):
+        with pytest.raises(TypeError, match=r"grads: an array of \w+ cannot hold the result.*use uc\.clip"):
+            uc.clip_(array, function)
+
+
+def test_matrices_are_refused() -> None:
+    """The square of a matrix is not that of its entries."""
+    with pytest.raises(TypeError, match="not an array of numbers"):
+        uc.global_norm(np.asmatrix(np.eye(2)))
 
 
 def test_offsets_beyond_32_bits() -> None:

@@ -369,3 +369,18 @@ def test_second_derivative(axis: int | None, limit: float) -> None:
     step[1, 2] = h
     difference = (slope(x + step) - slope(x - step)) / (2 * h)
     np.testing.assert_allclose(tape.gradient(along, x)[1, 2], difference, rtol=1e-7)
+
+
+@EVERY_MODE
+def test_many_duplicates_in_half_precision(compiled: Any) -> None:
+    """Rows that occur often are summed in float32; twice clipped in one function, under XLA too."""
+    grad = tf.IndexedSlices(tf.ones((3000, 1), tf.bfloat16), tf.zeros(3000, tf.int32), tf.constant([2, 1]))
+
+    def both(grad: Any) -> Any:
+        return uc.clip_by_global_norm(grad, 10.0), uc.clip_by_norm(grad, 20.0)
+
+    (clipped, norm), other = compiled(both)(grad)
+    assert norm == 3000
+    assert clipped.dtype == other.dtype == tf.bfloat16
+    assert tf.convert_to_tensor(clipped).numpy().ravel().tolist() == [10, 0]
+    assert tf.convert_to_tensor(other).numpy().ravel().tolist() == [20, 0]

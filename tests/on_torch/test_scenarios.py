@@ -243,6 +243,18 @@ def test_compressed(layout: torch.layout) -> None:
         torch.testing.assert_close(result.to_dense(), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_many_duplicates_in_half_precision(dtype: torch.dtype) -> None:
+    """Entries that occur often are summed in float32."""
+    grad = torch.sparse_coo_tensor(torch.zeros(1, 3000, dtype=int), torch.ones(3000, dtype=dtype), (2,), check_invariants=True)
+    assert uc.global_norm(grad).item() == 3000
+    clipped, _ = uc.clip_by_global_norm(grad, 10.0)
+    assert clipped.dtype is dtype
+    assert clipped.to_dense().tolist() == [10, 0]
+    uc.clip_([grad], uc.by_global_norm(10.0))
+    assert grad.to_dense().tolist() == [10, 0]
+
+
 @pytest.mark.filterwarnings("ignore:Sparse BSR tensor support is in beta:UserWarning")  # PyTorch says so once
 def test_block_layouts_are_refused() -> None:
     """A sparse layout of blocks is refused by its place and name."""

@@ -11,21 +11,14 @@ from typing import Any
 import array_api_compat
 
 from uniclip.backends.base import Backend
+from uniclip.backends.numpy import BACKEND as DEFAULT
 
-__all__ = ["Backend", "backend_of"]
+__all__ = ["DEFAULT", "Backend", "backend_of"]
 
-# A plain dictionary: torch.compile warns about functools.lru_cache. It compiles again when an entry that it
-# has asked for is added, so that what is asked most is there from the start, and known frameworks are not here.
-_CACHE: dict[type, Backend | None] = dict.fromkeys((dict, list, tuple, type(None)))
+_CACHE: dict[type, Backend | None] = {}  # not functools.lru_cache, about which torch.compile warns
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
-def _numpy() -> Backend:
-    from uniclip.backends.numpy import BACKEND
-
-    return BACKEND
-
-
 def _torch() -> Backend:
     from uniclip.backends.torch import BACKEND
 
@@ -44,7 +37,7 @@ def _jax() -> Backend:
     return BACKEND
 
 
-_LOADERS = {"numpy": _numpy, "torch": _torch, "tensorflow": _tensorflow, "jax": _jax, "jaxlib": _jax}
+_LOADERS = {"numpy": lambda: DEFAULT, "torch": _torch, "tensorflow": _tensorflow, "jax": _jax, "jaxlib": _jax}
 
 
 def backend_of(leaf: Any) -> Backend | None:
@@ -58,7 +51,7 @@ def backend_of(leaf: Any) -> Backend | None:
 
 
 def _other(leaf: Any) -> Backend | None:
-    """Return the backend of an array of any other library; only here is there anything to remember."""
+    """Return the backend of an array of any other library, which takes long to find out."""
     cls = type(leaf)
     if cls not in _CACHE:
         known = array_api_compat.is_array_api_obj(leaf) and (

@@ -62,13 +62,7 @@ class Backend:
     def pieces(self, array: Array) -> Iterable[Array]:
         """Return arrays that hold together the entries of a large ``array``, in any order."""
         flat = self.xp.reshape(array, (-1,))
-        return [flat[rows] for rows in self.rows(flat)]
-
-    def rows(self, array: Array) -> list[slice]:
-        """Return slices of the first axis that cut a large ``array`` into pieces."""
-        n = array.shape[0]
-        step = max(1, PIECE * n // math.prod(array.shape))
-        return [slice(start, start + step) for start in range(0, n, step)]
+        return [flat[rows] for rows in row_slices(flat.shape)]
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         """Return the sum along ``axes``, added in blocks: one by one, small entries are lost in a large sum."""
@@ -82,13 +76,15 @@ class Backend:
         shape = leaf.shape
         return math.prod(shape if axes is None else (shape[axis] for axis in axes))
 
-    def fixed(self, leaf: Any) -> str | None:  # noqa: ARG002
+    # In place: libraries whose arrays can be changed override all three.
+
+    def why_fixed(self, leaf: Any) -> str | None:  # noqa: ARG002
         """Return why the leaf's values cannot be changed, ``None`` if they can."""
         return "arrays of this kind never change"
 
-    def memory(self, leaf: Any) -> np.ndarray[Any, Any] | None:
+    def memory(self, leaf: Any) -> np.ndarray[Any, Any] | None:  # noqa: ARG002
         """Return a NumPy array of the same memory, ``None`` if that is not known."""
-        raise NotImplementedError
+        return None
 
     def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         """Put ``function(array, *operands)`` in place of ``array``, the stored values of ``leaf``, piece by piece.
@@ -112,6 +108,12 @@ class Backend:
     def quiet(self) -> AbstractContextManager[Any]:
         """Silence the floating-point warnings of libraries that compute, or convert, with NumPy."""
         return np.errstate(all="ignore")
+
+
+def row_slices(shape: tuple[int, ...]) -> list[slice]:
+    """Return slices of the first axis that cut a large array into pieces."""
+    step = max(1, PIECE * shape[0] // math.prod(shape))
+    return [slice(start, start + step) for start in range(0, shape[0], step)]
 
 
 def _sum_in_blocks(xp: Any, array: Array, axis: int) -> Array:

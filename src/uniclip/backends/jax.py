@@ -29,6 +29,16 @@ def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:  # noqa: A002
 namespace = SimpleNamespace(**(vars(jnp) | {"abs": _abs, "clip": _clip}))
 
 
+def _within(leaf: sparse.BCOO) -> Array:
+    """Return the data, float32 or wider, with 0 for entries that are padding: their index is beyond the shape."""
+    bounds = jnp.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
+    inside = jnp.all(leaf.indices < bounds, axis=-1)
+    data = (
+        leaf.data if jnp.isdtype(leaf.dtype, "integral") else leaf.data.astype(jnp.promote_types(leaf.dtype, "float32"))
+    )
+    return jnp.where(jnp.expand_dims(inside, range(inside.ndim, data.ndim)), data, 0)
+
+
 class _JAX(Backend):
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (jax.Array, sparse.JAXSparse)) and leaf.dtype != jnp.bool_
@@ -50,8 +60,10 @@ class _JAX(Backend):
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if isinstance(leaf, sparse.BCOO):
-            merged = leaf.sum_duplicates(nse=leaf.nse)  # as many stored entries as before: jit needs it
-            return merged.data, lambda new: sparse.BCOO((new, merged.indices), shape=leaf.shape)
+            # Entries that occur often are summed in float32; as many stay stored as were: jit needs it.
+            wide = sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape)
+            merged = wide.sum_duplicates(nse=leaf.nse)
+            return merged.data, lambda new: sparse.BCOO((new.astype(leaf.dtype), merged.indices), shape=leaf.shape)
         return super().stored(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from uniclip.backends.base import PIECE, Array, Backend
-from uniclip.backends.memory import overlaps_itself
 
 
 def _isdtype(dtype: Any, kind: str) -> bool:
@@ -23,16 +22,22 @@ namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 def _walk(arrays: list[Array], access: str) -> Any:
     """Walk through arrays that broadcast together, in pieces; one that does not lie in a row goes through a buffer."""
-    operands = [[access], *[["readonly"]] * (len(arrays) - 1)]
-    flags = ["external_loop", "buffered", "zerosize_ok"]
+    # What an operand shares with the array that is to be changed is copied first, unless entry lies on entry.
+    operands = [
+        [access, "overlap_assume_elementwise"],
+        *[["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1),
+    ]
+    flags = ["external_loop", "buffered", "zerosize_ok", "copy_if_overlap"]
     return np.nditer(arrays, flags, operands, order="K", buffersize=PIECE)  # type: ignore[call-overload]
 
 
 class _NumPy(Backend):
     def is_array(self, leaf: Any) -> bool:
-        if isinstance(leaf, np.ma.MaskedArray) or not isinstance(leaf, (np.ndarray, np.generic)):
+        # The product of matrices is not that of their entries, and what masked entries count is not said.
+        if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, (np.ndarray, np.generic)):
             return False
-        return leaf.dtype.kind in "iufc" or leaf.dtype.type.__module__ == "ml_dtypes"
+        floats = leaf.dtype.type.__module__ == "ml_dtypes" and "float" in leaf.dtype.name
+        return leaf.dtype.kind in "iufc" or floats
 
     def readable(self, array: Array) -> bool:  # noqa: ARG002
         return True
@@ -44,15 +49,13 @@ class _NumPy(Backend):
         pieces: Iterable[Array] = _walk([array], "readonly")
         return pieces
 
-    def fixed(self, leaf: Any) -> str | None:
+    def why_fixed(self, leaf: Any) -> str | None:
         if not isinstance(leaf, np.ndarray):
             return "a scalar never changes"
-        if not leaf.flags.writeable:
-            return "it is read-only"
-        return "several of its entries lie in one place" if overlaps_itself(leaf) else None
+        return None if leaf.flags.writeable else "it is read-only"
 
     def memory(self, leaf: Any) -> Any:
-        return leaf
+        return leaf if isinstance(leaf, np.ndarray) else None
 
     def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:  # noqa: ARG002
         with _walk([array, *operands], "readwrite") as pieces:

@@ -79,59 +79,60 @@ def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
 
 namespace = SimpleNamespace(
     __name__="uniclip.backends.tensorflow.namespace",
-    float32=tf.float32,
-    float64=tf.float64,
     abs=tf.abs,
     all=_reduction(tf.reduce_all),
     any=_reduction(tf.reduce_any),
     asarray=_asarray,
     astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
+    ceil=tf.math.ceil,
     clip=_clip,
     concat=lambda arrays, /, *, axis=0: tf.concat(arrays, axis),
-    expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
-    iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
-    imag=tf.math.imag,
-    isdtype=_isdtype,
-    isfinite=_isfinite,
-    isinf=tf.math.is_inf,
-    logical_not=tf.logical_not,
-    max=_reduction(_extreme(tf.reduce_max)),
-    not_equal=tf.not_equal,
-    ones_like=tf.ones_like,
-    real=tf.math.real,
-    result_type=_result_type,
-    sqrt=tf.sqrt,
-    stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
-    sum=_reduction(tf.reduce_sum),
-    where=tf.where,
-    zeros=lambda shape, /, *, dtype=tf.float32: tf.zeros(shape, dtype),
-    # What a curve of one's own may want.
-    ceil=tf.math.ceil,
     equal=tf.equal,
     exp=tf.exp,
+    expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
     expm1=tf.math.expm1,
+    float32=tf.float32,
+    float64=tf.float64,
     floor=tf.floor,
-    log2=lambda x, /: tf.math.log(x) / math.log(2),
     full_like=lambda x, value, /: tf.fill(tf.shape(x), tf.cast(value, x.dtype)),
     greater=tf.greater,
     greater_equal=tf.greater_equal,
+    iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
+    imag=tf.math.imag,
+    int32=tf.int32,
+    int64=tf.int64,
+    isdtype=_isdtype,
+    isfinite=_isfinite,
+    isinf=tf.math.is_inf,
     isnan=tf.math.is_nan,
     less=tf.less,
     less_equal=tf.less_equal,
     log=tf.math.log,
     log1p=tf.math.log1p,
+    log2=lambda x, /: tf.math.log(x) / math.log(2),
     logical_and=tf.logical_and,
+    logical_not=tf.logical_not,
     logical_or=tf.logical_or,
+    max=_reduction(_extreme(tf.reduce_max)),
     maximum=tf.maximum,
     mean=_reduction(tf.reduce_mean),
     min=_reduction(_extreme(tf.reduce_min)),
     minimum=tf.minimum,
+    not_equal=tf.not_equal,
+    ones_like=tf.ones_like,
     pow=tf.pow,
+    real=tf.math.real,
     reshape=lambda x, shape, /: tf.reshape(x, shape),
+    result_type=_result_type,
     round=tf.round,
     sign=tf.sign,
+    sqrt=tf.sqrt,
     square=tf.square,
+    stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
+    sum=_reduction(tf.reduce_sum),
     tanh=tf.tanh,
+    where=tf.where,
+    zeros=lambda shape, /, *, dtype=tf.float32: tf.zeros(shape, dtype),
     zeros_like=tf.zeros_like,
 )
 
@@ -166,7 +167,7 @@ class _TensorFlow(Backend):
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if isinstance(leaf, tf.IndexedSlices):
-            return _merged(leaf), lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape)
+            return _merged(leaf), lambda new: tf.IndexedSlices(tf.cast(new, leaf.dtype), leaf.indices, leaf.dense_shape)
         return tf.convert_to_tensor(leaf), lambda new: new
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
@@ -192,14 +193,15 @@ class _TensorFlow(Backend):
 
 
 def _merged(slices: tf.IndexedSlices) -> Array:
-    """Return the values with the sum of each row at its first place, and zeros where it occurs again.
+    """Return the values, float32 or wider, with each row's sum at its first place, and zeros where it occurs again.
 
     So many rows come out as went in: XLA needs to know how many, and the indices stay as they are.
     """
     count = tf.size(slices.indices)
     _, row = tf.unique(tf.reshape(slices.indices, [-1]))
     first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
-    merged = tf.math.unsorted_segment_sum(slices.values, first, count)
+    wide = slices.values if slices.dtype.is_integer else tf.cast(slices.values, _result_type(slices.dtype, tf.float32))
+    merged = tf.math.unsorted_segment_sum(wide, first, count)
     return tf.ensure_shape(merged, slices.values.shape)
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from array_api_compat import torch as compat
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild
-from uniclip.backends.memory import overlaps_itself
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -56,6 +55,13 @@ class _Memory:
         }
 
 
+def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    """Return the operand, a copy if it is another view of the array that is to be changed."""
+    if torch.compiler.is_compiling() or operand.untyped_storage().data_ptr() != array.untyped_storage().data_ptr():
+        return operand
+    return operand.clone()
+
+
 class _Torch(Backend):
     output_axis = 0
 
@@ -76,31 +82,35 @@ class _Torch(Backend):
         return array.device.type == "cpu" and not self.traced(array)
 
     def large(self, array: Array) -> bool:
-        plain = type(array) is torch.Tensor and not array.requires_grad  # derivatives keep every piece anyway
-        return plain and array.numel() > PIECE and not self.traced(array)
+        recorded = array.requires_grad and torch.is_grad_enabled()  # derivatives would keep every piece anyway
+        return type(array) is torch.Tensor and not recorded and array.numel() > PIECE and not self.traced(array)
 
     def pieces(self, array: Array) -> Iterable[Array]:
         ordered = array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))  # as it lies in memory
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
-        return [flat[rows] for rows in self.rows(flat)]
+        return [flat[rows] for rows in row_slices(flat.shape)]
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         return self.xp.sum(array, axis=axes)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if leaf.layout is torch.sparse_coo:
-            leaf = leaf.coalesce()
-            return leaf.values(), lambda new: torch.sparse_coo_tensor(
-                leaf.indices(), new, leaf.shape, is_coalesced=True, check_invariants=False
+            # Entries that occur often are summed in float32, not in half precision.
+            merged = leaf if leaf.is_coalesced() else leaf.to(_result_type(leaf.dtype, torch.float32)).coalesce()
+            return merged.values(), lambda new: torch.sparse_coo_tensor(
+                merged.indices(), new.to(leaf.dtype), leaf.shape, is_coalesced=True, check_invariants=False
             )
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
             return leaf.values(), lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False)
         return super().stored(leaf)
 
-    def fixed(self, leaf: Any) -> str | None:
-        view = self.memory(leaf)
-        return "several of its entries lie in one place" if view is not None and overlaps_itself(view) else None
+    def why_fixed(self, leaf: Any) -> str | None:
+        if leaf.requires_grad and leaf.is_leaf:
+            return "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the weights)"
+        if leaf.is_inference() and not torch.is_inference_mode_enabled():
+            return "a tensor made in inference mode can be changed only there"
+        return None
 
     def memory(self, leaf: Any) -> Any:
         if type(leaf) is not torch.Tensor or self.traced(leaf):
@@ -110,10 +120,14 @@ class _Torch(Backend):
         return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))  # noqa: SLF001
 
     def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
-        operands = tuple(operand.expand(array.shape) for operand in operands)
         with torch.no_grad():
-            for rows in self.rows(array) if self.large(array) else [...]:
-                array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
+            if self.large(array) and not any(operand.ndim for operand in operands):
+                for piece in self.pieces(array):
+                    piece.copy_(function(piece, *operands))
+            else:
+                operands = tuple(_apart(operand, array).expand(array.shape) for operand in operands)
+                for rows in row_slices(array.shape) if self.large(array) else [...]:
+                    array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
             if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
                 leaf.copy_(self.stored(leaf)[1](array))
 
