@@ -203,6 +203,7 @@ def test_what_an_array_cannot_hold_is_refused() -> None:
             uc.clip_(array, function)
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_matrices_are_refused() -> None:
     """The square of a matrix is not that of its entries."""
     with pytest.raises(TypeError, match="not an array of numbers"):

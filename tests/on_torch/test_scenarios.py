@@ -246,7 +246,9 @@ def test_compressed(layout: torch.layout) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_many_duplicates_in_half_precision(dtype: torch.dtype) -> None:
     """Entries that occur often are summed in float32."""
-    grad = torch.sparse_coo_tensor(torch.zeros(1, 3000, dtype=int), torch.ones(3000, dtype=dtype), (2,), check_invariants=True)
+    grad = torch.sparse_coo_tensor(
+        torch.zeros(1, 3000, dtype=int), torch.ones(3000, dtype=dtype), (2,), check_invariants=True
+    )
     assert uc.global_norm(grad).item() == 3000
     clipped, _ = uc.clip_by_global_norm(grad, 10.0)
     assert clipped.dtype is dtype
