@@ -1,37 +1,41 @@
 # SPDX-License-Identifier: MIT
 """Run each framework's own clipping function beside uniclip, and both beside the true result in float64.
 
-Every result is the output of a call that this script makes; a library that is not installed is named.
-A case is a few lines in `GROUPS`. Run ``python benchmarks/how_others_behave.py``; with ``--markdown FILE`` the tables
-are written as Markdown too.
+Every result is the output of a call that this script makes. A case is a few lines in `GROUPS`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
-from native_functions import Rows
-from side_by_side import Case, Group, altered, derivative, excess, markdown, norm_after, terminal, versions
+from side_by_side import Case, Group, Rows, altered, blocks, derivative, excess, norm_after, tally
 
-HALF, BRAIN = ("float16",), ("bfloat16",)
-
-
-ONES = [[1.0] for _ in range(500)]
+HALF, BRAIN, COMPLEX, MIXED = ("float16",), ("bfloat16",), ("complex64",), ("float16", "float32")
+ONES, ONES_IN_WORDS = [[1.0] for _ in range(500)], "500 times `[1]`"
+THOUSANDS = np.full(10_000, 1000.0)
 MANY = np.random.default_rng(0).standard_normal(10_000_000, dtype="float32")
 SHARED = [1.0, 1.0]  # one list, so one array
+BELOW, BELOW_IN_WORDS = [[0.5, 0.1, 0.3]], "`[0.5, 0.1, 0.3]` at the limits 1, 2, …, 199"
+NORM, GLOBAL, VALUE, EXAMPLES = "global norm", "by global norm", "by value", "sum of clipped examples"
+TENSOR, ROW, RMS = "each tensor by norm", "each row by norm", "each tensor by root mean square"
+
 GROUPS = [
     Group(
         "The usual case",
         "A check that each function is called as it should be.",
         "",
         [
-            Case("An ordinary gradient, clipped by its global norm", "by_global_norm", [[3.0, 4.0], [12.0]], 6.5),
-            Case("An ordinary gradient, clipped by value", "by_value", [[3.0, -0.5]]),
-            Case("An ordinary gradient, each tensor clipped by its norm", "by_norm", [[3.0, 4.0], [0.5]]),
+            Case("An ordinary gradient, clipped by its global norm", GLOBAL, [[3.0, 4.0], [12.0]], 6.5),
+            Case("An ordinary gradient, clipped by value", VALUE, [[3.0, -0.5]]),
+            Case("An ordinary gradient, each tensor clipped by its norm", TENSOR, [[3.0, 4.0], [0.5]]),
+            Case("An ordinary gradient, each tensor clipped by its root mean square", RMS, [[3.0, -3.0], [0.5]]),
+            Case("An ordinary gradient, each row clipped by its norm", ROW, [[[3.0, 4.0], [0.0, 0.5]]]),
+            Case("An ordinary gradient, the sum of clipped examples", EXAMPLES, [[[3.0, 4.0], [0.0, 0.5]]]),
+            Case("The norm of an ordinary gradient", NORM, [[3.0, 4.0], [12.0]]),
         ],
     ),
     Group(
@@ -42,15 +46,36 @@ GROUPS = [
         "largest entry before squaring avoids both.",
         "a logged norm of ∞ or 0, and steps that write zeros or NaN although the loss was finite.",
         [
-            Case("A finite gradient of 1e30", "by_global_norm", [[1e30, 1.0]]),
-            Case("A finite gradient of 1e30, each tensor by its norm", "by_norm", [[1e30, 1.0]]),
-            Case("A finite gradient of 1e30, by root mean square", "by_block_rms", [[1e30, -1e30]]),
-            Case("One example of 1e30 in a batch of two", "each_example", [[[1e30, 0.0], [0.0, 3.0]]]),
-            Case("A limit of ∞, only to measure", "by_global_norm", [[1e30, 1.0]], math.inf),
-            Case("A limit far above an ordinary gradient", "by_norm", [[1e10, 1.0]], 1e30),
-            Case("A gradient of 1e-30 above its limit", "by_global_norm", [[3e-30, 4e-30]], 1e-30),
-            Case("The norm of a gradient of 1e-30", "global_norm", [[3e-30, 4e-30]]),
-            Case("Clip by value, which needs no norm", "by_value", [[1e30, -1e-30]]),
+            Case("A finite gradient of 1e30", GLOBAL, [[1e30, 1.0]]),
+            Case("A finite gradient of 1e30, each tensor by its norm", TENSOR, [[1e30, 1.0]]),
+            Case("A finite gradient of 1e30, by root mean square", RMS, [[1e30, -1e30]]),
+            Case("One example of 1e30, the sum of clipped examples", EXAMPLES, [[[1e30, 0.0], [0.0, 3.0]]]),
+            Case("A limit of ∞, only to measure", GLOBAL, [[1e30, 1.0]], math.inf),
+            Case("A limit far above an ordinary gradient, each tensor by its norm", TENSOR, [[1e10, 1.0]], 1e30),
+            Case("A gradient of 1e-30 above its limit", GLOBAL, [[3e-30, 4e-30]], 1e-30),
+            Case("The norm of a gradient of 1e-30", NORM, [[3e-30, 4e-30]]),
+            Case("Clip by value, which needs no norm", VALUE, [[1e30, -1e-30]]),
+        ],
+    ),
+    Group(
+        "NaN in the gradient",
+        "A NaN makes the norm NaN, and all that is clipped by that norm: every tensor under one global norm, and one "
+        "tensor, row or example where each has its own. So it is seen, and it spreads no further than the norm does. "
+        "A factor of NaN that is replaced by 1 lets the numbers beside the NaN pass without a limit. An ∞ has no "
+        "clipped value either, and becomes NaN.",
+        "examples that were meant to be bounded and are not, as in differentially private training.",
+        [
+            Case("The norm, with a NaN in one of two tensors", NORM, [[math.nan, 1.0], [2.0]]),
+            Case("A NaN in one of two tensors", GLOBAL, [[math.nan, 1.0], [2.0]]),
+            Case("A NaN in one of two tensors, each by its norm", TENSOR, [[math.nan, 1.0], [2.0]]),
+            Case("A NaN in one of two rows, each by its norm", ROW, [[[math.nan, 1e10], [0.0, 3.0]]]),
+            Case("∞ in one of two rows, each by its norm", ROW, [[[math.inf, -math.inf], [0.0, 3.0]]]),
+            Case(
+                "A NaN in one of two examples, the sum of clipped examples", EXAMPLES, [[[math.nan, 1e10], [0.0, 3.0]]]
+            ),
+            Case(
+                "∞ in one of two examples, the sum of clipped examples", EXAMPLES, [[[math.inf, -math.inf], [0.0, 3.0]]]
+            ),
         ],
     ),
     Group(
@@ -62,27 +87,14 @@ GROUPS = [
         "a norm that is a round number such as 16, or that stays the same while the model grows, and float16 steps "
         "that are all zero.",
         [
-            Case("The norm of 500 bfloat16 tensors", "global_norm", ONES, dtype=BRAIN, words="500 times `[1]`"),
+            Case("The norm of 500 bfloat16 tensors", NORM, ONES, 1.0, BRAIN, ONES_IN_WORDS),
             Case(
-                "The norm of 500 bfloat16 tensors after clipping",
-                "by_global_norm",
-                ONES,
-                20.0,
-                BRAIN,
-                "500 times `[1]`",
-                norm_after,
+                "The norm of 500 bfloat16 tensors after clipping", GLOBAL, ONES, 20.0, BRAIN, ONES_IN_WORDS, norm_after
             ),
-            Case("A float16 gradient of 400", "by_global_norm", [[300.0, 400.0]], 250.0, HALF),
-            Case(
-                "10,000 float16 entries of 1000",
-                "by_global_norm",
-                [np.full(10_000, 1000.0)],
-                1000.0,
-                HALF,
-                "`[1000, 1000, …]`",
-            ),
-            Case("float16 and float32 in one model", "by_global_norm", [[3.0], [1e5]], 5e4, ("float16", "float32")),
-            Case("The norm of a float16 gradient of 1e-4", "global_norm", [[1e-4, 1e-4]], dtype=HALF),
+            Case("A float16 gradient of 400", GLOBAL, [[300.0, 400.0]], 250.0, HALF),
+            Case("10,000 float16 entries of 1000", GLOBAL, [THOUSANDS], 1000.0, HALF, "`[1000, 1000, …]`"),
+            Case("float16 and float32 in one model", GLOBAL, [[3.0], [1e5]], 5e4, MIXED),
+            Case("The norm of a float16 gradient of 1e-4", NORM, [[1e-4, 1e-4]], 1.0, HALF),
         ],
     ),
     Group(
@@ -95,12 +107,12 @@ GROUPS = [
         "error is better than a wrong step.",
         "embedding gradients whose dense form is above the limit after clipping.",
         [
-            Case("Two different rows", "by_global_norm", [Rows((0, 7), (3.0, 4.0))]),
-            Case("Two different rows, clipped by value", "by_value", [Rows((0, 7), (3.0, 0.5))]),
-            Case("The norm of a row that occurs twice", "global_norm", [Rows((0, 0), (3.0, 3.0))]),
-            Case("A row that occurs twice", "by_global_norm", [Rows((0, 0), (3.0, 3.0))]),
-            Case("A row that occurs twice, clipped by value", "by_value", [Rows((0, 0), (0.8, 0.8))]),
-            Case("The norm of two rows that cancel", "global_norm", [Rows((0, 0), (3.0, -3.0))]),
+            Case("Two different rows", GLOBAL, [Rows((0, 7), (3.0, 4.0))]),
+            Case("Two different rows, clipped by value", VALUE, [Rows((0, 7), (3.0, 0.5))]),
+            Case("The norm of a row that occurs twice", NORM, [Rows((0, 0), (3.0, 3.0))]),
+            Case("A row that occurs twice", GLOBAL, [Rows((0, 0), (3.0, 3.0))]),
+            Case("A row that occurs twice, clipped by value", VALUE, [Rows((0, 0), (0.8, 0.8))]),
+            Case("The norm of two rows that cancel", NORM, [Rows((0, 0), (3.0, -3.0))]),
         ],
     ),
     Group(
@@ -113,14 +125,14 @@ GROUPS = [
         "schedules whose limit decays to 0, gradients divided by a large number such as a count of tokens, and a loss "
         "that rises from the first step.",
         [
-            Case("A negative limit", "by_global_norm", [[3.0, 4.0]], -1.0),
-            Case("A negative limit, each tensor by its norm", "by_norm", [[3.0, 4.0]], -1.0),
-            Case("A negative limit, by value", "by_value", [[3.0, 0.5]], -1.0),
-            Case("A limit of NaN", "by_global_norm", [[3.0, 4.0]], math.nan),
-            Case("A limit of 0", "by_global_norm", [[3.0, 4.0]], 0.0),
-            Case("A limit of 0 and a gradient of 0", "by_global_norm", [[0.0, 0.0]], 0.0),
-            Case("A limit of 0 and a gradient of 0, each tensor by its norm", "by_norm", [[0.0, 0.0]], 0.0),
-            Case("A small gradient below a small limit", "by_global_norm", [[6e-7, 8e-7]], 1.5e-6),
+            Case("A negative limit", GLOBAL, [[3.0, 4.0]], -1.0),
+            Case("A negative limit, each tensor by its norm", TENSOR, [[3.0, 4.0]], -1.0),
+            Case("A negative limit, by value", VALUE, [[3.0, 0.5]], -1.0),
+            Case("A limit of NaN", GLOBAL, [[3.0, 4.0]], math.nan),
+            Case("A limit of 0", GLOBAL, [[3.0, 4.0]], 0.0),
+            Case("A limit of 0 and a gradient of 0", GLOBAL, [[0.0, 0.0]], 0.0),
+            Case("A limit of 0 and a gradient of 0, each tensor by its norm", TENSOR, [[0.0, 0.0]], 0.0),
+            Case("A small gradient below a small limit", GLOBAL, [[6e-7, 8e-7]], 1.5e-6),
         ],
     ),
     Group(
@@ -132,21 +144,11 @@ GROUPS = [
         "one is a central difference in float64.",
         "NaN at parameters whose gradient is exactly 0.",
         [
-            Case("Where the gradient is clipped", "by_global_norm", [[3.0, 4.0]], measure=derivative),
-            Case(
-                "Where the gradient is 0",
-                "by_global_norm",
-                [[0.0, 0.0]],
-                measure=derivative,
-            ),
-            Case("Where the gradient is 0, each tensor by its norm", "by_norm", [[0.0, 0.0]], measure=derivative),
-            Case("Where the gradient is 0, by root mean square", "by_block_rms", [[0.0, 0.0]], measure=derivative),
-            Case(
-                "Of the norm, where the gradient is 0",
-                "global_norm",
-                [[0.0, 0.0]],
-                measure=derivative,
-            ),
+            Case("Where the gradient is clipped", GLOBAL, [[3.0, 4.0]], measure=derivative),
+            Case("Where the gradient is 0", GLOBAL, [[0.0, 0.0]], measure=derivative),
+            Case("Where the gradient is 0, each tensor by its norm", TENSOR, [[0.0, 0.0]], measure=derivative),
+            Case("Where the gradient is 0, by root mean square", RMS, [[0.0, 0.0]], measure=derivative),
+            Case("Of the norm, where the gradient is 0", NORM, [[0.0, 0.0]], measure=derivative),
         ],
     ),
     Group(
@@ -161,51 +163,48 @@ GROUPS = [
         [
             Case(
                 "Unclipped gradients that change, by global norm",
-                "by_global_norm",
-                [[0.5, 0.1, 0.3]],
-                words="`[0.5, 0.1, 0.3]` at the limits 1, 2, …, 199",
+                GLOBAL,
+                BELOW,
+                words=BELOW_IN_WORDS,
                 measure=altered,
                 exact=True,
             ),
             Case(
                 "Unclipped gradients that change, each tensor by its norm",
-                "by_norm",
-                [[0.5, 0.1, 0.3]],
-                words="`[0.5, 0.1, 0.3]` at the limits 1, 2, …, 199",
+                TENSOR,
+                BELOW,
+                words=BELOW_IN_WORDS,
                 measure=altered,
                 exact=True,
             ),
-            Case("A gradient exactly at its limit", "by_global_norm", [[1.0, 0.0]], exact=True),
+            Case("A gradient exactly at its limit", GLOBAL, [[1.0, 0.0]], exact=True),
             Case(
                 "Norms above the limit after clipping, and by how much at most",
-                "by_global_norm",
+                GLOBAL,
                 [],
                 words="100 random gradients of 50 entries",
                 measure=excess,
             ),
-            Case(
-                "The norm of 10 million numbers",
-                "global_norm",
-                [MANY],
-                words="random, normally distributed",
-            ),
-            Case("Two parameters that share one gradient array", "by_global_norm", [SHARED, SHARED]),
-            Case("Complex numbers", "by_global_norm", [[3 + 4j, 12j]], 6.5, ("complex64",)),
+            Case("The norm of 10 million numbers", NORM, [MANY], words="random, normally distributed"),
+            Case("Two parameters that share one gradient array", GLOBAL, [SHARED, SHARED]),
+            Case("Complex numbers", GLOBAL, [[3 + 4j, 12j]], 6.5, COMPLEX),
         ],
     ),
 ]
 
 
 def main() -> None:
-    """Run all cases, print the tables and write them if asked to."""
+    """Print the cases, then how many each library gets right."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables as Markdown too")
-    file = parser.parse_args().markdown
-    print(versions(), end="\n\n")
-    for group in GROUPS:
-        print(terminal(group))
-    if file:
-        file.write_text(markdown(GROUPS), encoding="utf-8")
+    parser.add_argument("--case", default="", metavar="TEXT", help="only the cases with TEXT in their title")
+    text = parser.parse_args().case.lower()
+    chosen = [replace(group, cases=[c for c in group.cases if text in c.title.lower()]) for group in GROUPS]
+    chosen = [group for group in chosen if group.cases]
+    if not chosen:
+        parser.error(f"no title has {text!r} in it")
+    for block in blocks(chosen):
+        print(block, end="\n\n", flush=True)
+    print(f"## In all\n\n{tally(chosen)}")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def write(path: Path, text: str) -> None:
 
 write(HERE / "_generated" / "promises.md", promises.table())
 write(HERE / "_generated" / "dtypes.md", promises.dtypes())
-write(HERE / "_generated" / "others.md", side_by_side.markdown(how_others_behave.GROUPS))
+write(HERE / "_generated" / "others.md", "\n\n".join(side_by_side.blocks(how_others_behave.GROUPS)))
 figures.draw(HERE / "_static" / "generated")
 
 

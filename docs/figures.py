@@ -16,7 +16,6 @@ import uniclip as uc
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import native_functions
-import side_by_side
 
 GRAY, BLUE, ORANGE, GREEN, RED = "#808080", "#3b82d0", "#e07b1a", "#2f9e62", "#d0453b"
 STYLE = {
@@ -103,39 +102,40 @@ def curve() -> Figure:
 
 def norms() -> Figure:
     """Draw the norms that libraries report, of large and small gradients and of many tensors."""
-    figure = Figure(figsize=(8.5, 3.2))
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(5.6, 6.4))
+    top, bottom = figure.subplots(2, 1)
     zero, infinite = 1e-44, 1e46  # where the axis shows 0 and ∞
-    for library, style in _measured():
+    for turn, (library, style) in enumerate(_measured()):
         true, found = _reported(library, "float32", [(x, [[0.6 * x, 0.8 * x]]) for x in np.logspace(-36, 38, 75)])
-        left.loglog(true, np.clip(found, zero, infinite), **style)
-        count, found = _reported(library, "bfloat16", [(n, [[1.0]] * n) for n in (1, *range(40, 801, 40))])
-        right.plot(count, found, **style)
+        top.loglog(true, np.clip(found, zero, infinite), markevery=(2 * turn, 10), **style)
+        count, found = _reported(library, "bfloat16", [(n, [[1.0]] * n) for n in (1, *range(20, 801, 20))])
+        bottom.plot(count, found, markevery=(turn, 5), **style)
     ticks = {zero: "0", 1e-30: "1e-30", 1e-15: "1e-15", 1: "1", 1e15: "1e15", 1e30: "1e30", infinite: "∞"}
-    left.set_yticks(list(ticks), list(ticks.values()))
-    left.set_xticks([1e-30, 1e-15, 1, 1e15, 1e30], ["1e-30", "1e-15", "1", "1e15", "1e30"])
-    left.minorticks_off()
-    left.set(xlabel="true norm of a float32 gradient", ylabel="norm reported")
-    right.set(xlabel="number of bfloat16 tensors [1]", ylabel="norm reported")
-    right.legend(loc="lower right", handlelength=3)
-    figure.subplots_adjust(wspace=0.3)
+    top.set_yticks(list(ticks), list(ticks.values()))
+    top.set_xticks([1e-30, 1e-15, 1, 1e15, 1e30], ["1e-30", "1e-15", "1", "1e15", "1e30"])
+    top.minorticks_off()
+    top.set(xlabel="true norm of a float32 gradient", ylabel="norm reported")
+    bottom.set(xlabel="number of bfloat16 tensors [1]", ylabel="norm reported")
+    top.legend(loc="upper left")
+    figure.subplots_adjust(hspace=0.3)
     return figure
 
 
 def _measured() -> list[tuple[native_functions.Library, dict[str, Any]]]:
-    """Return the libraries that measure norms, with dashes that fall into the gaps of one another."""
-    native = [library for library in side_by_side.installed()[0] if library.global_norm]
-    wide = {"color": BLUE, "linewidth": 7, "alpha": 0.35}
-    styles = [(native_functions.Uniclip(x), {**wide, "label": f"uniclip, on {x.name}"}) for x in native[:1]]
-    for turn, (library, color) in enumerate(zip(native, [RED, ORANGE, GREEN, GRAY], strict=False)):
-        dashes = (2 * turn, (2, 2 * len(native) - 2))
-        styles.append((library, {"color": color, "linestyle": dashes, "label": library.name}))
-    return styles
+    """Return uniclip and the libraries that measure norms, each with its color and marker."""
+    native = [library for library in native_functions.LIBRARIES if "global norm" in library.calls]
+    libraries = [native_functions.uniclip_on(native[0]), *native]
+    looks = zip(libraries, [BLUE, RED, ORANGE, GREEN, GRAY], "os^vD", strict=True)
+    wide = {"linewidth": 6, "alpha": 0.4, "markersize": 9, "label": f"uniclip, on {native[0].name}"}
+    thin = {"linewidth": 1, "markersize": 5}
+    styles = [{"color": color, "marker": marker, "label": library.name, **thin} for library, color, marker in looks]
+    return list(zip(libraries, [styles[0] | wide, *styles[1:]], strict=True))
 
 
 def _reported(library: native_functions.Library, dtype: str, grads: list[Any]) -> tuple[list[float], list[float]]:
     """Return what gradients are drawn at and the norms that a library reports of them."""
-    found = [library.global_norm([library.array(leaf, dtype) for leaf in leaves], 1.0) for _, leaves in grads]
+    arrays = [[library.framework.array(leaf, dtype) for leaf in leaves] for _, leaves in grads]
+    found = [library.call("global norm", leaves, 1.0) for leaves in arrays]
     return [x for x, _ in grads], [float(library.numpy(norm)) for norm in found]
 
 
