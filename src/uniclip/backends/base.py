@@ -74,7 +74,7 @@ class Backend:
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
         """Return the number of entries of the leaf along ``axes``, those that are not stored too."""
         shape = leaf.shape
-        return math.prod(shape if axes is None else (shape[axis] for axis in axes))
+        return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
 
     # In place: libraries whose arrays can be changed override all three.
 
