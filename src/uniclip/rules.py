@@ -189,8 +189,9 @@ def _whole(xp: Any, bound: Any, info: Any) -> Any:
         if "int" not in str(bound.dtype):
             msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"
             raise TypeError(msg)
-        wide = xp.iinfo(xp.int64)
-        return xp.clip(xp.asarray(bound, dtype=xp.int64), max(info.min, wide.min), min(info.max, wide.max))
+        bound = xp.asarray(bound)
+        own = xp.iinfo(bound.dtype)
+        return xp.clip(bound, max(info.min, own.min), min(info.max, own.max))
     inside = max(info.min, min(info.max, bound))
     if not float(inside).is_integer():
         msg = f"integer gradients need whole bounds, got {bound!r}"

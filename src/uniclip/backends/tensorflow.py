@@ -100,7 +100,6 @@ namespace = SimpleNamespace(
     iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
     imag=tf.math.imag,
     int32=tf.int32,
-    int64=tf.int64,
     isdtype=_isdtype,
     isfinite=_isfinite,
     isinf=tf.math.is_inf,
