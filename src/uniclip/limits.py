@@ -47,7 +47,8 @@ class Limit:
         norms : list of arrays
             The norms just measured, one for each group in the order of the tree (the keys of a dict
             sorted), in float32 or wider; 0-d, or of the shape of the axes that a norm does not cover.
-        state : NamedTuple of arrays
+            A norm that is not finite is NaN here.
+        state : tree of arrays, such as a NamedTuple
             What `init` or the step before returned.
         reference : callable
             ``reference()`` measures the parameters by the rule's own scope and norm; it raises a
@@ -57,7 +58,8 @@ class Limit:
         -------
         limits : list of floats or arrays
             Infinity leaves alone.
-        state : NamedTuple of arrays
+        state : tree of arrays
+            Of the same shapes and dtypes. After a step that is not finite, the old one is kept.
         """
         raise NotImplementedError
 

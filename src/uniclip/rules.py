@@ -41,8 +41,8 @@ class Rule(Printed):
         What happens to gradients with NaN or ∞. ``"propagate"``: every entry of their scope becomes
         NaN. ``"skip"``: all gradients become 0, and the report says that they were not finite.
         ``"zero"``: the entries that are not finite become 0, then the rest is clipped. ``"raise"``:
-        a ``FloatingPointError`` names the leaves; not in code that is traced. In all of them the
-        state stays as it was.
+        a ``FloatingPointError`` names the leaves; code that is traced has no values to look at, so
+        there it is a ``TypeError``. In all of them the state stays as it was.
 
     Raises
     ------
@@ -81,7 +81,17 @@ class Rule(Printed):
         return limit.memory
 
     def init(self, grads: Any) -> Any:
-        """Return the state before the first step, for gradients or parameters like ``grads``."""
+        """Return the state before the first step.
+
+        Parameters
+        ----------
+        grads : array or tree of arrays
+            Gradients, or parameters of the same shapes; only shapes and dtypes count.
+
+        Returns
+        -------
+        state : tree of arrays
+        """
         limit: Limit = self.limit
         return limit.init(zeros(read(grads, self.scope)))
 
@@ -100,7 +110,7 @@ class Rule(Printed):
         ----------
         grads, params, all_reduce
             As in `uniclip.clip`.
-        state : NamedTuple
+        state : tree of arrays
             What `init` or the step before returned.
         in_place : bool, default False
             Write into the given arrays, as `uniclip.clip_` does.
@@ -108,8 +118,14 @@ class Rule(Printed):
         Returns
         -------
         clipped : tree
-        state : NamedTuple
+        state : tree of arrays
+            The next state; the old one after a step that is not finite.
         report : Report
+
+        Raises
+        ------
+        TypeError, ValueError, FloatingPointError
+            As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
         """
         return core.update(self, grads, state, params, all_reduce, in_place=in_place)
 

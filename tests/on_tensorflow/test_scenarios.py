@@ -326,51 +326,6 @@ def test_unknown_rank(name: str) -> None:
         np.testing.assert_allclose(clip(grad), uc.clip(grad, RULES[name])[0], rtol=4 * 2**-23)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-def test_changing_limit(jit_compile: bool) -> None:
-    """A limit that is a tensor changes from step to step without a new trace."""
-    traces = []
-
-    @tf.function(jit_compile=jit_compile)
-    def clip(grad: Any, limit: Any) -> Any:
-        traces.append(limit)
-        return (
-            uc.clip_by_global_norm(grad, limit)[0],
-            uc.clip_by_norm(grad, limit),
-            uc.clip_by_value(grad, -limit, limit),
-        )
-
-    for limit in (0.5, 1.0, 1000.0):
-        by_global_norm, by_norm, by_value = clip(tf.constant(X), tf.constant(limit))
-        close(fw, by_global_norm, oracle.clip_leaf(X, limit), "float32")
-        close(fw, by_norm, oracle.clip_leaf(X, limit), "float32")
-        np.testing.assert_array_equal(by_value, X.clip(-limit, limit))
-    assert len(traces) == 1
-
-
-@pytest.mark.parametrize("limit", [0.5, 1000.0], ids=["above", "below"])
-@pytest.mark.parametrize("axis", [None, 0, 1])
-def test_second_derivative(axis: int | None, limit: float) -> None:
-    """Two nested tapes through clip_by_norm give the second derivative of finite differences."""
-    rng = np.random.default_rng(0)
-    x, v, weights = (tf.constant(rng.standard_normal((4, 3))) for _ in range(3))
-
-    def slope(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.reduce_sum(weights * uc.clip_by_norm(tf.sin(x) * x, limit, axis=axis) ** 2)
-        return tf.reduce_sum(v * tape.gradient(y, x))
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        along = slope(x)
-    h = 1e-6
-    step = np.zeros((4, 3))
-    step[1, 2] = h
-    difference = (slope(x + step) - slope(x - step)) / (2 * h)
-    np.testing.assert_allclose(tape.gradient(along, x)[1, 2], difference, rtol=1e-7)
-
-
 @EVERY_MODE
 def test_many_duplicates_in_half_precision(compiled: Any) -> None:
     """Rows that occur often are summed in float32; twice clipped in one function, under XLA too."""

@@ -131,29 +131,6 @@ def test_grad_and_hessian() -> None:
     np.testing.assert_allclose(torch.func.vmap(torch.func.grad(along))(batch), wanted, rtol=1e-12)
 
 
-DIFFERENTIABLE = {
-    "norm": lambda *g: uc.clip_by_norm(list(g), 1.0),
-    "norm along an axis": lambda *g: uc.clip_by_norm(list(g), 1.0, axis=0),
-    "global norm": lambda *g: uc.clip_by_global_norm(list(g), 1.0)[0],
-    "L1": lambda *g: uc.clip_by_global_norm(list(g), 1.0, ord=1)[0],
-    "L3": lambda *g: uc.clip_by_global_norm(list(g), 1.0, ord=3)[0],
-    "largest": lambda *g: uc.clip_by_global_norm(list(g), 1.0, ord=math.inf)[0],
-    "rms": lambda *g: uc.clip(list(g), uc.by_block_rms(0.3))[0],
-    "value": lambda *g: uc.clip_by_value(list(g), -0.5, 0.7),
-}
-
-
-@pytest.mark.parametrize("by", [0.01, 1.0], ids=["below", "above"])
-@pytest.mark.parametrize("clip", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE)
-def test_gradcheck(clip: Any, by: float) -> None:
-    """First and second derivatives equal finite differences."""
-    rng = np.random.default_rng(0)
-    grads = [fw.array(by * rng.standard_normal(shape), "float64").requires_grad_() for shape in [(3, 2), (4,)]]
-    options = {"eps": 1e-6 * by, "atol": 1e-5}
-    assert torch.autograd.gradcheck(lambda *g: clip(*g), grads, **options)
-    assert torch.autograd.gradgradcheck(lambda *g: clip(*g), grads, **options)
-
-
 def test_gradcheck_where_squares_overflow() -> None:
     """The norm's derivative equals finite differences also where its square is beyond the range."""
     grad = fw.array([0.3, -0.4, 1.2], "float64").requires_grad_()

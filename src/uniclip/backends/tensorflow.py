@@ -184,7 +184,8 @@ class _TensorFlow(Backend):
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
     def once(self, array: Array) -> Array:
-        # XLA computes again for each leaf what it can move there, and takes minutes to compile that.
+        # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
+        # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
         return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
     def quiet(self) -> AbstractContextManager[Any]:
