@@ -115,6 +115,28 @@ def test_gradients_of_a_graph() -> None:
     torch.testing.assert_close(x.detach(), torch.tensor([0.6, 0.8]))
 
 
+def test_inference_mode() -> None:
+    """A tensor made in inference mode is changed there, and refused elsewhere before any other is changed."""
+    with torch.inference_mode():
+        made = torch.tensor([3.0, 4.0])
+        uc.clip_([made], uc.by_norm(2.5))
+    assert made.tolist() == [1.5, 2]
+    other = torch.tensor([3.0, 4.0])
+    with pytest.raises(TypeError, match=r"grads\[1\].*inference mode"):
+        uc.clip_([other, made], uc.by_norm(1.0))
+    assert other.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("turn", [lambda g: g.T, lambda g: g.flip(0), lambda g: g], ids=["turned", "flipped", "itself"])
+def test_a_function_that_returns_a_view(turn: Any) -> None:
+    """What a function returns is put in place also if it is a view of the tensor that is changed."""
+    for n in (4, 600):
+        tensor = torch.arange(float(n * n)).reshape(n, n)
+        wanted = turn(tensor).clone()
+        uc.clip_(tensor, turn)
+        assert torch.equal(tensor, wanted)
+
+
 @pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_value(2.0)], ids=repr)
 def test_sparse(rule: Any, coalesced: bool) -> None:

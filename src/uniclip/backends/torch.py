@@ -108,7 +108,8 @@ class _Torch(Backend):
     def why_fixed(self, leaf: Any) -> str | None:
         if leaf.requires_grad and leaf.is_leaf:
             return "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the weights)"
-        if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        compiling = torch.compiler.is_compiling()  # which knows no inference mode
+        if not compiling and leaf.is_inference() and not torch.is_inference_mode_enabled():
             return "a tensor made in inference mode can be changed only there"
         return None
 
