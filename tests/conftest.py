@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from frameworks import CHOSEN, Framework
 
@@ -15,8 +15,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 
-settings.register_profile("default", max_examples=100, deadline=None, derandomize=True)
-settings.register_profile("thorough", max_examples=3000, deadline=None)
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault
+settings.register_profile("default", PATIENT, max_examples=100, derandomize=True)
+settings.register_profile("thorough", PATIENT, max_examples=3000)
 settings.load_profile("default")
 
 

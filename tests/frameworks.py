@@ -255,7 +255,7 @@ class TensorFlow(Framework):
 
     name = "tensorflow"
     family = "TensorFlow"
-    cost = 3
+    cost = 4
     writes = False
     default_float = "float32"
 
@@ -304,7 +304,7 @@ class TensorFlowFunction(TensorFlow):
     """TensorFlow in ``tf.function``."""
 
     name = "tf.function"
-    cost = 10
+    cost = 20
     same_objects = False
     raises = False
     traced = True
@@ -357,7 +357,7 @@ class JAX(Framework):
 
     name = "jax"
     family = "JAX"
-    cost = 3
+    cost = 4
     writes = False
     missing = MappingProxyType(dict.fromkeys(("float64", "complex128", "int64"), "with `jax_enable_x64` only"))
     default_float = "float32"
@@ -393,7 +393,7 @@ class JAXJit(JAX):
     """JAX inside jit."""
 
     name = "jax.jit"
-    cost = 10
+    cost = 20
     same_objects = False
     raises = False
     traced = True
