@@ -64,7 +64,7 @@ class Framework:
         """Return the derivative of a scalar function at ``x``."""
         raise NotImplementedError
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         """Return a sparse array of rows; a row that occurs twice counts as the sum."""
         raise NotImplementedError
 
@@ -223,10 +223,10 @@ class Torch(Framework):
         x = x.detach().requires_grad_()
         return torch.autograd.grad(self.run(function, x), x)[0]
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         import torch
 
-        return torch.sparse_coo_tensor([rows], self.array(values), shape, check_invariants=True)
+        return torch.sparse_coo_tensor([rows], self.array(values, dtype), shape, check_invariants=True)
 
     def dense(self, leaf: Any) -> np.ndarray:
         assert leaf.is_sparse
@@ -286,16 +286,16 @@ class TensorFlow(Framework):
 
         return self.run(derivative, x)
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         import tensorflow as tf
 
-        return tf.IndexedSlices(self.array(values), tf.constant(rows), tf.constant(shape))
+        return tf.IndexedSlices(self.array(values, dtype), tf.constant(rows), tf.constant(shape))
 
     def dense(self, leaf: Any) -> np.ndarray:
         import tensorflow as tf
 
         assert isinstance(leaf, tf.IndexedSlices)
-        out = np.zeros(leaf.dense_shape, dtype="float32")
+        out = np.zeros(leaf.dense_shape, dtype=np.asarray(leaf.values).dtype)
         np.add.at(out, np.asarray(leaf.indices), np.asarray(leaf.values))
         return out
 
@@ -377,10 +377,10 @@ class JAX(Framework):
 
         return self.run(jax.grad(function), x)
 
-    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any) -> Any:
+    def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         from jax.experimental import sparse
 
-        return sparse.BCOO((self.array(values), np.asarray(rows)[:, None]), shape=shape)
+        return sparse.BCOO((self.array(values, dtype), np.asarray(rows)[:, None]), shape=shape)
 
     def dense(self, leaf: Any) -> np.ndarray:
         from jax.experimental import sparse

@@ -348,6 +348,18 @@ def sparse(fw: Framework) -> None:
     np.testing.assert_allclose(fw.dense(rms)[:, 0], [0, 2, 0, 0], rtol=1e-6)
 
 
+def sparse_integers(fw: Framework) -> None:
+    for dtype in {"int32", "int64"} & set(fw.dtypes):
+        grads = fw.sparse((9, 1), [2, 5, 2], [[1], [4], [2]], dtype)
+        clipped, same = fw.run(lambda g: (uc.clip_by_norm(g, 2.5), uc.clip_by_norm(g, 100.0)), grads)
+        np.testing.assert_allclose(fw.dense(clipped)[[2, 5], 0], [1.5, 2.0], rtol=1e-6)
+        np.testing.assert_array_equal(fw.dense(same)[[2, 5], 0], [3, 4])
+        large = fw.sparse((9, 1), [2, 2], [[2**24], [1]], dtype)
+        kept = fw.run(lambda g: uc.clip_by_value(g, -1, 2**24 + 1), large)
+        assert fw.dense(kept)[2, 0] == 2**24 + 1
+        assert fw.dtype(kept) == dtype
+
+
 def integers(fw: Framework) -> None:
     for dtype in {"int32", "int64"} & set(fw.dtypes):
         integers_of(fw, dtype)
@@ -512,6 +524,12 @@ PROMISES = [
         "sparse gradients",
         "stay sparse; rows that occur twice are summed before measuring",
         sparse,
+        {**dict.fromkeys([*OTHERS, "MLX"], NO_SPARSE), "torch.compile": "`torch.compile` does not take sparse tensors"},
+    ),
+    Promise(
+        "integers in sparse gradients",
+        "the same as in dense ones, and sums of repeated rows are exact",
+        sparse_integers,
         {**dict.fromkeys([*OTHERS, "MLX"], NO_SPARSE), "torch.compile": "`torch.compile` does not take sparse tensors"},
     ),
     Promise("integers", "`clip_by_value` keeps them; norm rules return the framework's default float", integers),

@@ -50,7 +50,9 @@ class Gradients:
     def put(self, leaf: Leaf, function: Callable[..., Any], *operands: Any) -> Any:
         """Return a leaf like ``leaf`` of ``function(array, *operands)``; it is ``leaf`` itself if changed in place."""
         if not self.in_place:
-            return leaf.rebuild(function(leaf.array, *operands))
+            xp, new = self.backend.xp, function(leaf.array, *operands)
+            widened = new.dtype == leaf.array.dtype and not xp.isdtype(leaf.given.dtype, "integral")
+            return leaf.rebuild(cast(xp, new, leaf.given.dtype) if widened else new)
         self.backend.write(leaf.given, leaf.array, function, *operands)
         return leaf.given
 

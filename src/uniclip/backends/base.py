@@ -110,6 +110,11 @@ class Backend:
         return np.errstate(all="ignore")
 
 
+def sum_dtype(xp: Any, dtype: Any) -> Any:
+    """Return the dtype to add entries in: float32 or wider, integers as they are."""
+    return dtype if xp.isdtype(dtype, "integral") else xp.result_type(dtype, xp.float32)
+
+
 def row_slices(shape: tuple[int, ...]) -> list[slice]:
     """Return slices of the first axis that cut a large array into pieces."""
     step = max(1, PIECE * shape[0] // math.prod(shape))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
-from uniclip.backends.base import Array, Backend, Rebuild
+from uniclip.backends.base import Array, Backend, Rebuild, sum_dtype
 
 
 def _abs(x: Array, /) -> Array:
@@ -33,9 +33,7 @@ def _within(leaf: sparse.BCOO) -> Array:
     """Return the data, float32 or wider, with 0 for entries that are padding: their index is beyond the shape."""
     bounds = jnp.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     inside = jnp.all(leaf.indices < bounds, axis=-1)
-    data = (
-        leaf.data if jnp.isdtype(leaf.dtype, "integral") else leaf.data.astype(jnp.promote_types(leaf.dtype, "float32"))
-    )
+    data = leaf.data.astype(sum_dtype(jnp, leaf.dtype))
     return jnp.where(jnp.expand_dims(inside, range(inside.ndim, data.ndim)), data, 0)
 
 
@@ -63,7 +61,7 @@ class _JAX(Backend):
             # Entries that occur often are summed in float32; as many stay stored as were: jit needs it.
             wide = sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape)
             merged = wide.sum_duplicates(nse=leaf.nse)
-            return merged.data, lambda new: sparse.BCOO((new.astype(leaf.dtype), merged.indices), shape=leaf.shape)
+            return merged.data, lambda new: sparse.BCOO((new, merged.indices), shape=leaf.shape)
         return super().stored(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, sum_dtype
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "integral": lambda dtype: dtype.is_integer,
@@ -166,7 +166,7 @@ class _TensorFlow(Backend):
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if isinstance(leaf, tf.IndexedSlices):
-            return _merged(leaf), lambda new: tf.IndexedSlices(tf.cast(new, leaf.dtype), leaf.indices, leaf.dense_shape)
+            return _merged(leaf), lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape)
         return tf.convert_to_tensor(leaf), lambda new: new
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
@@ -200,7 +200,7 @@ def _merged(slices: tf.IndexedSlices) -> Array:
     count = tf.size(slices.indices)
     _, row = tf.unique(tf.reshape(slices.indices, [-1]))
     first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
-    wide = slices.values if slices.dtype.is_integer else tf.cast(slices.values, _result_type(slices.dtype, tf.float32))
+    wide = tf.cast(slices.values, sum_dtype(namespace, slices.dtype))
     merged = tf.math.unsorted_segment_sum(wide, first, count)
     return tf.ensure_shape(merged, slices.values.shape)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from array_api_compat import torch as compat
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -96,9 +96,9 @@ class _Torch(Backend):
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if leaf.layout is torch.sparse_coo:
             # Entries that occur often are summed in float32, not in half precision.
-            merged = leaf if leaf.is_coalesced() else leaf.to(_result_type(leaf.dtype, torch.float32)).coalesce()
+            merged = leaf if leaf.is_coalesced() else leaf.to(sum_dtype(self.xp, leaf.dtype)).coalesce()
             return merged.values(), lambda new: torch.sparse_coo_tensor(
-                merged.indices(), new.to(leaf.dtype), leaf.shape, is_coalesced=True, check_invariants=False
+                merged.indices(), new, leaf.shape, is_coalesced=True, check_invariants=False
             )
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
@@ -130,7 +130,7 @@ class _Torch(Backend):
                 for rows in row_slices(array.shape) if self.large(array) else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
             if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
-                leaf.copy_(self.stored(leaf)[1](array))
+                leaf.copy_(self.stored(leaf)[1](array.to(leaf.dtype)))
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if torch.compiler.is_compiling() and not _in_transform():  # torch.cond cannot be transformed
