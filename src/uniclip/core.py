@@ -17,7 +17,7 @@ import optree
 from uniclip.backends import backend_of
 from uniclip.gradients import Gradients, Leaf, all_of, read
 from uniclip.limits import NoState
-from uniclip.measure import AllReduce, measure, same_shape
+from uniclip.measure import AllReduce, measure, same_shape, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, scaled
 from uniclip.scopes import each_leaf
@@ -205,11 +205,11 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
         limits, new_state = _limits(xp, rule, norms, state, reference)
         limits = [_as_array(backend, "limit", limit, n) for limit, n in zip(limits, norms, strict=True)]
         factors = [factor_of(backend, rule, n, limit, finite) for n, limit in zip(norms, limits, strict=True)]
-        differs = [xp.any(xp.not_equal(factor, xp.ones_like(factor))) for factor in factors]
-        clipped = xp.logical_not(all_of(backend, [xp.logical_not(differ) for differ in differs]))
+        ones = [xp.all(xp.equal(factor, xp.ones_like(factor))) for factor in factors]
+        clipped = xp.logical_not(all_of(backend, ones))
         report = Report(tree.arrange(norms), tree.arrange(limits), tree.arrange(factors), clipped, finite)
         return (
-            scaled(tree, factors, differs, skip=rule.nonfinite == "skip"),
+            scaled(tree, factors, ones, skip=rule.nonfinite == "skip"),
             _kept(backend, finite, new_state, state),
             report,
         )
@@ -278,9 +278,7 @@ def _named(leaf: Leaf, function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _known(grads: Gradients, norm: Any) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
-    xp = grads.backend.xp
-    wanted = [xp.zeros((), dtype=grads.norm_dtype(group)) for group in grads.groups.values()]
-    return [_as_array(grads.backend, "norm", norm, one) for one in wanted]
+    return [_as_array(grads.backend, "norm", norm, zero) for zero in zeros(grads)]
 
 
 def _as_array(backend: Backend, name: str, value: Any, norm: Any) -> Any:

@@ -28,13 +28,13 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) 
     return factor
 
 
-def scaled(grads: Gradients, factors: list[Any], differs: list[Any], *, skip: bool) -> Any:
+def scaled(grads: Gradients, factors: list[Any], ones: list[Any], *, skip: bool) -> Any:
     """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
     backend = grads.backend
     function = partial(_times, backend.xp, skip, grads.clean)
     new: dict[int, Any] = {}
-    for group, factor, differ in zip(grads.groups.values(), factors, differs, strict=True):
-        alone = backend.readable(differ) and not bool(differ) and not grads.clean
+    for group, factor, one in zip(grads.groups.values(), factors, ones, strict=True):
+        alone = backend.readable(one) and bool(one) and not grads.clean
         for leaf in group:
             new[leaf.index] = (
                 _unscaled(backend.xp, leaf) if alone else grads.put(leaf, function, spread(backend, factor, leaf))

@@ -89,7 +89,7 @@ class Backend:
     def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         """Put ``function(array, *operands)`` in place of ``array``, the stored values of ``leaf``, piece by piece.
 
-        The function works entry by entry, and the operands broadcast against the array.
+        The function works entry by entry, and the operands, at least one, broadcast against the array.
         """
         raise NotImplementedError
 

@@ -73,7 +73,7 @@ class _JAX(Backend):
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
         # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
-        return jax.lax.cond(jnp.all(array > 0), lambda: array, lambda: 2 * array)
+        return jax.lax.cond(jnp.all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
     def to_device_of(self, other: Array, array: Array) -> Array:
         if self.traced(array) or self.traced(other) or array.devices() == other.devices():

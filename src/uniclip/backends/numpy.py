@@ -59,8 +59,7 @@ class _NumPy(Backend):
 
     def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:  # noqa: ARG002
         with _walk([array, *operands], "readwrite") as pieces:
-            for step in pieces:
-                piece, *others = step if operands else (step,)
+            for piece, *others in pieces:
                 piece[...] = function(piece, *others)
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
