@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
 from uniclip.backends import backend_of
+from uniclip.backends.scalars import SCALARS, Scalar
 from uniclip.gradients import Gradients, Leaf, all_of, read
-from uniclip.limits import NoState
-from uniclip.measure import AllReduce, measure, same_shape, zeros
+from uniclip.limits import Constant, NoState
+from uniclip.measure import AllReduce, as_arrays, measure, same_shape, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, scaled
 from uniclip.scopes import each_leaf
-from uniclip.tree import describe, flatten_grads, place
+from uniclip.tree import Tree, describe, flatten_grads
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -150,7 +150,7 @@ def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, i
         update = f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})"
         msg = f"{rule!r} remembers earlier steps: use state = rule.init(grads), then {update}"
         raise ValueError(msg)
-    clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
+    clipped, _, report = rule.update(grads, _NO_STATE, params, all_reduce, in_place=in_place)
     return clipped, report
 
 
@@ -174,52 +174,129 @@ def _of_function(
     return lambda _, new: new, result
 
 
-def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, and a known norm
+class Decision(NamedTuple):
+    """The norms of a step, and what is to be done about them: one value per group of gradients."""
+
+    grads: Gradients
+    norms: list[Any]
+    small: Backend
+    """The backend of the values below: that of the gradients, or of scalars where reading them costs nothing."""
+    limits: list[Any]
+    factors: list[Any]
+    ones: list[Any]
+    """Whether each factor is 1."""
+    finite: Any
+    state: Any
+
+    def report(self) -> Report:
+        """Return the report, in arrays of the gradients' own framework."""
+        grads, xp = self.grads, self.small.xp
+        flags = [xp.logical_not(all_of(self.small, self.ones)), self.finite]
+        values = []
+        for some in (self.limits, self.factors):
+            typed = [xp.asarray(value, dtype=n.dtype) for value, n in zip(some, self.norms, strict=True)]
+            if self.small is SCALARS:
+                typed = [n.dtype.type(value) for value, n in zip(typed, self.norms, strict=True)]
+            values.append(grads.arrange(as_arrays(grads, typed)))
+        return Report(self.arranged_norms(), *values, *as_arrays(grads, flags))
+
+    def arranged_norms(self) -> Any:
+        """Return the norms, as the scope's user thinks of them."""
+        return self.grads.arrange(as_arrays(self.grads, self.norms))
+
+    def clipped(self, rule: Rule) -> Any:
+        """Return the clipped gradients."""
+        return scaled(self.grads, self.small, self.factors, self.ones, skip=rule.nonfinite == "skip")
+
+
+def update(  # noqa: PLR0913 - the arguments of Rule.update, and the rule
     rule: Rule,
     grads: Any,
     state: Any,
     params: Any = None,
     all_reduce: AllReduce | None = None,
-    norm: Any = None,
     *,
     in_place: bool = False,
 ) -> tuple[Any, Any, Report]:
-    """Clip ``grads`` by ``rule`` (see `Rule.update`); a given ``norm`` is used instead of measuring one."""
-    tree = read(grads, rule.scope, in_place=in_place)
-    backend, xp = tree.backend, tree.backend.xp
+    """Clip ``grads`` by ``rule``; see `Rule.update`."""
+    given = read(grads, rule.scope, in_place=in_place)
+    with given.backend.quiet():
+        decision = _decided(rule, given, state, params, all_reduce)
+        return decision.clipped(rule), decision.state, decision.report()
+
+
+def clip_known(rule: Rule, grads: Any, norm: Any) -> tuple[Any, Any]:
+    """Clip by a rule that remembers nothing; return the gradients and their norms, ``norm`` if it is known already."""
+    given = read(grads, rule.scope)
+    with given.backend.quiet():
+        decision = _decided(rule, given, _NO_STATE, norm=norm)
+        return decision.clipped(rule), decision.arranged_norms()
+
+
+_NO_STATE = NoState()
+_NUMBERS = (Scalar, float, int)
+
+
+def _decided(  # noqa: PLR0913, PLR0917
+    rule: Rule,
+    grads: Gradients,
+    state: Any,
+    params: Any = None,
+    all_reduce: AllReduce | None = None,
+    norm: Any = None,
+) -> Decision:
+    """Measure the gradients and work out their factors."""
+    backend = grads.backend
 
     def reference() -> list[Any]:
         if params is None:
             msg = f"{rule!r} compares gradients with their parameters: pass params="
             raise ValueError(msg)
-        return measure(tree.matching(params), rule.norm, all_reduce)
+        return measure(grads.matching(params), rule.norm, all_reduce)
 
-    with backend.quiet():
-        sound = [all_finite(tree, all_reduce)] if rule.nonfinite == "zero" else []
-        if sound and not (backend.readable(sound[0]) and bool(sound[0])):
-            tree = replace(tree, clean=True)
-        norms = _known(tree, norm) if norm is not None else measure(tree, rule.norm, all_reduce)
-        finite = all_of(backend, [*sound, *(xp.all(xp.isfinite(n)) for n in norms)])
-        if rule.nonfinite == "raise":
-            refuse(tree, finite)
-        limits, new_state = _limits(xp, rule, norms, state, reference)
-        limits = [_as_array(backend, "limit", limit, n) for limit, n in zip(limits, norms, strict=True)]
-        factors = [factor_of(backend, rule, n, limit, finite) for n, limit in zip(norms, limits, strict=True)]
-        ones = [xp.all(xp.equal(factor, xp.ones_like(factor))) for factor in factors]
-        clipped = xp.logical_not(all_of(backend, ones))
-        report = Report(tree.arrange(norms), tree.arrange(limits), tree.arrange(factors), clipped, finite)
-        return (
-            scaled(tree, factors, ones, skip=rule.nonfinite == "skip"),
-            _kept(backend, finite, new_state, state),
-            report,
-        )
+    sound = [all_finite(grads, all_reduce)] if rule.nonfinite == "zero" else []
+    if sound and not (backend.readable(sound[0]) and bool(sound[0])):
+        grads = grads._replace(clean=True)
+    norms = measure(grads, rule.norm, all_reduce) if norm is None else _known(grads, norm)
+    limits, new_state = _limits(grads, rule, norms, state, reference)
+    scalars = _as_scalars(backend, norms, limits, sound)
+    if scalars:
+        small, (norms, limits, sound) = SCALARS, scalars
+        seen = [small.xp.float64(n) for n in norms]
+    else:
+        small = backend
+        seen = norms = as_arrays(grads, norms)
+    finite = all_of(small, [*sound, *[small.xp.all(small.xp.isfinite(n)) for n in seen]])
+    if rule.nonfinite == "raise":
+        refuse(grads, finite)
+    limits = [_checked(small, "limit", limit, n) for limit, n in zip(limits, seen, strict=True)]
+    factors = [factor_of(small, rule, n, limit, finite) for n, limit in zip(seen, limits, strict=True)]
+    ones = [small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))) for factor in factors]
+    state = new_state if new_state is state else _kept(backend, finite, new_state, state)
+    return Decision(grads, norms, small, limits, factors, ones, finite, state)
+
+
+def _as_scalars(backend: Backend, *values: list[Any]) -> list[list[Any]] | None:
+    """Return norms, limits and flags as scalars or numbers, ``None`` if one of them cannot be read."""
+    found = []
+    for some in values:
+        numbers = [one if isinstance(one, _NUMBERS) else backend.number(one) for one in some]
+        if any([number is None for number in numbers]):
+            return None
+        found.append(numbers)
+    return found if values[0] else None
 
 
 def _limits(
-    xp: Any, rule: Rule, norms: list[Any], state: Any, reference: Callable[[], list[Any]]
+    grads: Gradients, rule: Rule, norms: list[Any], state: Any, reference: Callable[[], list[Any]]
 ) -> tuple[list[Any], Any]:
-    """Ask the rule's limit; refuse an answer that is none. It sees ∞ as NaN: as a limit, ∞ would leave alone."""
-    answer = rule.limit([xp.where(xp.isfinite(n), n, n * math.nan) for n in norms], state, reference)
+    """Ask the rule's limit; refuse an answer that is none."""
+    if isinstance(rule.limit, Constant):
+        return [rule.limit.value] * len(norms), state
+    # It sees ∞ as NaN: as a limit, ∞ would leave alone.
+    xp = grads.backend.xp
+    seen = [xp.where(xp.isfinite(n), n, n * math.nan) for n in as_arrays(grads, norms)]
+    answer = rule.limit(seen, state, reference)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
         msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
         raise TypeError(msg)
@@ -234,16 +311,16 @@ def _kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
     """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
     if not optree.tree_leaves(old):
         return new
-    if backend.readable(finite):
+    if isinstance(finite, Scalar) or backend.readable(finite):
         return new if bool(finite) else old
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
 
 
 def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
     """Return the norms of the gradients, without clipping."""
-    tree = read(grads, scope)
-    with tree.backend.quiet():
-        return tree.arrange(measure(tree, norm))
+    given = read(grads, scope)
+    with given.backend.quiet():
+        return given.arrange(as_arrays(given, measure(given, norm)))
 
 
 def apply(
@@ -254,44 +331,59 @@ def apply(
     ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that
     broadcast against it, and the operands.
     """
-    backend, (paths, leaves, rebuild) = flatten_grads(grads, in_place=in_place)
-    tree = Gradients(backend, each_leaf, {}, rebuild, in_place)
-    ready = []
-    for index, (path, given) in enumerate(zip(paths, leaves, strict=True)):
-        leaf = Leaf(index, path, given, *backend.stored(given), None)
-        with backend.quiet():
-            ready.append((leaf, _named(leaf, prepare, backend, leaf.array)))
+    backend, tree = flatten_grads(grads, in_place=in_place)
+    given = Gradients(backend, each_leaf, {}, tree, in_place=in_place)
     with backend.quiet():
-        return rebuild([_named(leaf, tree.put, leaf, *change) for leaf, change in ready]), Report()
+        leaves = [Leaf(number, leaf, *backend.stored(leaf), None) for number, leaf in enumerate(tree.leaves)]
+        ready = [(leaf, _named(tree, leaf, prepare, backend, leaf.array)) for leaf in leaves]
+        return tree.rebuild([_named(tree, leaf, given.put, leaf, *change) for leaf, change in ready]), Report()
 
 
-def _named(leaf: Leaf, function: Callable[..., Any], *arguments: Any) -> Any:
+def _named(tree: Tree, leaf: Leaf, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function; name the leaf where it finds fault."""
     try:
         return function(*arguments)
     except (TypeError, ValueError) as error:
         if type(error) not in {TypeError, ValueError}:
             raise  # a framework's own error explains itself, and may not be made from a message
-        msg = f"{place('grads', leaf.path)}: {error}"
+        msg = f"{tree.place(leaf.number)}: {error}"
         raise type(error)(msg) from error
 
 
 def _known(grads: Gradients, norm: Any) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
-    return [_as_array(grads.backend, "norm", norm, zero) for zero in zeros(grads)]
+    backend = grads.backend
+    return [
+        backend.xp.asarray(_checked(backend, "norm", backend.xp.asarray(norm), zero), dtype=zero.dtype)
+        for zero in zeros(grads)
+    ]
 
 
-def _as_array(backend: Backend, name: str, value: Any, norm: Any) -> Any:
-    """Return the limit of a norm, or what is to be one, as such an array; refuse a wrong one if it can be read."""
+def _checked(backend: Backend, name: str, value: Any, norm: Any) -> Any:
+    """Return a limit (or a known norm), a number or an array like the norm; refuse a wrong one that can be read."""
+    if isinstance(value, _NUMBERS):
+        wrong = not value >= 0 and not _not_finite(backend, norm)  # NaN too is not >= 0
+    else:
+        value = backend.xp.asarray(value, dtype=norm.dtype)
+        wrong = _wrong(backend, name, value, norm)
+    if wrong:
+        msg = f"{name} must be 0 or more{' (0 zeroes the gradients)' if name == 'limit' else ''}, got {value}"
+        raise ValueError(msg)
+    return value
+
+
+def _not_finite(backend: Backend, norm: Any) -> bool:
+    """Whether the norm is known not to be finite; then its limit need not be one."""
     xp = backend.xp
-    array = xp.asarray(value, dtype=norm.dtype)
+    return backend.readable(norm) and not bool(xp.any(xp.isfinite(norm)))
+
+
+def _wrong(backend: Backend, name: str, array: Any, norm: Any) -> bool:
+    xp = backend.xp
     if len(array.shape) and not same_shape(array.shape, norm.shape):
         msg = f"a {name} of shape {tuple(array.shape)} does not fit norms of shape {tuple(norm.shape)}; give one number"
         raise ValueError(msg)
-    if backend.readable(array) and backend.readable(norm):
-        # A NaN norm is one that was measured, and the limit of one that is not finite need not be finite.
-        wrong = array < 0 if name == "norm" else xp.logical_not(array >= 0) & xp.isfinite(norm)
-        if bool(xp.any(wrong)):
-            msg = f"{name} must be 0 or more{' (0 zeroes the gradients)' if name == 'limit' else ''}, got {value}"
-            raise ValueError(msg)
-    return array
+    if not (backend.readable(array) and backend.readable(norm)):
+        return False
+    # A NaN norm is one that was measured, and the limit of one that is not finite need not be finite.
+    return bool(xp.any(array < 0 if name == "norm" else xp.logical_not(array >= 0) & xp.isfinite(norm)))

@@ -3,49 +3,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from uniclip.scopes import Path, Scope, everything
-from uniclip.tree import backend_for, flatten, flatten_grads, place
+from uniclip.backends.base import unchanged
+from uniclip.scopes import Scope, everything
+from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One gradient: its place among the leaves, as it was given, and its stored values as a floating-point array."""
 
-    index: int
-    path: Path
+    number: int
     given: Any
     array: Any
     rebuild: Callable[[Any], Any]
     axes: tuple[int, ...] | None
 
 
-Group: TypeAlias = list[Leaf]
+Group: TypeAlias = Sequence[int]
+"""The numbers of the leaves that share a norm."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """The leaves of a tree in the groups that share a norm, by the label of the group."""
+class Gradients(NamedTuple):
+    """The leaves of a tree, and the groups of them that share a norm, by the label of the group."""
 
     backend: Backend
     scope: Scope
     groups: dict[Hashable, Group]
-    rebuild: Callable[[list[Any]], Any]
+    tree: Tree
+    special: list[Leaf] | None = None
+    """The leaves, unless all are plain and norms cover the whole of each: then they are made when they are needed."""
     in_place: bool = False
     clean: bool = False
     """Whether entries that are not finite count as 0."""
 
+    def members(self, group: Group) -> list[Leaf]:
+        """Return the leaves of a group."""
+        if self.special is not None:
+            return [self.special[number] for number in group]
+        given = self.tree.leaves
+        return [Leaf(number, given[number], given[number], unchanged, None) for number in group]
+
+    @property
+    def first(self) -> Any:
+        """The array of the first leaf, ``None`` if there is none."""
+        arrays = self.tree.leaves if self.special is None else [leaf.array for leaf in self.special[:1]]
+        return arrays[0] if arrays else None
+
     @property
     def leaves(self) -> list[Leaf]:
-        """Every leaf, in the order of the groups."""
-        return [leaf for group in self.groups.values() for leaf in group]
+        """Every leaf, in the order of the tree."""
+        return self.members(range(len(self.tree.leaves)))
+
+    def quick(self, group: Group) -> list[Any] | None:
+        """Return the arrays of a group for what a backend does with all at once, ``None`` if one is special."""
+        if self.special is not None or self.clean or not group:
+            return None
+        given = self.tree.leaves
+        return given if len(group) == len(given) else [given[number] for number in group]
 
     def put(self, leaf: Leaf, function: Callable[..., Any], *operands: Any) -> Any:
         """Return a leaf like ``leaf`` of ``function(array, *operands)``; it is ``leaf`` itself if changed in place."""
@@ -59,7 +79,7 @@ class Gradients:
     def norm_dtype(self, group: Group) -> Any:
         """Return the real dtype, float32 or wider, of a group's norm."""
         xp = self.backend.xp
-        wide = [xp.result_type(leaf.array.dtype, xp.float32) for leaf in group]
+        wide = [xp.result_type(leaf.array.dtype, xp.float32) for leaf in self.members(group)]
         return xp.abs(xp.asarray(0, dtype=reduce(xp.result_type, wide, xp.float32))).dtype
 
     def arrange(self, values: list[Any]) -> Any:
@@ -67,7 +87,7 @@ class Gradients:
         if self.scope.join is everything:
             return values[0]
         by_label = dict(zip(self.groups, values, strict=True))
-        return by_label if self.scope.join is not None else self.rebuild(values)
+        return by_label if self.scope.join is not None else self.tree.rebuild(values)
 
     def matching(self, params: Any) -> Gradients:
         """Return the parameters that have a gradient here, in the same groups.
@@ -79,65 +99,77 @@ class Gradients:
         TypeError
             If the parameters are of another framework.
         """
-        paths, leaves, _ = flatten(params, "params")
-        by_path = dict(zip(paths, leaves, strict=True))
-        ours = self.leaves
-        missing = [leaf.path for leaf in ours if leaf.path not in by_path]
+        theirs = flatten(params, "params")
+        numbers = {path: number for number, path in enumerate(theirs.paths())}
+        paths = self.tree.paths()
+        missing = [leaf for leaf in self.leaves if paths[leaf.number] not in numbers]
         if missing:
-            msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
+            path = paths[missing[0].number]
+            msg = f"{place('grads', path)} has no parameter: {place('params', path)} is missing"
             raise ValueError(msg)
-        used = {leaf.path: by_path[leaf.path] for leaf in ours}
-        if ours and backend_for(list(used), list(used.values()), "params") is not self.backend:
-            msg = f"{place('params', ours[0].path)} is of another framework than {place('grads', ours[0].path)}"
+        used = [theirs.leaves[numbers[path]] for path in paths]
+        whole = Tree(used, self.tree.rebuild, self.tree.paths, "params")
+        if used and backend_for(whole) is not self.backend:
+            msg = f"{whole.place(0)} is of another framework than {self.tree.place(0)}"
             raise TypeError(msg)
-        odd = [leaf for leaf in ours if tuple(used[leaf.path].shape) != tuple(leaf.given.shape)]
-        if odd:
-            shapes = f"{tuple(used[odd[0].path].shape)}, {place('grads', odd[0].path)} {tuple(odd[0].given.shape)}"
-            msg = f"{place('params', odd[0].path)} has shape {shapes}"
-            raise ValueError(msg)
-        groups = {
-            label: [_leaf(self.backend, self.scope, leaf.index, leaf.path, used[leaf.path]) for leaf in group]
-            for label, group in self.groups.items()
-        }
-        return replace(self, groups=groups)
+        for leaf in self.leaves:
+            shapes = [tuple(one.shape) for one in (used[leaf.number], leaf.given)]
+            if shapes[0] != shapes[1]:
+                place_, ours = whole.place(leaf.number), self.tree.place(leaf.number)
+                msg = f"{place_} has shape {shapes[0]}, {ours} {shapes[1]}"
+                raise ValueError(msg)
+        return self._replace(tree=whole, special=_leaves(self.backend, self.scope, whole))
 
 
-def read(tree: Any, scope: Scope, *, in_place: bool = False) -> Gradients:
+def read(grads: Any, scope: Scope, *, in_place: bool = False) -> Gradients:
     """Flatten a tree of gradients and sort its leaves into the scope's groups."""
-    backend, (paths, leaves, rebuild) = flatten_grads(tree, in_place=in_place)
-    groups: dict[Hashable, Group] = {None: []} if scope.join is everything else {}
-    for index, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        label = index if scope.join is None else scope.join(path, leaf)
-        groups.setdefault(label, []).append(_leaf(backend, scope, index, path, leaf))
-    if in_place:
-        for leaf in (leaf for group in groups.values() for leaf in group):
-            if backend.xp.isdtype(leaf.given.dtype, "integral"):
-                msg = (
-                    f"{place('grads', leaf.path)} holds integers, which cannot hold what a rule of norms makes of them"
-                )
-                raise TypeError(msg)
-    return Gradients(backend, scope, groups, rebuild, in_place)
+    backend, tree = flatten_grads(grads, in_place=in_place)
+    special = None if tree.plain and scope.axes is None else _leaves(backend, scope, tree)
+    if in_place and not tree.plain:
+        _refuse_integers(backend, tree)
+    numbers = range(len(tree.leaves))
+    groups: dict[Hashable, Any] = {None: numbers}
+    if scope.join is None:
+        groups = {number: (number,) for number in numbers}
+    elif scope.join is not everything:
+        groups = {}
+        for number, path, leaf in zip(numbers, tree.paths(), tree.leaves, strict=True):
+            groups.setdefault(scope.join(path, leaf), []).append(number)
+    return Gradients(backend, scope, groups, tree, special, in_place)
 
 
-def _leaf(backend: Backend, scope: Scope, index: int, path: Path, given: Any) -> Leaf:
-    xp = backend.xp
+def _leaves(backend: Backend, scope: Scope, tree: Tree) -> list[Leaf]:
+    return [_leaf(backend, scope, tree, number) for number in range(len(tree.leaves))]
+
+
+def _refuse_integers(backend: Backend, tree: Tree) -> None:
+    for number, leaf in enumerate(tree.leaves):
+        if backend.xp.isdtype(leaf.dtype, "integral"):
+            msg = f"{tree.place(number)} holds integers, which cannot hold what a rule of norms makes of them"
+            raise TypeError(msg)
+
+
+def _leaf(backend: Backend, scope: Scope, tree: Tree, number: int) -> Leaf:
+    xp, given = backend.xp, tree.leaves[number]
     array, rebuild = backend.stored(given)
     if xp.isdtype(array.dtype, "integral"):
         array = xp.astype(array, xp.asarray(1.0).dtype)
     try:
         axes = None if scope.axes is None else scope.covered(len(given.shape), backend.output_axis)
     except ValueError as error:
-        msg = f"{place('grads', path)} of shape {tuple(given.shape)}: {error}"
+        msg = f"{tree.place(number)} of shape {tuple(given.shape)}: {error}"
         raise ValueError(msg) from None
     if axes and len(array.shape) != len(given.shape):
-        msg = f"{place('grads', path)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
+        msg = f"{tree.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
-    return Leaf(index, path, given, array, rebuild, axes)
+    return Leaf(number, given, array, rebuild, axes)
 
 
 def all_of(backend: Backend, flags: list[Any]) -> Any:
     """Return whether all of the boolean 0-d arrays hold."""
     xp = backend.xp
+    if len(flags) == 1:
+        return flags[0]
     if not flags:
         return xp.asarray(True)  # noqa: FBT003
     return xp.all(xp.stack([backend.to_device_of(flags[0], flag) for flag in flags]))

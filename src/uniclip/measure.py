@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from uniclip.backends.base import row_slices
+from uniclip.backends.scalars import SCALARS, Scalar
 from uniclip.gradients import Gradients, Group, Leaf, all_of, cast, finite_or_zero, spread, upcast
 from uniclip.norms import Linf, Norm
-from uniclip.tree import place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -20,49 +20,62 @@ AllReduce: TypeAlias = Callable[[Any, Literal["sum", "max"]], Any]
 
 
 def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -> list[Any]:
-    """Return the norm of each group, in float32 or wider.
+    """Return the norm of each group, in float32 or wider; as a scalar where reading it costs nothing.
 
     ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
     overflows, or small squares underflow) is it summed again in units of (nearly) the
     largest modulus: one more reading of the gradients, and only when needed. For a power p other than
     2 the units come first: the rounding of 1/p would cost precision when the sum is far from 1.
     """
-    ruler, groups = _Ruler(grads.backend, norm, all_reduce, grads.clean), list(grads.groups.values())
-    if not norm.has_powers:
-        norms = [ruler.total(group) for group in groups]
-    elif norm.p != 2:  # noqa: PLR2004
+    ruler, groups = _Ruler(grads, norm, all_reduce), grads.groups.values()
+    if norm.p == 2:  # noqa: PLR2004
+        norms = _euclidean(ruler, groups)
+    elif norm.has_powers:
         norms = [ruler.in_units(group) for group in groups]
     else:
-        norms = _euclidean(ruler, groups)
+        norms = [ruler.total(group) for group in groups]
     if norm.size_power:
+        norms = as_arrays(grads, norms)
         sizes = [ruler.size(group, n.dtype) for group, n in zip(groups, norms, strict=True)]
         norms = [n / size**norm.size_power for n, size in zip(norms, sizes, strict=True)]
     return norms
 
 
+def as_arrays(grads: Gradients, norms: list[Any]) -> list[Any]:
+    """Return norms that may be scalars as arrays of the gradients' own framework."""
+    return [grads.backend.array_of(n, grads.first) if isinstance(n, Scalar) else n for n in norms]
+
+
 def zeros(grads: Gradients) -> list[Any]:
     """Return a zero for each norm that `measure` would return, of its shape and dtype."""
     xp = grads.backend.xp
-    return [xp.zeros(_kept_shape(group), dtype=grads.norm_dtype(group)) for group in grads.groups.values()]
+    return [xp.zeros(_kept_shape(grads, group), dtype=grads.norm_dtype(group)) for group in grads.groups.values()]
 
 
-def _kept_shape(group: Group) -> tuple[int, ...]:
-    if not group or group[0].axes is None:
+def _kept_shape(grads: Gradients, group: Group) -> tuple[int, ...]:
+    if not group or grads.scope.axes is None:
         return ()
-    return tuple(n for axis, n in enumerate(group[0].array.shape) if axis not in group[0].axes)
+    first = grads.members(group[:1])[0]
+    return tuple(n for axis, n in enumerate(first.array.shape) if axis not in (first.axes or ()))
 
 
-@dataclass(frozen=True)
-class _Ruler:
+class _Ruler(NamedTuple):
     """How the norm of a group is measured."""
 
-    backend: Backend
+    grads: Gradients
     norm: Norm
     all_reduce: AllReduce | None
-    clean: bool
+
+    @property
+    def backend(self) -> Backend:
+        return self.grads.backend
 
     def total(self, group: Group) -> Any:
         """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
+        arrays = self.grads.quick(group) if self.norm.p == 2 else None  # noqa: PLR2004
+        total = None if arrays is None else self.grads.backend.squares(arrays)
+        if total is not None:
+            return total if self.all_reduce is None else self.all_reduce(as_arrays(self.grads, [total])[0], "sum")
         return self.join(group, self.norm.op, lambda leaf: self.part(leaf, self.norm))
 
     def in_units(self, group: Group) -> Any:
@@ -83,7 +96,7 @@ class _Ruler:
         backend, xp, axes = self.backend, self.backend.xp, leaf.axes
 
         def total(piece: Any, scale: Any) -> Any:
-            wide = upcast(xp, finite_or_zero(xp, piece) if self.clean else piece)
+            wide = upcast(xp, finite_or_zero(xp, piece) if self.grads.clean else piece)
             return norm.total(backend, wide if scale is None else wide * scale, axes)
 
         if not backend.large(leaf.array):
@@ -104,13 +117,15 @@ class _Ruler:
     def join(self, group: Group, op: Literal["sum", "max"], part: Callable[[Leaf], Any]) -> Any:
         """Join the parts of a group's leaves, and those of other devices."""
         xp = self.backend.xp
-        parts = [part(leaf) for leaf in group] or [xp.asarray(0.0, dtype=xp.float32)]
-        for leaf, one in zip(group, parts, strict=False):
+        leaves = self.grads.members(group)
+        parts = [part(leaf) for leaf in leaves] or [xp.asarray(0.0, dtype=xp.float32)]
+        for leaf, one in zip(leaves, parts, strict=False):
             if not same_shape(parts[0].shape, one.shape):
+                place = self.grads.tree.place
                 msg = (
                     "leaves that share norms need equal shapes outside the axes a norm covers, but "
-                    f"{place('grads', group[0].path)} of shape {tuple(group[0].array.shape)} has norms of shape "
-                    f"{tuple(parts[0].shape)}, {place('grads', leaf.path)} of shape {tuple(leaf.array.shape)} has "
+                    f"{place(group[0])} of shape {tuple(leaves[0].array.shape)} has norms of shape "
+                    f"{tuple(parts[0].shape)}, {place(leaf.number)} of shape {tuple(leaf.array.shape)} has "
                     f"{tuple(one.shape)}"
                 )
                 raise ValueError(msg)
@@ -140,11 +155,18 @@ def _rounded_down(xp: Any, array: Any) -> Any:
     return power * (whole(array / power * 2**20) / 2**20)
 
 
-def _euclidean(ruler: _Ruler, groups: list[Group]) -> list[Any]:
+def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
-    backend, xp = ruler.backend, ruler.backend.xp
+    backend = ruler.grads.backend
     totals = [ruler.total(group) for group in groups]
-    accurate = [xp.all(_in_range(xp, total)) for total in totals]
+    numbers = [total if isinstance(total, Scalar) else backend.number(total) for total in totals]
+    if all([number is not None for number in numbers]):  # a scalar is not compared with None quickly
+        return [
+            SCALARS.xp.sqrt(number) if _in_range(number, SCALARS.xp.float32) else ruler.in_units(group)
+            for number, group in zip(numbers, groups, strict=True)
+        ]
+    xp = backend.xp
+    accurate = [xp.all(_in_range(total, xp.float32)) for total in totals]
     usual: Sequence[Callable[[], Any]] = [partial(ruler.norm.root, xp, total) for total in totals]
     rare: Sequence[Callable[[], Any]] = [partial(ruler.in_units, group) for group in groups]
     if all(backend.readable(one) for one in accurate):
@@ -153,10 +175,10 @@ def _euclidean(ruler: _Ruler, groups: list[Group]) -> list[Any]:
     return backend.cond(all_of(backend, accurate), lambda: [u() for u in usual], lambda: [r() for r in rare])
 
 
-def _in_range(xp: Any, total: Any) -> Any:
+def _in_range(total: Any, float32: Any) -> Any:
     """Whether neither overflow nor underflow can have touched a sum of squares (NaN: it may have)."""
-    smallest = 1e-24 if total.dtype == xp.float32 else 4.5e-277  # smallest normal number / eps²
-    return xp.isfinite(total) & (total > smallest)
+    smallest = 1e-24 if total.dtype == float32 else 4.5e-277  # smallest normal number / eps²
+    return (total > smallest) & (total < math.inf)
 
 
 def same_shape(shape: Any, other: Any) -> bool:

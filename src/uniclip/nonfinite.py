@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from uniclip.gradients import Gradients, Leaf, all_of
 from uniclip.measure import AllReduce
-from uniclip.tree import place
 
 NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
 
@@ -45,7 +44,7 @@ def refuse(grads: Gradients, finite: Any) -> None:
 
 
 def _explained(grads: Gradients) -> str:
-    bad = [place("grads", leaf.path) for leaf in grads.leaves if not bool(_finite(grads, leaf))]
+    bad = [grads.tree.place(leaf.number) for leaf in grads.leaves if not bool(_finite(grads, leaf))]
     if bad:
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         return f"NaN or ∞ in {', '.join(bad[:_NAMED])}{more}"

@@ -7,7 +7,8 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from uniclip.gradients import Gradients, Leaf, cast, finite_or_zero, spread, upcast
+from uniclip.backends.scalars import SCALARS, Scalar
+from uniclip.gradients import Gradients, Group, all_of, cast, finite_or_zero, spread, upcast
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -16,34 +17,68 @@ if TYPE_CHECKING:
 
 def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) -> Any:
     """Return the curve's factor; 1 where the limit is infinite, NaN (or the policy's 0) where norm or limit is none."""
-    xp = backend.xp
-    limit = backend.to_device_of(norm, limit)
-    unlimited, one = xp.isinf(limit), xp.ones_like(norm)
-    factor = rule.curve(xp, norm, xp.where(unlimited, one, limit))
-    sound = xp.isfinite(norm) & (limit >= 0)
-    factor = xp.where(unlimited, one, xp.where(sound, factor, one * math.nan))
+    xp, one = backend.xp, backend.xp.ones_like(norm)
+    if isinstance(limit, (float, int, Scalar)):
+        factor = one
+        if limit != math.inf:
+            curved = rule.curve(xp, norm, xp.asarray(limit, dtype=norm.dtype))
+            factor = xp.where(xp.isfinite(norm), curved, one * math.nan)
+    else:
+        limit = backend.to_device_of(norm, limit)
+        unlimited = xp.isinf(limit)
+        curved = rule.curve(xp, norm, xp.where(unlimited, one, limit))
+        factor = xp.where(xp.isfinite(norm) & (limit >= 0), curved, one * math.nan)
+        factor = xp.where(unlimited, one, factor)
     if rule.nonfinite in {"skip", "zero"}:
         kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
         factor = xp.where(kept, factor, xp.zeros_like(factor))
     return factor
 
 
-def scaled(grads: Gradients, factors: list[Any], ones: list[Any], *, skip: bool) -> Any:
-    """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
+def scaled(grads: Gradients, small: Backend, factors: list[Any], ones: list[Any], *, skip: bool) -> Any:
+    """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are.
+
+    ``small`` is the backend of the factors: that of the gradients, or that of scalars.
+    """
+    backend, tree = grads.backend, grads.tree
+
+    def change() -> list[Any]:
+        new: list[Any] = tree.leaves[:]
+        for group, factor, one in zip(grads.groups.values(), factors, ones, strict=True):
+            alone = small.readable(one) and bool(one) and not grads.clean
+            results = _unscaled(grads, group) if alone else _multiplied(grads, group, factor, skip)
+            if len(group) == len(new):
+                return results
+            for number, result in zip(group, results, strict=True):
+                new[number] = result
+        return new
+
+    if small is SCALARS or (ones and small.readable(ones[0])) or grads.in_place or not tree.plain or grads.clean:
+        return tree.rebuild(change())
+    return tree.rebuild(backend.unless(all_of(small, ones), tree.leaves, change))
+
+
+def _unscaled(grads: Gradients, group: Group) -> list[Any]:
+    xp, arrays = grads.backend.xp, grads.quick(group)
+    if arrays is not None:
+        return arrays
+    return [
+        leaf.rebuild(leaf.array) if xp.isdtype(leaf.given.dtype, "integral") else leaf.given
+        for leaf in grads.members(group)
+    ]
+
+
+def _multiplied(grads: Gradients, group: Group, factor: Any, skip: bool) -> list[Any]:  # noqa: FBT001
     backend = grads.backend
+    known = isinstance(factor, Scalar)
+    arrays = None if skip and not (known and factor != 0) else grads.quick(group)
+    results = None if arrays is None else backend.scaled(arrays, factor, in_place=grads.in_place)
+    if results is not None:
+        return results
+    if known:
+        factor = backend.array_of(factor, grads.first)
     function = partial(_times, backend.xp, skip, grads.clean)
-    new: dict[int, Any] = {}
-    for group, factor, one in zip(grads.groups.values(), factors, ones, strict=True):
-        alone = backend.readable(one) and bool(one) and not grads.clean
-        for leaf in group:
-            new[leaf.index] = (
-                _unscaled(backend.xp, leaf) if alone else grads.put(leaf, function, spread(backend, factor, leaf))
-            )
-    return grads.rebuild([new[index] for index in range(len(new))])
-
-
-def _unscaled(xp: Any, leaf: Leaf) -> Any:
-    return leaf.rebuild(leaf.array) if xp.isdtype(leaf.given.dtype, "integral") else leaf.given
+    return [grads.put(leaf, function, spread(backend, factor, leaf)) for leaf in grads.members(group)]
 
 
 def _times(xp: Any, skip: bool, clean: bool, array: Any, factor: Any) -> Any:  # noqa: FBT001

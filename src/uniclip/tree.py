@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import optree
 
-from uniclip.backends import DEFAULT, Backend, backend_of
+from uniclip.backends import DEFAULT, Backend, backend_of, plain_backend_of
+from uniclip.backends.base import unchanged
 from uniclip.backends.memory import overlaps_itself, sharing
 from uniclip.scopes import Path
 
@@ -20,9 +21,17 @@ from uniclip.scopes import Path
 class Tree(NamedTuple):
     """A flattened tree; ``rebuild`` puts as many leaves back in their places."""
 
-    paths: list[Path]
     leaves: list[Any]
     rebuild: Callable[[list[Any]], Any]
+    paths: Callable[[], list[Path]]
+    """The path of each leaf, which only labels, parameters and errors ask for."""
+    name: str
+    plain: Backend | None = None
+    """The backend of all leaves, if a quick look shows that they are dense arrays of floating point."""
+
+    def place(self, number: int) -> str:
+        """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
+        return place(self.name, self.paths()[number])
 
 
 def place(name: str, path: Path) -> str:
@@ -41,11 +50,15 @@ def flatten(tree: Any, name: str = "grads") -> Tree:
     ValueError
         If an iterator in the tree has nothing (left) in it.
     """
+    leaves, spec = optree.tree_flatten(tree)
+    plain = plain_backend_of(leaves)
+    if plain or all(backend_of(leaf) for leaf in leaves):
+        return Tree(leaves, partial(optree.tree_unflatten, spec), spec.paths, name, plain)
     paths, leaves, rebuild = _flatten(tree, name, ())
-    return Tree(paths, leaves, lambda new: rebuild(iter(new)))
+    return Tree(leaves, lambda new: rebuild(iter(new)), lambda: paths, name)
 
 
-def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Backend:
+def backend_for(tree: Tree) -> Backend:
     """Return the backend that all leaves share, the default one if there is no leaf.
 
     Raises
@@ -55,17 +68,17 @@ def backend_for(paths: list[Path], leaves: list[Any], name: str = "grads") -> Ba
         the first one.
     """
     chosen = None
-    for path, leaf in zip(paths, leaves, strict=True):
+    for number, leaf in enumerate(tree.leaves):
         backend = backend_of(leaf)
         if backend is None:
-            raise TypeError(_no_array(place(name, path), leaf))
-        advice = backend.advice(leaf) if name == "grads" else None
+            raise TypeError(_no_array(tree.place(number), leaf))
+        advice = backend.advice(leaf) if tree.name == "grads" else None
         if advice:
-            msg = f"{place(name, path)} is a {describe(leaf)}: {advice}"
+            msg = f"{tree.place(number)} is a {describe(leaf)}: {advice}"
             raise TypeError(msg)
         chosen = chosen or backend
         if backend is not chosen:
-            raise TypeError(_two_frameworks(name, paths[0], leaves[0], path, leaf))
+            raise TypeError(_two_frameworks(tree, number))
     return chosen or DEFAULT
 
 
@@ -80,8 +93,10 @@ def flatten_grads(tree: Any, *, in_place: bool = False) -> tuple[Backend, Tree]:
         If ``in_place`` and two leaves overlap in memory.
     """
     flat = flatten(tree)
-    backend = backend_for(flat.paths, flat.leaves)
-    return backend, _each_memory_once(backend, flat) if in_place else flat
+    backend = flat.plain or backend_for(flat)
+    if in_place and not (flat.plain and backend.apart(flat.leaves)):
+        flat = _each_memory_once(backend, flat)
+    return backend, flat
 
 
 def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
@@ -89,20 +104,20 @@ def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
     first: dict[int, int] = {}
     again = {number for number, leaf in enumerate(tree.leaves) if first.setdefault(id(leaf), number) != number}
     views = [None if number in again else backend.memory(leaf) for number, leaf in enumerate(tree.leaves)]
-    for path, leaf, view in zip(tree.paths, tree.leaves, views, strict=True):
+    for number, (leaf, view) in enumerate(zip(tree.leaves, views, strict=True)):
         why = backend.why_fixed(leaf)
         if view is not None and overlaps_itself(view):
             why = why or "several of its entries may lie in one place"
         if why:
             msg = (
-                f"{place('grads', path)}, a {describe(leaf)}, cannot be changed in place: {why}; "
+                f"{tree.place(number)}, a {describe(leaf)}, cannot be changed in place: {why}; "
                 "use clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
     for one, two, alike in sharing(views):
         if not alike:
             msg = (
-                f"{place('grads', tree.paths[one])} and {place('grads', tree.paths[two])} overlap in memory, so "
+                f"{tree.place(one)} and {tree.place(two)} overlap in memory, so "
                 "that some entries would be scaled twice; pass arrays that are apart, or use uc.clip"
             )
             raise ValueError(msg)
@@ -113,7 +128,11 @@ def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
         by_number = dict(zip(kept, new, strict=True))
         return tree.rebuild([by_number.get(number) for number in range(len(tree.leaves))])
 
-    return Tree([tree.paths[number] for number in kept], [tree.leaves[number] for number in kept], rebuild)
+    def paths() -> list[Path]:
+        every = tree.paths()
+        return [every[number] for number in kept]
+
+    return Tree([tree.leaves[number] for number in kept], rebuild, paths, tree.name, tree.plain)
 
 
 def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:
@@ -148,16 +167,16 @@ def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
         if not items and isinstance(node, Iterator):
             msg = f"{where} is an iterator with nothing left in it; pass a list, which can be read twice"
             raise ValueError(msg)
-        return items, _same
+        return items, unchanged
     # The one framework named outside backends/ and integrations/: classes registered with JAX
     # (flax and equinox modules, say) are nodes only JAX can open.
     opened = _open_registered(sys.modules["jax"].tree_util, node) if "jax" in sys.modules else None
     if opened:
         return opened
     if isinstance(node, (list, tuple)):
-        return list(node), _same
+        return list(node), unchanged
     if isinstance(node, Mapping):
-        return dict(node), _same
+        return dict(node), unchanged
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}, lambda new: _replaced(node, new)
     return None
@@ -176,10 +195,6 @@ def _key(entry: Any) -> Any:
     return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
 
 
-def _same(container: Any) -> Any:
-    return container
-
-
 def _replaced(node: Any, new: dict[str, Any]) -> Any:
     made = copy.copy(node)
     for field, value in new.items():
@@ -194,10 +209,10 @@ def _no_array(where: str, leaf: object) -> str:
     )
 
 
-def _two_frameworks(name: str, first_path: Path, first: object, path: Path, leaf: object) -> str:
+def _two_frameworks(tree: Tree, number: int) -> str:
     return (
-        f"{place(name, path)} is a {describe(leaf)} but {place(name, first_path)} is a {describe(first)}: "
-        "convert all gradients to one framework first"
+        f"{tree.place(number)} is a {describe(tree.leaves[number])} but {tree.place(0)} is a "
+        f"{describe(tree.leaves[0])}: convert all gradients to one framework first"
     )
 
 

@@ -49,9 +49,42 @@ class Backend:
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False
 
+    # For speed: each has a default that leaves the work to the algorithm, which is written in the array API.
+
+    def plain(self, leaves: list[Any]) -> bool:  # noqa: ARG002
+        """Whether a quick look shows that all are dense floating-point arrays of this backend, and nothing special."""
+        return False
+
+    def apart(self, leaves: list[Any]) -> bool:  # noqa: ARG002
+        """Whether a quick look shows that ``leaves``, which are plain, can be changed and share no memory."""
+        return False
+
+    def number(self, array: Array) -> Any:  # noqa: ARG002
+        """Return a 0-d array as a NumPy scalar; ``None`` if it is not readable, or its derivative counts."""
+        return None
+
+    def array_of(self, number: Any, like: Array) -> Array:  # noqa: ARG002
+        """Return a NumPy scalar as a 0-d array on the device of ``like``."""
+        return self.xp.asarray(number)
+
+    def squares(self, arrays: list[Array]) -> Array | None:  # noqa: ARG002
+        """Return ``Σ|x|²`` over all entries of all arrays, 0-d or a NumPy scalar; ``None`` if there is no short way."""
+        return None
+
+    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
+        """Return ``array · factor`` for each in its own dtype, ``None`` if there is no short way.
+
+        The factor is a NumPy scalar or a 0-d array.
+        """
+        return None
+
+    def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:  # noqa: ARG002
+        """Return ``change()``; where ``ok`` (one boolean that cannot be read) holds, that is equal to ``arrays``."""
+        return change()
+
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         """Return the dense array of the leaf's stored values and the way back to the leaf's own kind."""
-        return leaf, lambda array: array
+        return leaf, unchanged
 
     def large(self, array: Array) -> bool:
         """Whether the array is measured piece by piece, so that no wide copy of all of it is made."""
@@ -108,6 +141,11 @@ class Backend:
     def quiet(self) -> AbstractContextManager[Any]:
         """Silence the floating-point warnings of libraries that compute, or convert, with NumPy."""
         return np.errstate(all="ignore")
+
+
+def unchanged(array: Array) -> Array:
+    """Return an array as it is."""
+    return array
 
 
 def sum_dtype(xp: Any, dtype: Any) -> Any:

@@ -37,7 +37,57 @@ def _within(leaf: sparse.BCOO) -> Array:
     return jnp.where(jnp.expand_dims(inside, range(inside.ndim, data.ndim)), data, 0)
 
 
+_FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
+
+
+def _together(arrays: list[Array]) -> bool:
+    """Whether one call can be compiled for the arrays, outside of what is being compiled already."""
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return False
+    first = arrays[0].sharding
+    return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
+
+
+@jax.jit
+def _squares(arrays: list[Array]) -> Array:
+    dtype = jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
+    real = jnp.finfo(dtype).dtype
+
+    def total(array: Array) -> Array:
+        parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+        return sum(jnp.sum(jnp.square(part.astype(real))) for part in parts)
+
+    return jnp.sum(jnp.stack([total(array) for array in arrays]))
+
+
+@jax.jit
+def _scaled(arrays: list[Array], factor: Array) -> list[Array]:
+    return [(array * factor).astype(array.dtype) for array in arrays]
+
+
+_scalar = jax.jit(lambda number: number)
+
+
 class _JAX(Backend):
+    def plain(self, leaves: list[Any]) -> bool:
+        return all(isinstance(leaf, jax.Array) and leaf.dtype in _FLOATS for leaf in leaves)
+
+    def number(self, array: Array) -> Any:
+        if isinstance(array, jax.core.Tracer) or array.ndim or not self.readable(array):
+            return None
+        return array.dtype.type(array.item())
+
+    def array_of(self, number: Any, like: Array) -> Array:
+        return self.to_device_of(like, _scalar(number))
+
+    def squares(self, arrays: list[Array]) -> Array | None:
+        return _squares(arrays) if _together(arrays) else None
+
+    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
+        if not _together(arrays) or getattr(factor, "ndim", 0):
+            return None
+        return list(_scaled(arrays, factor))
+
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (jax.Array, sparse.JAXSparse)) and leaf.dtype != jnp.bool_
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import record  # there is no public question
 
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, sum_dtype
 
@@ -23,6 +24,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "real floating": lambda dtype: dtype.is_floating,
     "complex floating": lambda dtype: dtype.is_complex,
 }
+
+
+_FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
 def _isdtype(dtype: Any, kind: str) -> bool:
@@ -147,6 +151,32 @@ class _TensorFlow(Backend):
             return None
         return "not a gradient; pass the gradients without their variables (to clip the weights, v.value())"
 
+    def plain(self, leaves: list[Any]) -> bool:
+        return all(isinstance(leaf, tf.Tensor) and leaf.dtype in _FLOATS for leaf in leaves)
+
+    def number(self, array: Array) -> Any:
+        if not self.readable(array) or record.could_possibly_record() or array.shape.rank:
+            return None
+        return array.numpy()
+
+    def array_of(self, number: Any, like: Array) -> Array:  # noqa: ARG002
+        return tf.constant(number.item(), number.dtype)
+
+    def squares(self, arrays: list[Array]) -> Array | None:
+        dtype = arrays[0].dtype
+        if any(array.dtype != dtype for array in arrays) or dtype not in {tf.float32, tf.float64}:
+            return None
+        halves = [tf.nn.l2_loss(array) for array in arrays]
+        if all(self.readable(half) for half in halves) and not record.could_possibly_record():
+            return dtype.as_numpy_dtype(2 * sum(float(half) for half in halves))
+        return 2 * tf.reduce_sum(tf.stack(halves))
+
+    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
+        if not isinstance(factor, np.generic) or any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
+            return None
+        by = {dtype: tf.constant(factor.item(), dtype) for dtype in {array.dtype for array in arrays}}
+        return [tf.raw_ops.Mul(x=array, y=by[array.dtype]) for array in arrays]
+
     def traced(self, array: Array) -> bool:
         return not tf.executing_eagerly() or bool(tf.is_symbolic_tensor(array))
 
@@ -189,7 +219,7 @@ class _TensorFlow(Backend):
         return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
     def quiet(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return super().quiet() if tf.executing_eagerly() else nullcontext()
 
 
 def _merged(slices: tf.IndexedSlices) -> Array:

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from array_api_compat import torch as compat
+from torch.autograd import forward_ad
 
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype
 
@@ -38,6 +40,17 @@ _COMPRESSED = {
     torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
+_FLOATS = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+}
+_DOUBLE = {torch.float64, torch.complex128}
+_SCALARS = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
+_DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in _SCALARS.items()}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
 
 
@@ -62,8 +75,119 @@ def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     return operand.clone()
 
 
+_ROW = 1024
+"""How many squares are added in a row: so few lose no precision, and rows are read as fast as memory is."""
+_SHORT = 2**11
+"""Up to how many entries a copy in double precision takes no longer than norms of rows."""
+_SMALL = 2**14
+"""Up to how many entries it is faster to copy arrays into one than to look at each."""
+
+
+def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return vectors of the same norm together, which are short: the norms of rows, and the entries that are left."""
+    if flat.numel() < _SHORT:
+        return [flat]
+    whole = flat.numel() - flat.numel() % _ROW
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
+    return [norms] if whole == flat.numel() else [norms, flat[whole:]]
+
+
+def _squares_elsewhere(arrays: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of squares on an accelerator, whose sums are trees, and precise."""
+    wide = torch.promote_types(dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=wide))  # noqa: SLF001
+    return torch.dot(norms, norms)
+
+
+def _flat(array: torch.Tensor) -> torch.Tensor | None:
+    """Return a real array as a vector without a copy, ``None`` if it does not lie in a row."""
+    if array.is_contiguous():
+        return array.view(-1)
+    ordered = _in_order(array)
+    return ordered.view(-1) if ordered.is_contiguous() else None
+
+
+def _in_order(array: torch.Tensor) -> torch.Tensor:
+    """Return the array with its axes as they lie in memory."""
+    return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
+
+
 class _Torch(Backend):
     output_axis = 0
+
+    def plain(self, leaves: list[Any]) -> bool:
+        if torch.compiler.is_compiling() or _in_transform():
+            return False
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
+                return False
+        return True
+
+    def apart(self, leaves: list[Any]) -> bool:
+        spans = []
+        for leaf in leaves:
+            if leaf.requires_grad or not leaf.is_contiguous() or leaf.is_inference():
+                return False
+            start = leaf.data_ptr()
+            spans.append((start, start + leaf.nbytes))
+        spans.sort()
+        return all([one[1] <= two[0] for one, two in pairwise(spans)])
+
+    def number(self, array: Array) -> Any:
+        if array.ndim or not array.is_cpu or self.traced(array) or _recorded(array):
+            return None
+        return _SCALARS[array.dtype](array.item())
+
+    def array_of(self, number: Any, like: Array) -> Array:
+        array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char])
+        return array if like.is_cpu else array.to(like.device)
+
+    def squares(self, arrays: list[Array]) -> Array | None:
+        dtype = arrays[0].dtype
+        recording = forward_ad._current_level >= 0 or torch.is_grad_enabled()  # noqa: SLF001
+        device = arrays[0].device
+        for array in arrays:
+            if array.dtype is not dtype or array.device != device or (recording and _recorded(array)):
+                return None
+        if dtype.is_complex:
+            return None
+        if device.type != "cpu":
+            return _squares_elsewhere(arrays, dtype)
+        wide = dtype if dtype is torch.float64 else torch.float32
+        parts: list[torch.Tensor] = []
+        small: list[torch.Tensor] = []
+        entries = 0
+        for array in arrays:
+            size = array.numel()
+            flat = array if array.ndim == 1 else array.reshape(-1) if size <= _SMALL else _flat(array)
+            if flat is None:
+                return None
+            if size > _SMALL:
+                pieces = (flat,) if dtype is wide else (piece.to(wide) for piece in flat.split(PIECE))
+                parts += [part for piece in pieces for part in _rows(piece)]
+                continue
+            if entries + size > PIECE:
+                parts += _rows(torch.cat(small).to(wide))
+                small, entries = [], 0
+            small.append(flat)
+            entries += size
+        if small:
+            parts += _rows(torch.cat(small).to(wide))
+        rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
+        return _SCALARS[wide](torch.dot(rows, rows).item())
+
+    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:
+        if isinstance(factor, np.generic):
+            wide = torch.float64 if arrays[0].dtype in _DOUBLE else torch.float32
+            factor = torch.scalar_tensor(factor.item(), dtype=wide)
+        elif factor.ndim or any(map(_recorded, (factor, *arrays))) or self.traced(factor):
+            return None
+        # The product with a 0-d array has the other's dtype.
+        if not in_place:
+            return list(torch._foreach_mul(arrays, factor))  # noqa: SLF001
+        with torch.no_grad():
+            torch._foreach_mul_(arrays, factor)
+        return arrays
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
@@ -82,11 +206,11 @@ class _Torch(Backend):
         return array.device.type == "cpu" and not self.traced(array)
 
     def large(self, array: Array) -> bool:
-        recorded = array.requires_grad and torch.is_grad_enabled()  # derivatives would keep every piece anyway
+        recorded = _recorded(array)  # derivatives would keep every piece anyway
         return type(array) is torch.Tensor and not recorded and array.numel() > PIECE and not self.traced(array)
 
     def pieces(self, array: Array) -> Iterable[Array]:
-        ordered = array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))  # as it lies in memory
+        ordered = _in_order(array)
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return [flat[rows] for rows in row_slices(flat.shape)]
 
@@ -141,12 +265,18 @@ class _Torch(Backend):
         return array.to(other.device)
 
     def quiet(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return nullcontext() if torch.compiler.is_compiling() else super().quiet()
+
+
+def _recorded(array: torch.Tensor) -> bool:
+    """Whether derivatives with respect to the array are being worked out."""
+    forward = forward_ad._current_level >= 0  # noqa: SLF001 - torch has no public question
+    return forward or (array.requires_grad and torch.is_grad_enabled())
 
 
 def _in_transform() -> bool:
     """Whether ``torch.func`` is transforming the caller: then a value may stand for many."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - torch has no public question
+    return bool(torch._C._functorch.peek_interpreter_stack() is not None)  # noqa: SLF001 - torch has no public question
 
 
 BACKEND = _Torch(namespace)
