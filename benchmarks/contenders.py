@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import distributions
@@ -12,11 +11,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 import uniclip as uc
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # what is compared here is the CPU
-os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # else the time to compile is that of an earlier run
 
 NATIVE, NATIVE_IN_PLACE, READ = "native", "native in place", "plain read"
 OURS, OURS_IN_PLACE = "uniclip", "uniclip in place"
@@ -51,13 +45,13 @@ class Library:
         """Return the values in float32."""
         return np.asarray(array).astype("float32", copy=False)
 
-    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:  # noqa: ARG002 - of use in JAX
+    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:
         """Return gradients for one call, the saved ones."""
         for leaf, values in zip(leaves, saved, strict=True):
             np.copyto(leaf, values)
         return leaves
 
-    def contenders(self, way: str, leaves: Leaves, c: float) -> dict[str, Contender]:  # noqa: ARG002 - one way
+    def contenders(self, way: str, leaves: Leaves, c: float) -> dict[str, Contender]:
         """Return everything to be timed, clipping to ``c``; leaves that change are always these."""
         rule = uc.by_global_norm(c)
 
@@ -102,7 +96,7 @@ class Torch(Library):
         """Return the values in float32."""
         return array.float().numpy()
 
-    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:  # noqa: ARG002 - of use in JAX
+    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:
         """Write the saved values."""
         for leaf, values in zip(leaves, saved, strict=True):
             leaf.copy_(values)
@@ -145,11 +139,11 @@ class TensorFlow(Library):
         """Return the values in float32."""
         return super().numpy(array.numpy())
 
-    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:  # noqa: ARG002 - nothing is ever changed
+    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:
         """Return the saved ones themselves."""
         return saved
 
-    def contenders(self, way: str, leaves: Leaves, c: float) -> dict[str, Contender]:  # noqa: ARG002
+    def contenders(self, way: str, leaves: Leaves, c: float) -> dict[str, Contender]:
         """Return every output, the norm too, as users do."""
         import tensorflow as tf
 
@@ -187,13 +181,13 @@ class JAX(Library):
 
         return jnp.array(values, dtype=dtype)
 
-    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:  # noqa: ARG002 - nothing is ever changed
+    def ready(self, way: str, leaves: Leaves, saved: Leaves) -> Leaves:
         """Return the saved ones, or copies where the call takes them for its own."""
         import jax
 
         return jax.block_until_ready([g.copy() for g in saved]) if "donated" in way else saved
 
-    def contenders(self, way: str, leaves: Leaves, c: float) -> dict[str, Contender]:  # noqa: ARG002
+    def contenders(self, way: str, leaves: Leaves, c: float) -> dict[str, Contender]:
         """Return the clipped leaves alone, as optax does."""
         import jax
         import jax.numpy as jnp

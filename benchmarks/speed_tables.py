@@ -1,122 +1,149 @@
 # SPDX-License-Identifier: MIT
-"""What was measured by speed.py, as Markdown, and how far it is from what was to be reached."""
+"""What speed.py measured, as Markdown: for the terminal and for the documentation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from gradient_trees import BIG, GPT, LARGE, LSTM, RESNET, SMALL, TINY, TREES
+from contenders import NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ
+from gradient_trees import TREES, entries
+from targets import Row, Verdict, judged
 
-Row = dict[str, Any]
-FUNCTIONAL, IN_PLACE = "uniclip", "uniclip in place"
-EVERY, SMALLS = list(TREES), [LSTM, TINY, SMALL]
-
-
-class Measure(NamedTuple):
-    """A number to be judged: what it is called, how it is read from a row, and on which side it should be."""
-
-    text: str
-    quartiles: Callable[[Row, str], list[float]]
-    sign: int
-    """1 if it should be large, -1 if small."""
+TITLES = {"numpy": "NumPy", "torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
+ORDER = [NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ]
+CASE = ["called", "gradients", "clipped"]
+Results = dict[str, Any]
 
 
-def above(row: Row, name: str) -> list[float]:
-    """Return the microseconds that a contender takes more than the native function."""
-    native = row["contenders"]["native in place" if name == IN_PLACE else "native"]["us"]
-    return [row["contenders"][name]["us"] - native] * 3
+def report(results: Results) -> str:
+    """Return everything that was measured."""
+    return "\n\n".join(f"# {name.capitalize()}\n\n{text}" for name, text in parts(results).items())
 
 
-AHEAD = Measure("native / uniclip", lambda row, name: row["contenders"][name]["ratio"], 1)
-READS = Measure("uniclip / plain read", lambda row, name: row["contenders"][name]["reads"], -1)
-ABOVE = Measure("µs above native", above, -1)
+def parts(results: Results) -> dict[str, str]:
+    """Return the parts of the page on performance that were measured, by name."""
+    rows, verdicts = results.get("rows", []), list(judged(results.get("rows", [])))
+    found = {
+        "versions": versions(results["about"]),
+        "ratios": by_framework(rows, speeds),
+        "memory": by_framework(rows, memory),
+        "compiling": by_framework(rows, compiling),
+        "targets": by_framework(verdicts, aims),
+        "slower": slower(rows),
+        "scaling": by_framework(results.get("scaling", []), curves),
+    }
+    return {name: text for name, text in found.items() if text}
 
 
-class Target(NamedTuple):
-    """What was to be reached in one way of calling, by tree."""
-
-    framework: str
-    way: str
-    clipped: bool
-    name: str
-    bounds: dict[str, float]
-    measure: Measure = AHEAD
+def versions(about: dict[str, Any]) -> str:
+    """Return what was installed, where and when."""
+    heads = ["versions", "CPU", "cores", "date"]
+    texts = [", ".join(f"{name} {number}" for name, number in a["versions"].items()) for a in about.values()]
+    return table(heads, ([t, a["cpu"], str(a["cores"]), a["date"]] for t, a in zip(texts, about.values(), strict=True)))
 
 
-def both(framework: str, way: str, name: str, bounds: dict[str, float]) -> list[Target]:
-    """Return targets that are the same clipped and unclipped."""
-    return [Target(framework, way, clipped, name, bounds) for clipped in (False, True)]
+def by_framework(items: list[Any], make: Any) -> str:
+    """Return a table for each framework, under its name."""
+    blocks = []
+    for framework, title in TITLES.items():
+        text = make([item for item in items if framework_of(item) == framework])
+        blocks += [f"## {title}", text] if text else []
+    return "\n\n".join(blocks)
 
 
-def same(trees: list[str], bound: float) -> dict[str, float]:
-    """Return one bound for several trees."""
-    return dict.fromkeys(trees, bound)
+def framework_of(item: Row | Verdict) -> str:
+    """Return the framework that something was measured on."""
+    return item.target.framework if isinstance(item, Verdict) else item["framework"]
 
 
-UNCLIPPED, CLIPPED = False, True
-COMPILED = [RESNET, GPT, LSTM, BIG, SMALL]
-TARGETS = [
-    Target("torch", "eager", UNCLIPPED, FUNCTIONAL, {RESNET: 2.2, GPT: 2.4, LSTM: 2.5, TINY: 1.8, SMALL: 1.0}),
-    Target("torch", "eager", UNCLIPPED, IN_PLACE, {RESNET: 2.2, GPT: 2.4, LSTM: 2.5, TINY: 1.8, SMALL: 1.0}),
-    Target("torch", "eager", CLIPPED, IN_PLACE, {RESNET: 1.15, GPT: 1.2, LSTM: 1.6, TINY: 1.05, SMALL: 1.0}),
-    Target("torch", "eager", UNCLIPPED, FUNCTIONAL, same(LARGE, 1.3), READS),
-    *both("torch", "torch.compile", IN_PLACE, same(COMPILED, 1.0)),
-    Target("tensorflow", "eager", UNCLIPPED, FUNCTIONAL, {RESNET: 4.5, GPT: 4.5, LSTM: 4.0, SMALL: 4.0}),
-    Target("tensorflow", "eager", CLIPPED, FUNCTIONAL, {RESNET: 1.25, GPT: 1.25, LSTM: 2.0, SMALL: 2.0}),
-    Target("tensorflow", "tf.function", UNCLIPPED, FUNCTIONAL, {RESNET: 2.0, **same(SMALLS, 1.0)}),
-    Target("tensorflow", "tf.function", CLIPPED, FUNCTIONAL, {RESNET: 1.0, **same(SMALLS, 1.0)}),
-    *both("tensorflow", "tf.function, XLA", FUNCTIONAL, same(EVERY, 0.95)),
-    *both("jax", "eager", FUNCTIONAL, same(EVERY, 8.0)),
-    Target("jax", "jax.jit", UNCLIPPED, FUNCTIONAL, same(LARGE, 1.0) | same(SMALLS, 0.95)),
-    Target("jax", "jax.jit", CLIPPED, FUNCTIONAL, {RESNET: 1.2, **same(SMALLS, 0.95)}),
-    Target("jax", "jax.jit, donated", UNCLIPPED, FUNCTIONAL, same(LARGE, 1.3)),
-    *both("numpy", "eager", IN_PLACE, same([RESNET, GPT, LSTM, TINY, BIG], 1.0)),
-    *both("numpy", "eager", FUNCTIONAL, same([RESNET, GPT, LSTM, TINY, BIG], 1.0)),
-    *[target._replace(measure=ABOVE) for target in both("numpy", "eager", IN_PLACE, {SMALL: 8.0})],
-    *[target._replace(measure=ABOVE) for target in both("numpy", "eager", FUNCTIONAL, {SMALL: 8.0})],
-    Target("numpy", "eager", UNCLIPPED, FUNCTIONAL, same(LARGE, 1.3), READS),
-]
-
-
-def reached(rows: list[Row]) -> str:
-    """Return the table of targets."""
-    return table_of(["case", "clipped", "what", "wanted", "measured", "reached"], list(judged(rows)))
-
-
-def judged(rows: list[Row]) -> Iterator[list[str]]:
-    """Yield each target and tree that was measured, and whether it was reached, to two decimals."""
-    by_case = {case(row): row for row in rows}
-    for target in TARGETS:
-        for tree, bound in target.bounds.items():
-            row = by_case.get((target.framework, target.way, tree, "float32", target.clipped))
-            if row:
-                measured = target.measure.quartiles(row, target.name)
-                good = target.measure.sign * (round(measured[1], 2) - bound) >= 0
-                wanted = f"{'at least' if target.measure.sign > 0 else 'at most'} {bound:g}"
-                where = f"{target.framework}, {target.way}, {tree}, {target.name}"
-                yes = "yes" if target.clipped else "no"
-                yield [where, yes, target.measure.text, wanted, spread(measured), "reached" if good else "**not**"]
-
-
-def case(row: Row) -> tuple[Any, ...]:
-    """Return what identifies a row."""
-    return row["framework"], row["way"], row["tree"], row["dtype"], row["clipped"]
-
-
-def table(rows: list[Row]) -> str:
-    """Return the ratios and the times of rows."""
-    heads = ["way", "tree", "clipped", "native", "uniclip", "in place", "read", "ratio", "in place"]
-    return table_of(heads, list(map(cells, rows)))
-
-
-def cells(row: Row) -> list[str]:
-    """Return a row as texts."""
-    found, names = row["contenders"], ["native", FUNCTIONAL, IN_PLACE, "plain read"]
-    times = [duration(found[name]["us"]) if name in found else "" for name in names]
-    ratios = [spread(found[name]["ratio"]) if name in found else "" for name in (FUNCTIONAL, IN_PLACE)]
+def case(row: Row) -> list[str]:
+    """Return what a row is about."""
     tree = row["tree"] if row["dtype"] == "float32" else f"{row['tree']}, {row['dtype']}"
-    return [f"{row['framework']} {row['way']}", tree, "yes" if row["clipped"] else "no", *times, *ratios]
+    return [row["way"], tree, "yes" if row["clipped"] else "no"]
+
+
+def present(rows: list[Row]) -> list[str]:
+    """Return the contenders of some rows."""
+    return [name for name in ORDER if any(name in row["contenders"] for row in rows)]
+
+
+def speeds(rows: list[Row]) -> str:
+    """Return the ratios, then the times."""
+    names = present(rows)
+    ours = [name for name in (OURS, OURS_IN_PLACE) if name in names]
+    heads = [*CASE, *(f"native / {name}" for name in ours), *names]
+    return table(heads, (case(row) + ratios(row, ours) + times(row, names) for row in rows))
+
+
+def ratios(row: Row, names: list[str]) -> list[str]:
+    """Return how far uniclip is ahead."""
+    return [spread(row["contenders"][name]["ratio"]) for name in names]
+
+
+def times(row: Row, names: list[str]) -> list[str]:
+    """Return the medians of the times."""
+    return [duration(row["contenders"][name]["us"]) for name in names]
+
+
+def memory(rows: list[Row]) -> str:
+    """Return the peaks of extra memory, in sizes of the gradients and in MiB."""
+    rows = [row for row in rows if row["contenders"][READ].get("extra_bytes") is not None]
+    names = present(rows)
+    return table([*CASE, *names], (case(row) + [extra(row, name) for name in names] for row in rows))
+
+
+def extra(row: Row, name: str) -> str:
+    """Return the extra memory of one contender."""
+    size = entries(TREES[row["tree"]]) * (4 if row["dtype"] == "float32" else 2)
+    count = row["contenders"][name]["extra_bytes"]
+    return f"{count / size:.2f} × ({count / 2**20:,.1f} MiB)"  # noqa: RUF001 - times
+
+
+def compiling(rows: list[Row]) -> str:
+    """Return the seconds of the first calls."""
+    rows = [row for row in rows if "first_call_s" in row["contenders"][READ]]
+    names = present(rows)
+    lines = (case(row)[:2] + [f"{row['contenders'][name]['first_call_s']:.1f} s" for name in names] for row in rows)
+    return table([*CASE[:2], *names], lines)
+
+
+def aims(verdicts: list[Verdict]) -> str:
+    """Return each target beside what was measured."""
+    heads = ["called", "gradients", "clipped", "what", "wanted", "measured", "reached"]
+    return table(heads, map(aim, verdicts))
+
+
+def aim(verdict: Verdict) -> list[str]:
+    """Return a target as texts."""
+    target = verdict.target
+    what = target.measure.text.replace("uniclip", target.name)
+    wanted = f"{'at least' if target.measure.sign > 0 else 'at most'} {verdict.bound:g}"
+    clipped, reached = "yes" if target.clipped else "no", "yes" if verdict.reached else "**no**"
+    return [target.way, verdict.tree, clipped, what, wanted, spread(verdict.quartiles), reached]
+
+
+def slower(rows: list[Row]) -> str:
+    """Return where uniclip takes longer than what it is compared with."""
+    return "\n".join(sorted(behind(rows)))
+
+
+def behind(rows: list[Row]) -> Iterator[str]:
+    """Yield the cases in which uniclip is slower."""
+    for row in rows:
+        for name in (OURS, OURS_IN_PLACE):
+            ratio = row["contenders"].get(name, {}).get("ratio", [1.0] * 3)
+            if round(ratio[1], 2) < 1:
+                way, tree, clipped = case(row)
+                state = "clipped" if clipped == "yes" else "unclipped"
+                yield f"- {TITLES[row['framework']]}, {way}, {name}, {tree}, {state}: {spread(ratio)}"
+
+
+def curves(rows: list[Row]) -> str:
+    """Return the times over leaves and entries."""
+    heads = ["called", "leaves", "entries", NATIVE, OURS]
+    lines = ([r["way"], f"{r['leaves']:,}", f"{r['entries']:,}", *map(duration, r["us"].values())] for r in rows)
+    return table(heads, lines)
 
 
 def spread(quartiles: list[float]) -> str:
@@ -126,12 +153,15 @@ def spread(quartiles: list[float]) -> str:
 
 
 def duration(us: float) -> str:
-    """Return a time to three digits, in µs or ms."""
-    return f"{us:.3g} µs" if us < 1000 else f"{us / 1000:.4g} ms"  # noqa: PLR2004
+    """Return a time to three digits."""
+    unit, size = next(((u, s) for u, s in [("s", 1e6), ("ms", 1e3)] if us >= s), ("µs", 1))
+    return f"{us / size:.3g} {unit}"
 
 
-def table_of(heads: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table, aligned."""
-    lines = [heads, ["-" * len(head) for head in heads], *rows]
+def table(heads: list[str], rows: Iterable[list[str]]) -> str:
+    """Return a Markdown table, aligned, or nothing if there are no rows."""
+    lines = [heads, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    lines.insert(1, ["-" * width for width in widths])
+    text = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return text if len(lines) > 2 else ""  # noqa: PLR2004 - the heads and the line below
