@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import distributions
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+import memory
 import uniclip as uc
 
 NATIVE, NATIVE_IN_PLACE, READ = "native", "native in place", "plain read"
@@ -76,6 +78,10 @@ class Library:
             OURS_IN_PLACE: Contender(lambda leaves: uc.clip_(leaves, rule), in_place=True),
             READ: Contender(lambda leaves: [np.sum(g) for g in leaves]),
         }
+
+    def extra_memory(self, call: Callable[[Leaves], Any], ready: Callable[[], Leaves]) -> int | None:
+        """Return the bytes a call takes at its peak beyond those before, or None if they are not counted."""
+        return memory.peak(call, ready)
 
 
 class Torch(Library):
@@ -165,6 +171,18 @@ class TensorFlow(Library):
             OURS: Contender(lambda leaves: ours(leaves)[0]),
             READ: Contender(read),
         }
+
+    def extra_memory(self, call: Callable[[Leaves], Any], ready: Callable[[], Leaves]) -> int | None:
+        """Ask TensorFlow, which keeps what is freed, so the kernel sees nothing; it counts in blocks."""
+        import tensorflow as tf
+
+        grads, count = ready(), tf.config.experimental
+        with suppress(ValueError):  # there is no count if oneDNN is switched off
+            count.reset_memory_stats("CPU:0")
+            before = count.get_memory_info("CPU:0")["current"]
+            call(grads)
+            return int(count.get_memory_info("CPU:0")["peak"] - before)
+        return None
 
 
 class JAX(Library):

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import math
 import os
 import random
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,7 +103,7 @@ def measure(setting: Setting, effort: Effort) -> list[dict[str, Any]]:
     if entries(TREES[setting.tree]) >= LARGE_ENOUGH:
         for b, r in zip((clips, passes), rows, strict=True):
             for name, contender in b.contenders.items():
-                r["contenders"][name]["extra_bytes"] = extra_memory(contender.call, b.ready)
+                r["contenders"][name]["extra_bytes"] = b.library.extra_memory(contender.call, b.ready)
     return rows
 
 
@@ -184,21 +181,3 @@ def norm(library: Library, leaves: Leaves) -> float:
 def quartiles(values: np.ndarray) -> list[float]:
     """Return the lower quartile, the median and the upper quartile."""
     return [float(x) for x in np.quantile(values, [0.25, 0.5, 0.75])]
-
-
-def extra_memory(call: Callable[[Leaves], Any], ready: Callable[[], Leaves]) -> int | None:
-    """Return the bytes a call takes at its peak beyond those before; None where the kernel tells no peak."""
-    if sys.platform != "linux":
-        return None
-    grads = ready()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free but not given back would hide what the call takes
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts from here
-    before = resident("VmRSS")
-    call(grads)
-    return max(0, resident("VmHWM") - before)
-
-
-def resident(field: str) -> int:
-    """Return a count of bytes that the kernel keeps of this process."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
