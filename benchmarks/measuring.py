@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import os
 import random
 import time
 import warnings
@@ -17,11 +16,6 @@ import numpy as np
 
 from contenders import EAGER, LIBRARIES, NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ, Contender, Leaves, Library
 from gradient_trees import TREES, Shape, entries
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # what is compared here is the CPU
-os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # else the time to compile is that of an earlier run
 
 LARGE_ENOUGH = 25_000_000  # entries, for the memory to stand out
 FEWEST = 3  # rounds

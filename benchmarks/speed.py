@@ -27,11 +27,17 @@ from contenders import EAGER, LIBRARIES
 from gradient_trees import RESNET, TINY, TREES
 from measuring import Effort, Point, Setting, measure, scale
 
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # what is compared is the CPU
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # else the time to compile is that of a later run
+}
 RESULTS = Path(__file__).parent.parent / "docs" / "performance.json"
 FULL, BRIEF, QUICK = Effort(15, 1.5, 8.0, 5e-3), Effort(5, 0.3, 2.0, 5e-3), Effort(3, 0.0, 1.0, 2e-4)
 LEAVES = [1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 20_000]  # of 16 entries
 ENTRIES = [10**n for n in range(3, 9)]  # of one leaf
-SMALL_LEAVES, SMALL_ENTRIES = 300, 10**5  # enough for --quick
+SMALL_LEAVES, SMALL_ENTRIES = 100, 10**5  # enough for --quick
 
 
 def settings(framework: str, trees: list[str]) -> Iterator[Setting]:
@@ -55,11 +61,16 @@ def points(framework: str, *, quick: bool = False) -> Iterator[Point]:
                 yield Point(framework, way, 1, n)
 
 
+def prepare() -> None:
+    """Set what the frameworks read when they are imported."""
+    os.environ.update(ENVIRONMENT)
+
+
 def run(function: Callable[..., list[Any]], tasks: list[Any], effort: Effort) -> Iterator[dict[str, Any]]:
     """Measure the tasks, those of each framework in one process that imports no other framework."""
     with tqdm(total=len(tasks), unit="setting", dynamic_ncols=True) as bar:
         for framework in dict.fromkeys(task.framework for task in tasks):
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            with ProcessPoolExecutor(1, get_context("spawn"), prepare) as process:
                 for task in (task for task in tasks if task.framework == framework):
                     bar.set_description(", ".join(map(str, task)))
                     yield from process.submit(function, task, effort).result()

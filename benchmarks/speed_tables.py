@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from contenders import NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ
@@ -18,22 +18,23 @@ Results = dict[str, Any]
 
 def report(results: Results) -> str:
     """Return everything that was measured."""
-    return "\n\n".join(f"# {name.capitalize()}\n\n{text}" for name, text in parts(results).items())
+    return "\n\n".join(f"## {name.capitalize()}\n\n{text}" for name, text in parts(results).items() if text)
 
 
 def parts(results: Results) -> dict[str, str]:
-    """Return the parts of the page on performance that were measured, by name."""
-    rows, verdicts = results.get("rows", []), list(judged(results.get("rows", [])))
-    found = {
+    """Return the parts of the page on performance, by name; one that was not measured is empty."""
+    rows = results.get("rows", [])
+    verdicts = list(judged(rows))
+    return {
         "versions": versions(results["about"]),
         "ratios": by_framework(rows, speeds),
         "memory": by_framework(rows, memory),
         "compiling": by_framework(rows, compiling),
         "targets": by_framework(verdicts, aims),
+        "missed": missed(verdicts) if rows else "",
         "slower": slower(rows),
         "scaling": by_framework(results.get("scaling", []), curves),
     }
-    return {name: text for name, text in found.items() if text}
 
 
 def versions(about: dict[str, Any]) -> str:
@@ -48,7 +49,7 @@ def by_framework(items: list[Any], make: Any) -> str:
     blocks = []
     for framework, title in TITLES.items():
         text = make([item for item in items if framework_of(item) == framework])
-        blocks += [f"## {title}", text] if text else []
+        blocks += [f"### {title}", text] if text else []
     return "\n\n".join(blocks)
 
 
@@ -59,8 +60,12 @@ def framework_of(item: Row | Verdict) -> str:
 
 def case(row: Row) -> list[str]:
     """Return what a row is about."""
-    tree = row["tree"] if row["dtype"] == "float32" else f"{row['tree']}, {row['dtype']}"
-    return [row["way"], tree, "yes" if row["clipped"] else "no"]
+    return [row["way"], tree_of(row), "yes" if row["clipped"] else "no"]
+
+
+def tree_of(row: Row) -> str:
+    """Return the gradients of a row, with their type if it is not the usual one."""
+    return row["tree"] if row["dtype"] == "float32" else f"{row['tree']}, {row['dtype']}"
 
 
 def present(rows: list[Row]) -> list[str]:
@@ -114,6 +119,13 @@ def aims(verdicts: list[Verdict]) -> str:
     return table(heads, map(aim, verdicts))
 
 
+def missed(verdicts: list[Verdict]) -> str:
+    """Return how many targets were reached, and those that were not."""
+    far = [verdict for verdict in verdicts if not verdict.reached]
+    count = f"{len(verdicts) - len(far)} of {len(verdicts)} are reached"
+    return f"{count}; these are not:\n\n{by_framework(far, aims)}" if far else f"{count}."
+
+
 def aim(verdict: Verdict) -> list[str]:
     """Return a target as texts."""
     target = verdict.target
@@ -125,18 +137,14 @@ def aim(verdict: Verdict) -> list[str]:
 
 def slower(rows: list[Row]) -> str:
     """Return where uniclip takes longer than what it is compared with."""
-    return "\n".join(sorted(behind(rows)))
-
-
-def behind(rows: list[Row]) -> Iterator[str]:
-    """Yield the cases in which uniclip is slower."""
-    for row in rows:
-        for name in (OURS, OURS_IN_PLACE):
-            ratio = row["contenders"].get(name, {}).get("ratio", [1.0] * 3)
-            if round(ratio[1], 2) < 1:
-                way, tree, clipped = case(row)
-                state = "clipped" if clipped == "yes" else "unclipped"
-                yield f"- {TITLES[row['framework']]}, {way}, {name}, {tree}, {state}: {spread(ratio)}"
+    found: dict[str, list[str]] = {}
+    for row, name in ((row, name) for row in rows for name in (OURS, OURS_IN_PLACE) if name in row["contenders"]):
+        ratio = row["contenders"][name]["ratio"]
+        if round(ratio[1], 2) < 1:
+            state = "clipped" if row["clipped"] else "not clipped"
+            where = f"{TITLES[row['framework']]}, {row['way']}{name.removeprefix(OURS)}"
+            found.setdefault(where, []).append(f"{tree_of(row)}, {state}: {spread(ratio)}")
+    return "\n".join(f"- **{where}:** {'; '.join(cases)}" for where, cases in found.items()) or "None." * bool(rows)
 
 
 def curves(rows: list[Row]) -> str:
