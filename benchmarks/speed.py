@@ -68,7 +68,7 @@ def prepare() -> None:
 
 def run(function: Callable[..., list[Any]], tasks: list[Any], effort: Effort) -> Iterator[dict[str, Any]]:
     """Measure the tasks, those of each framework in one process that imports no other framework."""
-    with tqdm(total=len(tasks), unit="setting", dynamic_ncols=True) as bar:
+    with tqdm(total=len(tasks), dynamic_ncols=True, disable=not tasks) as bar:
         for framework in dict.fromkeys(task.framework for task in tasks):
             with ProcessPoolExecutor(1, get_context("spawn"), prepare) as process:
                 for task in (task for task in tasks if task.framework == framework):
@@ -111,7 +111,7 @@ def about(framework: str) -> dict[str, Any]:
     return {"versions": versions, "cpu": cpu, "cores": os.cpu_count(), "date": today}
 
 
-def main(words: list[str] | None = None) -> None:
+def main() -> None:
     """Measure what is asked for, print it beside the targets, and keep it for the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--framework", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), help="only these")
@@ -119,19 +119,18 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--scaling", action="store_true", help="only the curves over leaves and entries")
     parser.add_argument("--quick", action="store_true", help="few repetitions; kept only where --out says")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"keep the results here, not in docs/{RESULTS.name}")
-    args = parser.parse_args(words)
-    everything = not (args.tree or args.scaling)
-    results: dict[str, Any] = {"about": {framework: about(framework) for framework in args.framework}}
-    if args.tree or everything:
-        chosen = [s for f in args.framework for s in settings(f, args.tree or list(TREES))]
-        results["rows"] = list(run(measure, chosen, QUICK if args.quick else FULL))
-    if args.scaling or everything:
-        chosen = [p for f in args.framework for p in points(f, quick=args.quick)]
-        results["scaling"] = list(run(scale, chosen, QUICK if args.quick else BRIEF))
-    print(speed_tables.report(results))
+    args = parser.parse_args()
     out = args.out or (None if args.quick else RESULTS)
-    if out:
-        save(out, results)
+    trees = args.tree or ([] if args.scaling else list(TREES))
+    rows = [setting for framework in args.framework for setting in settings(framework, trees)]
+    curves = [p for f in args.framework for p in points(f, quick=args.quick) if args.scaling or not args.tree]
+    results: dict[str, Any] = {"about": {f: about(f) for f in args.framework}, "rows": [], "scaling": []}
+    for part, function, tasks, effort in [("rows", measure, rows, FULL), ("scaling", scale, curves, BRIEF)]:
+        for row in run(function, tasks, QUICK if args.quick else effort):
+            results[part].append(row)
+            if out:
+                save(out, results)  # every time, lest an error cost what was measured before it
+    print(speed_tables.report(results))
 
 
 if __name__ == "__main__":
