@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -19,10 +20,12 @@ ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
+import performance_figures  # noqa: E402 - needs the path above
 
 import how_others_behave  # noqa: E402 - needs the path above
 import promises  # noqa: E402 - needs the path above
 import side_by_side  # noqa: E402 - needs the path above
+import speed_tables  # noqa: E402 - needs the path above
 
 project = "uniclip"
 author = "The uniclip developers"
@@ -82,6 +85,11 @@ write(HERE / "_generated" / "promises.md", promises.table())
 write(HERE / "_generated" / "dtypes.md", promises.dtypes())
 write(HERE / "_generated" / "others.md", "\n\n".join(side_by_side.blocks(how_others_behave.GROUPS)))
 figures.draw(HERE / "_static" / "generated")
+
+measured = json.loads((HERE / "performance.json").read_text(encoding="utf-8"))
+for name, text in speed_tables.parts(measured).items():
+    write(HERE / "_generated" / f"speed-{name}.md", text)
+performance_figures.draw(HERE / "_static" / "generated", measured)
 
 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
