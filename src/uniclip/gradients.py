@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -25,6 +26,8 @@ class Leaf(NamedTuple):
     axes: tuple[int, ...] | None
 
 
+_SMALL = 2**12
+"""Up to how many entries leaves are joined."""
 Group: TypeAlias = Sequence[int]
 """The numbers of the leaves that share a norm."""
 
@@ -48,6 +51,25 @@ class Gradients(NamedTuple):
             return [self.special[number] for number in group]
         given = self.tree.leaves
         return [Leaf(number, given[number], given[number], unchanged, None) for number in group]
+
+    def gathered(self, group: Group) -> list[Leaf]:
+        """Return the leaves of a group, small ones that are plain joined into one: compilers take time for each."""
+        leaves = self.members(group)
+        if self.special is not None:
+            return leaves
+        xp = self.backend.xp
+        small: dict[Any, list[Leaf]] = {}
+        for leaf in leaves:
+            shape = leaf.array.shape
+            known = getattr(shape, "rank", 0) is not None and None not in shape
+            kind = leaf.array.dtype if known and math.prod(shape) <= _SMALL else leaf.number
+            small.setdefault(kind, []).append(leaf)
+        return [
+            some[0]._replace(array=xp.concat([xp.reshape(leaf.array, (-1,)) for leaf in some], axis=0))
+            if len(some) > 1
+            else some[0]
+            for some in small.values()
+        ]
 
     @property
     def first(self) -> Any:

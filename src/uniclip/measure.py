@@ -76,19 +76,19 @@ class _Ruler(NamedTuple):
         total = None if arrays is None else self.grads.backend.squares(arrays)
         if total is not None:
             return total if self.all_reduce is None else self.all_reduce(as_arrays(self.grads, [total])[0], "sum")
-        return self.join(group, self.norm.op, lambda leaf: self.part(leaf, self.norm))
+        return self.join(self.grads.members(group), self.norm.op, lambda leaf: self.part(leaf, self.norm))
 
     def in_units(self, group: Group) -> Any:
         """Return the norm, measured in units of the largest modulus (nearly)."""
-        xp = self.backend.xp
-        top = self.join(group, "max", lambda leaf: self.part(leaf, Linf))
+        xp, leaves = self.backend.xp, self.grads.gathered(group)
+        top = self.join(leaves, "max", lambda leaf: self.part(leaf, Linf))
         # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
         # derivative would overflow.
         normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
         unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))))
         scale = 1 / unit
-        totals = self.join(group, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, scale, leaf)))
+        totals = self.join(leaves, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, scale, leaf)))
         return unit * self.norm.root(xp, totals)
 
     def part(self, leaf: Leaf, norm: Norm, scale: Any = None) -> Any:
@@ -110,21 +110,19 @@ class _Ruler(NamedTuple):
 
     def size(self, group: Group, dtype: Any) -> Any:
         """Return the number of entries that each norm of the group covers, 1 if there is none."""
-        xp = self.backend.xp
-        size = self.join(group, "sum", lambda leaf: xp.asarray(self.backend.size(leaf.given, leaf.axes), dtype=dtype))
+        xp, leaves = self.backend.xp, self.grads.members(group)
+        size = self.join(leaves, "sum", lambda leaf: xp.asarray(self.backend.size(leaf.given, leaf.axes), dtype=dtype))
         return xp.where(size > 0, size, xp.ones_like(size))
 
-    def join(self, group: Group, op: Literal["sum", "max"], part: Callable[[Leaf], Any]) -> Any:
+    def join(self, leaves: list[Leaf], op: Literal["sum", "max"], part: Callable[[Leaf], Any]) -> Any:
         """Join the parts of a group's leaves, and those of other devices."""
-        xp = self.backend.xp
-        leaves = self.grads.members(group)
-        parts = [part(leaf) for leaf in leaves] or [xp.asarray(0.0, dtype=xp.float32)]
+        parts = [part(leaf) for leaf in leaves] or [self.backend.xp.asarray(0.0, dtype=self.backend.xp.float32)]
         for leaf, one in zip(leaves, parts, strict=False):
             if not same_shape(parts[0].shape, one.shape):
                 place = self.grads.tree.place
                 msg = (
                     "leaves that share norms need equal shapes outside the axes a norm covers, but "
-                    f"{place(group[0])} of shape {tuple(leaves[0].array.shape)} has norms of shape "
+                    f"{place(leaves[0].number)} of shape {tuple(leaves[0].array.shape)} has norms of shape "
                     f"{tuple(parts[0].shape)}, {place(leaf.number)} of shape {tuple(leaf.array.shape)} has "
                     f"{tuple(one.shape)}"
                 )

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
 from uniclip.backends.base import Array, Backend, Rebuild, sum_dtype
+from uniclip.backends.host import few, squares
 
 
 def _abs(x: Array, /) -> Array:
@@ -81,7 +83,12 @@ class _JAX(Backend):
         return self.to_device_of(like, _scalar(number))
 
     def squares(self, arrays: list[Array]) -> Array | None:
-        return _squares(arrays) if _together(arrays) else None
+        if not _together(arrays):
+            return None
+        if few(arrays, sum([array.size for array in arrays])) and self.readable(arrays[0]):
+            total = squares([np.asarray(array) for array in arrays])
+            return _squares(arrays) if total is None else total
+        return _squares(arrays)
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not _together(arrays) or getattr(factor, "ndim", 0):
@@ -119,6 +126,10 @@ class _JAX(Backend):
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         return jnp.sum(array, axes)
+
+    def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
+        # In a compiled loop this is a branch around the whole of it: donated gradients are not written again.
+        return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
 
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record  # there is no public question
+from tensorflow.python.ops import control_flow_util
 
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, sum_dtype
+from uniclip.backends.host import squares
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "integral": lambda dtype: dtype.is_integer,
@@ -26,6 +28,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+_ROW = 256
 _FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
@@ -163,13 +166,14 @@ class _TensorFlow(Backend):
         return tf.constant(number.item(), number.dtype)
 
     def squares(self, arrays: list[Array]) -> Array | None:
-        dtype = arrays[0].dtype
-        if any(array.dtype != dtype for array in arrays) or dtype not in {tf.float32, tf.float64}:
+        dtypes = {array.dtype for array in arrays}
+        if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
+            known = dtypes <= {tf.float16, tf.float32, tf.float64}
+            return squares([np.asarray(memoryview(array)) for array in arrays]) if known else None
+        if len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}:
             return None
-        halves = [tf.nn.l2_loss(array) for array in arrays]
-        if all(self.readable(half) for half in halves) and not record.could_possibly_record():
-            return dtype.as_numpy_dtype(2 * sum(float(half) for half in halves))
-        return 2 * tf.reduce_sum(tf.stack(halves))
+        totals = [_in_rows(array) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]
+        return tf.reduce_sum(tf.stack(totals))
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not isinstance(factor, np.generic) or any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
@@ -213,6 +217,13 @@ class _TensorFlow(Backend):
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
+    def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
+        # XLA takes longer for a conditional than for a product, and so does everything for a small gradient.
+        sizes = [array.shape.num_elements() or 0 for array in arrays]
+        if not self.traced(ok) or _in_xla() or sum(sizes) <= PIECE:
+            return change()
+        return list(tf.nest.flatten(tf.cond(ok, lambda: arrays, change)))
+
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
         # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
@@ -220,6 +231,22 @@ class _TensorFlow(Backend):
 
     def quiet(self) -> AbstractContextManager[Any]:
         return super().quiet() if tf.executing_eagerly() else nullcontext()
+
+
+def _in_xla() -> bool:
+    """Whether XLA will compile what is being traced; there is no public question."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+def _in_rows(array: Array) -> Array:
+    """Return ``Σx²``, added in short rows: XLA adds one by one."""
+    size = array.shape.num_elements()
+    if size is None or size <= _ROW:
+        return tf.reduce_sum(tf.square(array))
+    flat, whole = tf.reshape(array, [-1]), size - size % _ROW
+    rows = tf.reduce_sum(tf.square(tf.reshape(flat[:whole], [-1, _ROW])), 1)
+    total = tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(tf.reduce_sum(tf.square(flat[whole:])), tf.float64)
+    return tf.cast(total, array.dtype)
 
 
 def _merged(slices: tf.IndexedSlices) -> Array:

@@ -16,6 +16,7 @@ from array_api_compat import torch as compat
 from torch.autograd import forward_ad
 
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype
+from uniclip.backends.host import few, squares
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -75,8 +76,8 @@ def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     return operand.clone()
 
 
-_ROW = 1024
-"""How many squares are added in a row: so few lose no precision, and rows are read as fast as memory is."""
+_ROW = 256
+"""How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
 _SHORT = 2**11
 """Up to how many entries a copy in double precision takes no longer than norms of rows."""
 _SMALL = 2**14
@@ -116,14 +117,14 @@ class _Torch(Backend):
     output_axis = 0
 
     def plain(self, leaves: list[Any]) -> bool:
-        if torch.compiler.is_compiling() or _in_transform():
-            return False
         for leaf in leaves:
             if type(leaf) is not torch.Tensor or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
                 return False
         return True
 
     def apart(self, leaves: list[Any]) -> bool:
+        if self.traced(leaves[0]):
+            return False
         spans = []
         for leaf in leaves:
             if leaf.requires_grad or not leaf.is_contiguous() or leaf.is_inference():
@@ -143,6 +144,8 @@ class _Torch(Backend):
         return array if like.is_cpu else array.to(like.device)
 
     def squares(self, arrays: list[Array]) -> Array | None:
+        if self.traced(arrays[0]):
+            return None
         dtype = arrays[0].dtype
         recording = forward_ad._current_level >= 0 or torch.is_grad_enabled()  # noqa: SLF001
         device = arrays[0].device
@@ -153,12 +156,14 @@ class _Torch(Backend):
             return None
         if device.type != "cpu":
             return _squares_elsewhere(arrays, dtype)
+        sizes = [array.numel() for array in arrays]
+        if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
+            return squares([array.detach().numpy() for array in arrays])
         wide = dtype if dtype is torch.float64 else torch.float32
         parts: list[torch.Tensor] = []
         small: list[torch.Tensor] = []
         entries = 0
-        for array in arrays:
-            size = array.numel()
+        for array, size in zip(arrays, sizes, strict=True):
             flat = array if array.ndim == 1 else array.reshape(-1) if size <= _SMALL else _flat(array)
             if flat is None:
                 return None
@@ -177,10 +182,12 @@ class _Torch(Backend):
         return _SCALARS[wide](torch.dot(rows, rows).item())
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:
+        if self.traced(arrays[0]):
+            return None
         if isinstance(factor, np.generic):
             wide = torch.float64 if arrays[0].dtype in _DOUBLE else torch.float32
             factor = torch.scalar_tensor(factor.item(), dtype=wide)
-        elif factor.ndim or any(map(_recorded, (factor, *arrays))) or self.traced(factor):
+        elif factor.ndim or any(map(_recorded, (factor, *arrays))):
             return None
         # The product with a 0-d array has the other's dtype.
         if not in_place:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: MIT
+"""What NumPy does with memory that the CPU can read, whose framework takes longer to be called than to add."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from uniclip.backends.base import PIECE
+
+View: TypeAlias = np.ndarray[Any, Any]
+
+WIDE = 4
+"""How many bytes an entry has that is precise enough to add and multiply in."""
+_REAL = {"e", "f", "d"}
+_ROW = 2048
+"""How many squares BLAS adds in a row: equal entries, whose rounding errors have one sign, allow no more."""
+_FEW = 64
+
+
+def few(arrays: list[Any], size: int) -> bool:
+    """Whether calls take longer than arithmetic for so many arrays of so many entries together."""
+    return len(arrays) <= _FEW and size <= PIECE
+
+
+def squares(arrays: list[View]) -> np.generic | None:
+    """Return ``Σx²`` over all arrays as a scalar, ``None`` if one is not of real floating point."""
+    kinds = {array.dtype.char for array in arrays}
+    if not kinds <= _REAL:
+        return None
+    total = sum([_squares(array) for array in arrays])
+    return np.float64(total) if "d" in kinds else np.float32(total)
+
+
+def _squares(array: View) -> float:
+    if array.itemsize >= WIDE and (array.size <= PIECE or array.flags.forc):
+        return _of_rows(array.ravel("K"))
+    with walk([array], "readonly", [np.result_type(array.dtype, np.float32)]) as pieces:
+        return sum(_of_rows(piece) for piece in pieces)
+
+
+def _of_rows(flat: View) -> float:
+    if flat.size <= _ROW:
+        return float(flat.dot(flat))
+    whole = flat.size - flat.size % _ROW
+    rows, rest = flat[:whole].reshape(-1, _ROW), flat[whole:]
+    return float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(rest.dot(rest))
+
+
+def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:
+    """Walk through arrays that broadcast together, in pieces; one that does not lie in a row goes through a buffer."""
+    # What an operand shares with the array that is to be changed is copied first, unless entry lies on entry.
+    operands = [
+        [access, "overlap_assume_elementwise"],
+        *[["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1),
+    ]
+    flags = ["external_loop", "buffered", "zerosize_ok", "copy_if_overlap"]
+    return np.nditer(  # type: ignore[call-overload]
+        arrays, flags, operands, dtypes, order="K", casting="same_kind", buffersize=PIECE
+    )
