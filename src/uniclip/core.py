@@ -183,8 +183,12 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
     norm: Any = None,
     *,
     in_place: bool = False,
+    scale: bool = True,
 ) -> tuple[Any, Any, Report]:
-    """Clip ``grads`` by ``rule`` (see `Rule.update`); a given ``norm`` is used instead of measuring one."""
+    """Clip ``grads`` by ``rule`` (see `Rule.update`); a given ``norm`` is used instead of measuring one.
+
+    With ``scale=False`` the gradients come back as they were given (see `Rule.measure`).
+    """
     tree = read(grads, rule.scope, in_place=in_place)
     backend, xp = tree.backend, tree.backend.xp
 
@@ -209,7 +213,7 @@ def update(  # noqa: PLR0913, PLR0917 - the arguments of Rule.update, the rule, 
         clipped = xp.logical_not(all_of(backend, ones))
         report = Report(tree.arrange(norms), tree.arrange(limits), tree.arrange(factors), clipped, finite)
         return (
-            scaled(tree, factors, ones, skip=rule.nonfinite == "skip"),
+            scaled(tree, factors, ones, skip=rule.nonfinite == "skip") if scale else grads,
             _kept(backend, finite, new_state, state),
             report,
         )
