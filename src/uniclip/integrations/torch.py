@@ -93,7 +93,7 @@ class Attached:
     """What `attach` returns."""
 
     report: Any = None
-    """The `Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
+    """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
     state: Any
     """The state of the rule."""
 
