@@ -270,6 +270,27 @@ def test_float16_that_cannot_be_unscaled() -> None:
             assert handle.report.norms.item() == 3
 
 
+class Unscaling(SGD):
+    """An optimizer of the old kind, to which GradScaler hands itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        """Take scaled gradients."""
+        raise AssertionError
+
+
+def test_an_optimizer_that_gets_the_scaler() -> None:
+    """Whether such an optimizer's gradients are still scaled cannot be known, so they are not clipped."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer, scaler = Unscaling([w]), torch.amp.GradScaler("cpu")
+    attach(optimizer, uc.by_global_norm(1.0))
+    scaler.scale(w.sum()).backward()
+    message = "Unscaling unscales inside its step: clip by hand after"
+    with pytest.warns(FutureWarning, match="passing itself"), pytest.raises(TypeError, match=message):
+        scaler.step(optimizer)
+
+
 def test_the_users_own_grad_scale() -> None:
     """Gradients that are to be divided by a grad_scale of the user's are clipped as if they were."""
     w = torch.nn.Parameter(torch.zeros(2))
@@ -322,6 +343,31 @@ def test_propagate(make: Any) -> None:
     assert all(p.isnan().all() for p in net.parameters())
 
 
+@pytest.mark.parametrize("make", [UNFUSED["sgd"], *FUSED.values()], ids=str)
+def test_zero(make: Any) -> None:
+    """With the policy "zero" the entries that are not finite count as 0, also where a step is fused."""
+    ours, theirs = model(), model()
+    one, other = make(groups_of(ours)), make(groups_of(theirs))
+    attach(one, uc.by_global_norm(0.5, nonfinite="zero"))
+    for net, optimizer in ((ours, one), (theirs, other)):
+        loss_of(net, 0).backward()
+        net[0].bias.grad[1] = 0 if optimizer is other else math.nan
+    uc.clip_(grads_of(other), uc.by_global_norm(0.5))
+    one.step()
+    other.step()
+    same(one, other)
+
+
+def test_a_factor_whose_reciprocal_overflows() -> None:
+    """A gradient far beyond its limit is clipped to it, though grad_scale could not hold the ratio."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([w], lr=1.0, fused=True)
+    attach(optimizer, uc.by_global_norm(0.1))
+    w.grad = torch.tensor([3e38, 0.0])
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.1, 0.0]), rtol=1e-4, atol=0)
+
+
 class NoHostRead(TorchDispatchMode):
     """Refuse to read a tensor's value to the host."""
 
@@ -341,7 +387,7 @@ def test_no_host_reads(monkeypatch: pytest.MonkeyPatch, make: Any, nonfinite: An
     handle, hand = attach(one, rule), ByHand(other, rule)
     skips = nonfinite == "skip"
     for step in range(4):
-        bad = skips and step == 1
+        bad = skips and step in {0, 2}
         for net, optimizer in ((ours, one), (theirs, other)):
             optimizer.zero_grad()
             loss_of(net, step, math.nan if bad else 1.0).backward()
@@ -352,6 +398,7 @@ def test_no_host_reads(monkeypatch: pytest.MonkeyPatch, make: Any, nonfinite: An
             patch.setattr(type(BACKEND), "readable", lambda self, array: False)
             if skips and isinstance(one, SGD):
                 one.step()
+                assert step or not one.state  # no momentum from a first step that is skipped
             else:
                 with NoHostRead():
                     one.step()
@@ -364,6 +411,23 @@ def test_no_host_reads(monkeypatch: pytest.MonkeyPatch, make: Any, nonfinite: An
         torch.testing.assert_close(params_of(one), params_of(other), rtol=2e-5, atol=2e-6)
         torch.testing.assert_close(flat(handle.state), flat(hand.state))
         assert {"grad_scale", "found_inf"}.isdisjoint(vars(one))
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero", "raise"])
+def test_a_scaled_step_on_a_device(monkeypatch: pytest.MonkeyPatch, nonfinite: Any) -> None:
+    """Where found_inf is on a device, a step that GradScaler has skipped changes nothing either."""
+    net = model()
+    optimizer = AdamW(net.parameters(), fused=True)
+    handle = attach(optimizer, uc.Rule(Usual(), nonfinite=nonfinite))
+    loss_of(net, 0).backward()
+    optimizer.step()
+    before, state = copy.deepcopy(params_of(optimizer)), copy.deepcopy(handle.state)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    net[0].bias.grad[1] = math.inf
+    monkeypatch.setattr(type(BACKEND), "readable", lambda self, array: False)
+    optimizer.step()
+    torch.testing.assert_close(params_of(optimizer), before, rtol=0, atol=0)
+    torch.testing.assert_close(handle.state, state, rtol=0, atol=0)
 
 
 def test_lbfgs() -> None:

@@ -125,6 +125,9 @@ class Attached:
         """Clip before a step; the gradients of a closure, each time that the step has called it."""
         self._hidden.clear()
         self._restore()  # where the step before failed
+        if "grad_scaler" in kwargs:
+            msg = f"{type(self._optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
+            raise TypeError(msg)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._clip()
@@ -180,14 +183,14 @@ class Attached:
         if self.rule.memory and getattr(self.rule, "scope", None) != all_leaves:
             self._same(params)
         if scale is not None:
+            if any(grad.dtype is torch.float16 for grad in grads):
+                msg = (
+                    f"{self.rule!r} needs unscaled gradients, and float16 cannot hold them: keep the parameters in "
+                    "float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
+                )
+                raise ValueError(msg)
             self._set("grad_scale", None)
             for grad in grads:
-                if grad.dtype is torch.float16:
-                    msg = (
-                        f"{self.rule!r} needs unscaled gradients, and float16 cannot hold them: keep the parameters in "
-                        "float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
-                    )
-                    raise ValueError(msg)
                 grad.div_(scale.to(grad.device))
         tree, every = self._tree(lambda p: p.grad), self._tree(lambda p: p)
         _, self.state, self.report = self.rule.update(tree, self.state, every, in_place=True)
