@@ -192,13 +192,15 @@ class Decision(NamedTuple):
         """Return the report, in arrays of the gradients' own framework."""
         grads, xp = self.grads, self.small.xp
         flags = [xp.logical_not(all_of(self.small, self.ones)), self.finite]
-        values = []
-        for some in (self.limits, self.factors):
-            typed = [xp.asarray(value, dtype=n.dtype) for value, n in zip(some, self.norms, strict=True)]
-            if self.small is SCALARS:
-                typed = [n.dtype.type(value) for value, n in zip(typed, self.norms, strict=True)]
-            values.append(grads.arrange(as_arrays(grads, typed)))
+        values = [
+            grads.arrange(as_arrays(grads, [self._typed(*pair) for pair in zip(some, self.norms, strict=True)]))
+            for some in (self.limits, self.factors)
+        ]
         return Report(self.arranged_norms(), *values, *as_arrays(grads, flags))
+
+    def _typed(self, value: Any, norm: Any) -> Any:
+        """Return a number, or a scalar in double precision, in the dtype of its norm."""
+        return norm.dtype.type(value) if self.small is SCALARS else self.small.xp.asarray(value, dtype=norm.dtype)
 
     def arranged_norms(self) -> Any:
         """Return the norms, as the scope's user thinks of them."""
@@ -223,6 +225,16 @@ def update(  # noqa: PLR0913 - the arguments of Rule.update, and the rule
     with given.backend.quiet():
         decision = _decided(rule, given, state, params, all_reduce)
         return decision.clipped(rule), decision.state, decision.report()
+
+
+def measured(  # noqa: PLR0913, PLR0917
+    rule: Rule, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None, norm: Any = None
+) -> tuple[Any, Report]:
+    """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
+    given = read(grads, rule.scope)
+    with given.backend.quiet():
+        decision = _decided(rule, given, state, params, all_reduce, norm)
+        return decision.state, decision.report()
 
 
 def clip_known(rule: Rule, grads: Any, norm: Any) -> tuple[Any, Any]:
@@ -259,32 +271,34 @@ def _decided(  # noqa: PLR0913, PLR0917
         grads = grads._replace(clean=True)
     norms = measure(grads, rule.norm, all_reduce) if norm is None else _known(grads, norm)
     limits, new_state = _limits(grads, rule, norms, state, reference)
-    scalars = _as_scalars(backend, norms, limits, sound)
-    if scalars:
-        small, (norms, limits, sound) = SCALARS, scalars
-        seen = [small.xp.float64(n) for n in norms]
-    else:
-        small = backend
-        seen = norms = as_arrays(grads, norms)
+    small, norms, limits, sound = _readable(grads, norms, limits, sound)
+    seen = norms if small is backend else [small.xp.float64(n) for n in norms]
     finite = all_of(small, [*sound, *[small.xp.all(small.xp.isfinite(n)) for n in seen]])
     if rule.nonfinite == "raise":
         refuse(grads, finite)
-    limits = [_checked(small, "limit", limit, n) for limit, n in zip(limits, seen, strict=True)]
-    factors = [factor_of(small, rule, n, limit, finite) for n, limit in zip(seen, limits, strict=True)]
-    ones = [small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))) for factor in factors]
+    factors, ones = [], []
+    for index, n in enumerate(seen):
+        limits[index] = limit = _checked(small, "limit", limits[index], n)
+        factor = factor_of(small, rule, n, limit, finite)
+        factors.append(factor)
+        ones.append(small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))))
     state = new_state if new_state is state else _kept(backend, finite, new_state, state)
     return Decision(grads, norms, small, limits, factors, ones, finite, state)
 
 
-def _as_scalars(backend: Backend, *values: list[Any]) -> list[list[Any]] | None:
-    """Return norms, limits and flags as scalars or numbers, ``None`` if one of them cannot be read."""
+def _readable(grads: Gradients, norms: list[Any], limits: list[Any], sound: list[Any]) -> tuple[Any, ...]:
+    """Return norms, limits and flags as scalars if reading them costs nothing, else as arrays; and their backend."""
+    number = grads.backend.number
     found = []
-    for some in values:
-        numbers = [one if isinstance(one, _NUMBERS) else backend.number(one) for one in some]
-        if any([number is None for number in numbers]):
-            return None
-        found.append(numbers)
-    return found if values[0] else None
+    for value in (*norms, *limits, *sound):
+        scalar = value if isinstance(value, _NUMBERS) else number(value)
+        if scalar is None:
+            return grads.backend, as_arrays(grads, norms), limits, sound
+        found.append(scalar)
+    count = len(norms)
+    if not count:
+        return grads.backend, norms, limits, sound
+    return SCALARS, found[:count], found[count : 2 * count], found[2 * count :]
 
 
 def _limits(
@@ -361,6 +375,8 @@ def _known(grads: Gradients, norm: Any) -> list[Any]:
 
 def _checked(backend: Backend, name: str, value: Any, norm: Any) -> Any:
     """Return a limit (or a known norm), a number or an array like the norm; refuse a wrong one that can be read."""
+    if type(value) is float and value >= 0:
+        return value
     if isinstance(value, _NUMBERS):
         wrong = not value >= 0 and not _not_finite(backend, norm)  # NaN too is not >= 0
     else:

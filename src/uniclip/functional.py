@@ -12,7 +12,7 @@ from uniclip import core
 from uniclip.limits import nonnegative
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
-from uniclip.rules import ByValue, Rule
+from uniclip.rules import ByValue
 from uniclip.scopes import all_leaves
 
 
@@ -155,21 +155,7 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return core.clip_known(_global(max_norm, ord), grads, norm)
-
-
-_GLOBAL: dict[tuple[float, float], Rule] = {}  # the rule of the call before, which is usually that of the next
-
-
-def _global(max_norm: Any, ord: float) -> Rule:
-    if type(max_norm) is not float:
-        return by_global_norm(nonnegative("max_norm", max_norm), ord=ord)
-    rule = _GLOBAL.get((max_norm, ord))
-    if rule is None:
-        rule = by_global_norm(nonnegative("max_norm", max_norm), ord=ord)
-        _GLOBAL.clear()
-        _GLOBAL[max_norm, ord] = rule
-    return rule
+    return core.clip_known(by_global_norm(nonnegative("max_norm", max_norm), ord=ord), grads, norm)
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:

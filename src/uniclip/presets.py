@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from uniclip.nonfinite import NonFinite
-from uniclip.norms import AVERAGE, RMS, Norm
+from uniclip.norms import AVERAGE, L2, RMS, Norm
 from uniclip.rules import ByValue, Rule, check
 from uniclip.scopes import Scope, all_leaves, axes, each_leaf
 
@@ -123,7 +123,7 @@ def by_global_norm(c: Any, ord: float = 2, *, nonfinite: NonFinite = "propagate"
     >>> uc.clip([np.asarray([3.0, 4.0]), np.asarray([12.0])], uc.by_global_norm(6.5))[0]
     [array([1.5, 2. ]), array([6.])]
     """
-    return Rule(c, scope=all_leaves, norm=Norm(ord), nonfinite=nonfinite)
+    return Rule(c, scope=all_leaves, norm=L2 if ord == L2.p else Norm(ord), nonfinite=nonfinite)
 
 
 def by_block_rms(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:

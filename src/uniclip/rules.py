@@ -129,6 +129,36 @@ class Rule(Printed):
         """
         return core.update(self, grads, state, params, all_reduce, in_place=in_place)
 
+    def measure(
+        self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None
+    ) -> tuple[Any, core.Report]:
+        """Do as `update` does but for the scaling: the report says what to multiply the gradients by.
+
+        Parameters
+        ----------
+        grads, state, params, all_reduce
+            As in `update`.
+
+        Returns
+        -------
+        state : tree of arrays
+            The next state; the old one after a step that is not finite.
+        report : Report
+
+        Raises
+        ------
+        TypeError, ValueError, FloatingPointError
+            As `uniclip.clip`.
+
+        Examples
+        --------
+        >>> rule, grads = uc.by_global_norm(1.0), np.asarray([3.0, 4.0])
+        >>> state, report = rule.measure(grads, rule.init(grads))
+        >>> float(report.factors), grads
+        (0.2, array([3., 4.]))
+        """
+        return core.measured(self, grads, state, params, all_reduce)
+
 
 @dataclass(frozen=True, repr=False)
 class ByValue(Printed):

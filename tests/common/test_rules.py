@@ -477,3 +477,17 @@ def test_limit_as_an_array(fw: Framework) -> None:
     grads, limit = [fw.array([3.0, 4.0])], fw.array(1.0)
     [clipped] = fw.run(lambda g, c: uc.clip_by_global_norm(g, c)[0], grads, limit)
     np.testing.assert_allclose(fw.numpy(clipped), [0.6, 0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero"])
+@pytest.mark.parametrize("values", [[3.0, 4.0], [0.3, 0.4], [math.inf, 4.0]])
+def test_measure_is_update_without_scaling(fw: Framework, values: list[float], nonfinite: Any) -> None:
+    """Measuring returns the state and the report of an update, and leaves the gradients as they are."""
+    rule = uc.by_global_norm(1.0, nonfinite=nonfinite)
+    grads = [fw.array(np.asarray(values, "float32")), None]
+    state, report = rule.measure(grads, rule.init(grads))
+    _, wanted_state, wanted = rule.update(grads, rule.init(grads))
+    assert state == wanted_state
+    for one, other in zip(report, wanted, strict=True):
+        np.testing.assert_array_equal(fw.numpy(one), fw.numpy(other))
+    np.testing.assert_array_equal(fw.numpy(grads[0]), np.asarray(values, "float32"))

@@ -15,7 +15,7 @@ from uniclip.backends.numpy import BACKEND as DEFAULT
 
 __all__ = ["DEFAULT", "Backend", "backend_of", "plain_backend_of"]
 
-_OF_CLASS: dict[type, Backend | None] = {}  # not functools.lru_cache, about which torch.compile warns
+_CACHE: dict[type, Backend | None] = {}  # not functools.lru_cache, about which torch.compile warns
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
@@ -42,11 +42,12 @@ _LOADERS = {"numpy": lambda: DEFAULT, "torch": _torch, "tensorflow": _tensorflow
 
 def backend_of(leaf: Any) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is no array."""
-    cls = type(leaf)
-    if cls not in _OF_CLASS:
-        _OF_CLASS[cls] = _of_framework(cls) or _other(leaf)
-    backend = _OF_CLASS[cls]
-    return backend if backend is not None and backend.is_array(leaf) else None
+    for base in type(leaf).__mro__:
+        load = _LOADERS.get(base.__module__.partition(".")[0])
+        if load:
+            backend = load()
+            return backend if backend.is_array(leaf) else None
+    return _other(leaf)
 
 
 def plain_backend_of(leaves: list[Any]) -> Backend | None:
@@ -55,23 +56,17 @@ def plain_backend_of(leaves: list[Any]) -> Backend | None:
     return backend if backend is not None and backend.plain(leaves) else None
 
 
-def _of_framework(cls: type) -> Backend | None:
-    for base in cls.__mro__:
-        load = _LOADERS.get(base.__module__.partition(".")[0])
-        if load:
-            return load()
-    return None
-
-
 def _other(leaf: Any) -> Backend | None:
     """Return the backend of an array of any other library, which takes long to find out."""
     cls = type(leaf)
-    known = array_api_compat.is_array_api_obj(leaf) and (
-        hasattr(cls, "__array_namespace__") or not hasattr(leaf, "__array_namespace__")  # not by forwarding
-    )
-    return _of_namespace(array_api_compat.array_namespace(leaf)) if known else None
+    if cls not in _CACHE:
+        known = array_api_compat.is_array_api_obj(leaf) and (
+            hasattr(cls, "__array_namespace__") or not hasattr(leaf, "__array_namespace__")  # not by forwarding
+        )
+        _CACHE[cls] = _of_namespace(array_api_compat.array_namespace(leaf)) if known else None
+    return _CACHE[cls]
 
 
 def _of_namespace(xp: Any) -> Backend:
-    same = [backend for backend in _OF_CLASS.values() if backend is not None and backend.xp is xp]
+    same = [backend for backend in _CACHE.values() if backend is not None and backend.xp is xp]
     return same[0] if same else Backend(xp)

@@ -93,9 +93,37 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     return [norms] if whole == flat.numel() else [norms, flat[whole:]]
 
 
-def _squares_elsewhere(arrays: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _squares_here(arrays: list[torch.Tensor]) -> np.generic | None:
+    """Return the sum of squares as a scalar, from memory that the CPU can read."""
+    dtype, sizes = arrays[0].dtype, [array.numel() for array in arrays]
+    if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
+        return squares([(array.detach() if array.requires_grad else array).numpy() for array in arrays])
+    wide = dtype if dtype is torch.float64 else torch.float32
+    parts: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []
+    entries = 0
+    for array, size in zip(arrays, sizes, strict=True):
+        if size > _SMALL:
+            flat = _flat(array)
+            if flat is None:
+                return None
+            pieces = (flat,) if dtype is wide else (piece.to(wide) for piece in flat.split(PIECE))
+            parts += [part for piece in pieces for part in _rows(piece)]
+            continue
+        if entries + size > PIECE:
+            parts += _rows(torch.cat(small).to(wide))
+            small, entries = [], 0
+        small.append(array if array.ndim == 1 else array.reshape(-1))
+        entries += size
+    if small:
+        parts += _rows(torch.cat(small).to(wide))
+    rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
+    return _SCALARS[wide](torch.dot(rows, rows).item())
+
+
+def _squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares on an accelerator, whose sums are trees, and precise."""
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = torch.promote_types(arrays[0].dtype, torch.float32)
     norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=wide))  # noqa: SLF001
     return torch.dot(norms, norms)
 
@@ -135,7 +163,7 @@ class _Torch(Backend):
         return all([one[1] <= two[0] for one, two in pairwise(spans)])
 
     def number(self, array: Array) -> Any:
-        if array.ndim or not array.is_cpu or self.traced(array) or _recorded(array):
+        if array.ndim or not self.readable(array) or _recorded(array):
             return None
         return _SCALARS[array.dtype](array.item())
 
@@ -144,42 +172,17 @@ class _Torch(Backend):
         return array if like.is_cpu else array.to(like.device)
 
     def squares(self, arrays: list[Array]) -> Array | None:
-        if self.traced(arrays[0]):
+        first = arrays[0]
+        dtype, cpu = first.dtype, first.is_cpu
+        if dtype.is_complex or self.traced(first) or _in_forward_mode():
             return None
-        dtype = arrays[0].dtype
-        recording = forward_ad._current_level >= 0 or torch.is_grad_enabled()  # noqa: SLF001
-        device = arrays[0].device
+        recording = torch.is_grad_enabled()
         for array in arrays:
-            if array.dtype is not dtype or array.device != device or (recording and _recorded(array)):
+            if array.dtype is not dtype or array.is_cpu is not cpu or (recording and array.requires_grad):
                 return None
-        if dtype.is_complex:
-            return None
-        if device.type != "cpu":
-            return _squares_elsewhere(arrays, dtype)
-        sizes = [array.numel() for array in arrays]
-        if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
-            return squares([array.detach().numpy() for array in arrays])
-        wide = dtype if dtype is torch.float64 else torch.float32
-        parts: list[torch.Tensor] = []
-        small: list[torch.Tensor] = []
-        entries = 0
-        for array, size in zip(arrays, sizes, strict=True):
-            flat = array if array.ndim == 1 else array.reshape(-1) if size <= _SMALL else _flat(array)
-            if flat is None:
-                return None
-            if size > _SMALL:
-                pieces = (flat,) if dtype is wide else (piece.to(wide) for piece in flat.split(PIECE))
-                parts += [part for piece in pieces for part in _rows(piece)]
-                continue
-            if entries + size > PIECE:
-                parts += _rows(torch.cat(small).to(wide))
-                small, entries = [], 0
-            small.append(flat)
-            entries += size
-        if small:
-            parts += _rows(torch.cat(small).to(wide))
-        rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
-        return _SCALARS[wide](torch.dot(rows, rows).item())
+        if not self.readable(first):
+            return None if len({array.device for array in arrays}) > 1 else _squares_elsewhere(arrays)
+        return _squares_here(arrays)
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:
         if self.traced(arrays[0]):
@@ -210,7 +213,7 @@ class _Torch(Backend):
         return torch.compiler.is_compiling() or _in_transform()
 
     def readable(self, array: Array) -> bool:
-        return array.device.type == "cpu" and not self.traced(array)
+        return array.is_cpu and not self.traced(array)
 
     def large(self, array: Array) -> bool:
         recorded = _recorded(array)  # derivatives would keep every piece anyway
@@ -277,8 +280,11 @@ class _Torch(Backend):
 
 def _recorded(array: torch.Tensor) -> bool:
     """Whether derivatives with respect to the array are being worked out."""
-    forward = forward_ad._current_level >= 0  # noqa: SLF001 - torch has no public question
-    return forward or (array.requires_grad and torch.is_grad_enabled())
+    return _in_forward_mode() or (array.requires_grad and torch.is_grad_enabled())
+
+
+def _in_forward_mode() -> bool:
+    return bool(forward_ad._current_level >= 0)  # noqa: SLF001 - torch has no public question
 
 
 def _in_transform() -> bool:

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: MIT
+"""Clipping inside PyTorch's optimizers: `attach` a rule once, and every ``optimizer.step()`` clips first."""
+
+from __future__ import annotations
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    missing = "uniclip.integrations.torch needs PyTorch: pip install torch"
+    raise ModuleNotFoundError(missing, name=error.name) from error
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import optree
+
+from uniclip import core
+from uniclip.backends.torch import BACKEND
+from uniclip.rules import Rule
+from uniclip.scopes import all_leaves
+
+_FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
+"""The optimizers whose fused kernels divide the gradients by ``optimizer.grad_scale``, and write them back."""
+_DIVIDED = {torch.float32, torch.bfloat16, torch.float16}
+"""The dtypes that lose nothing by it: ``grad_scale`` is float32."""
+_KEY = "uniclip"
+"""Where a ``state_dict`` keeps the state of the rule."""
+
+_rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The rule of each optimizer that has one."""
+
+
+def attach(optimizer: Any, rule: Any) -> Attached:
+    """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
+
+    All parameter groups are clipped together, in place, and only when the step is taken: gradients
+    that are accumulated are clipped once. With a ``torch.amp.GradScaler`` the norms are those of the
+    unscaled gradients, whether ``unscale_`` was called or not. Fused optimizers (``fused=True``)
+    multiply by the factor inside their own kernel, if one factor is for all gradients.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+    rule : Rule or ByValue
+        One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
+        it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
+
+    Returns
+    -------
+    handle : Attached
+
+    Raises
+    ------
+    TypeError
+        If ``optimizer`` is no optimizer, or ``rule`` no rule.
+    ValueError
+        If the optimizer has a rule already.
+
+    Notes
+    -----
+    With the policy ``nonfinite="skip"`` a step on gradients that are not finite is not taken:
+    parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
+    the host, except in the fused Adam, AdamW and Adagrad.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import attach
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = torch.optim.SGD([w], lr=1.0)
+    >>> handle = attach(optimizer, uc.by_global_norm(1.0))
+    >>> (w @ torch.tensor([3.0, 4.0])).backward()
+    >>> optimizer.step()
+    >>> w.tolist(), handle.report.norms.item()
+    ([-0.6000000238418579, -0.800000011920929], 5.0)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        msg = f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}"
+        raise TypeError(msg)
+    if isinstance(rule, type) or not hasattr(rule, "update"):
+        msg = f"rule must be a rule, such as uc.by_global_norm(1.0), got {rule!r}"
+        raise TypeError(msg)
+    if optimizer in _rules:
+        msg = f"this optimizer is clipped already, by {_rules[optimizer]!r}: call remove() of that handle first"
+        raise ValueError(msg)
+    return Attached(optimizer, rule)
+
+
+class Attached:
+    """What `attach` returns."""
+
+    report: Any = None
+    """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
+    state: Any
+    """The state of the rule."""
+
+    def __init__(self, optimizer: Any, rule: Any) -> None:
+        self.rule = rule
+        self._optimizer = optimizer
+        self._changed: dict[str, Any] = {}
+        self._hidden: list[tuple[Any, Any]] = []
+        self._known = [p for p in self._params() if p.requires_grad]
+        self.state = rule.init(self._tree(lambda p: p.detach() if p.requires_grad else None))
+        eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
+        self._hooks = [
+            optimizer.register_step_pre_hook(eager(self._before)),
+            optimizer.register_step_post_hook(eager(lambda *_: self._restore())),
+            optimizer.register_state_dict_post_hook(self._save),
+            optimizer.register_load_state_dict_pre_hook(self._load),
+        ]
+        _rules[optimizer] = rule
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was before; once more does nothing."""
+        if self._hooks:
+            self._restore()
+            del _rules[self._optimizer]
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Clip before a step; the gradients of a closure, each time that the step has called it."""
+        self._hidden.clear()
+        self._restore()  # where the step before failed
+        if "grad_scaler" in kwargs:
+            msg = f"{type(self._optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
+            raise TypeError(msg)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._clip()
+            return None
+        clipped = partial(self._evaluate, closure)
+        return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._restore()
+        loss = closure()
+        self._clip()
+        return loss
+
+    def _clip(self) -> None:
+        params = [p for p in self._params() if p.grad is not None]
+        grads = list({id(p.grad): p.grad for p in params}.values())
+        if not grads:
+            return
+        scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        policy = getattr(self.rule, "nonfinite", None)
+        # Unread, ∞ that GradScaler found makes the norm one that no state takes in, but for these policies.
+        if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
+            self._hide(params)  # GradScaler skips this step
+            return
+        fused = type(self._optimizer) in _FOLDING and all(g["fused"] for g in self._optimizer.param_groups)
+        one_factor = isinstance(self.rule, Rule) and self.rule.scope == all_leaves and policy != "zero"
+        with torch.no_grad():
+            if fused and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
+                self._fold(grads, scale)
+            else:
+                self._scale(params, grads, scale)
+        if policy == "skip":
+            self._skip(params, found_inf, fused=fused)
+
+    def _fold(self, grads: list[Any], scale: Any) -> None:
+        """Have the fused kernel multiply by the factor: it divides by ``grad_scale``."""
+        tree, params = self._tree(lambda p: p.grad), self._tree(lambda p: p)
+        norm = None
+        if scale is not None:
+            scaled = core.norm_of(tree, self.rule.scope, self.rule.norm)
+            norm = scaled / scale.to(scaled.device)
+        self.state, self.report = core.measured(self.rule, tree, self.state, params, norm=norm)
+        factor = self.report.factors
+        divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
+        if not BACKEND.readable(factor) or (bool(self.report.clipped) and bool(torch.isfinite(divisor))):
+            self._set("grad_scale", divisor)
+        elif bool(self.report.clipped):  # by a factor that is 0, too small or NaN
+            for grad in grads:
+                grad.mul_(factor)
+
+    def _scale(self, params: list[Any], grads: list[Any], scale: Any) -> None:
+        """Clip in place; first divide by what a fused kernel would divide by."""
+        if self.rule.memory and getattr(self.rule, "scope", None) != all_leaves:
+            self._same(params)
+        if scale is not None:
+            if any(grad.dtype is torch.float16 for grad in grads):
+                msg = (
+                    f"{self.rule!r} needs unscaled gradients, and float16 cannot hold them: keep the parameters in "
+                    "float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
+                )
+                raise ValueError(msg)
+            self._set("grad_scale", None)
+            for grad in grads:
+                grad.div_(scale.to(grad.device))
+        tree, every = self._tree(lambda p: p.grad), self._tree(lambda p: p)
+        _, self.state, self.report = self.rule.update(tree, self.state, every, in_place=True)
+
+    def _same(self, params: list[Any]) -> None:
+        """Refuse gradients of other parameters than the state is for: it knows them by their order."""
+        if [id(p) for p in params] != [id(p) for p in self._known]:
+            msg = (
+                f"{self.rule!r} remembers each of the {len(self._known)} parameters that required a gradient when it "
+                f"was attached, but {len(params)} have one, or others do; freeze a parameter that gets none "
+                "(requires_grad_(False)) and add new ones before you attach"
+            )
+            raise ValueError(msg)
+
+    def _skip(self, params: list[Any], found_inf: Any, *, fused: bool) -> None:
+        """Have a step on gradients that are not finite skipped."""
+        finite = self.report.finite
+        # The fused SGD leaves its momentum uninitialized in a first step that is skipped.
+        if fused and not BACKEND.readable(finite) and not isinstance(self._optimizer, torch.optim.SGD):
+            flag = torch.logical_not(finite).to(torch.float32)
+            self._set("found_inf", flag if found_inf is None else torch.maximum(flag, found_inf.to(flag.device)))
+        elif not bool(finite):
+            self._hide(params)
+
+    def _hide(self, params: list[Any]) -> None:
+        """Take the gradients away until the step is over: optimizers leave parameters without one alone."""
+        self._hidden = [(p, p.grad) for p in params]
+        for p in params:
+            p.grad = None
+
+    def _set(self, name: str, value: Any) -> None:
+        """Set an attribute of the optimizer until the step is over."""
+        self._changed.setdefault(name, vars(self._optimizer).get(name, self))
+        setattr(self._optimizer, name, value)
+
+    def _restore(self) -> None:
+        for name, old in self._changed.items():
+            setattr(self._optimizer, name, old)
+            if old is self:  # there was none
+                delattr(self._optimizer, name)
+        for p, grad in self._hidden:
+            p.grad = grad
+        self._changed, self._hidden = {}, []
+
+    def _params(self) -> list[Any]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _tree(self, of: Callable[[Any], Any]) -> list[Any]:
+        """Return ``of(parameter)`` for each one, by its group and its name (its index if it has none)."""
+        groups = self._optimizer.param_groups
+        names = [group.get("param_names", range(len(group["params"]))) for group in groups]
+        return [OrderedDict(zip(n, map(of, g["params"]), strict=True)) for n, g in zip(names, groups, strict=True)]
+
+    def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
+        if self.rule.memory:
+            state_dict[_KEY] = optree.tree_leaves(self.state)  # plain tensors: torch.load loads no other classes
+
+    def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
+        if not self.rule.memory or _KEY not in state_dict:
+            return
+        old, spec = optree.tree_flatten(self.state)
+        new = state_dict[_KEY]
+        if [array.shape for array in new] != [array.shape for array in old]:
+            msg = (
+                f"the checkpoint holds the state of another rule than {self.rule!r}: attach the rule that it was saved "
+                f"with, or begin anew by del state_dict[{_KEY!r}]"
+            )
+            raise ValueError(msg)
+        self.state = optree.tree_unflatten(spec, [b.to(a) for a, b in zip(old, new, strict=True)])
+
+
+def _divided(grad: Any) -> bool:
+    """Whether a fused kernel can divide the gradient as well as uniclip can."""
+    return type(grad) is torch.Tensor and grad.layout is torch.strided and grad.dtype in _DIVIDED

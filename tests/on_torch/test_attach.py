@@ -1,0 +1,758 @@
+"""Rules attached to PyTorch's optimizers, step by step against the loop that clips by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop, SparseAdam
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import uniclip as uc
+from uniclip.backends.torch import BACKEND
+from uniclip.integrations.torch import attach
+
+UNFUSED: dict[str, Callable[..., Any]] = {
+    "sgd": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd-foreach": partial(SGD, lr=0.1, momentum=0.9, foreach=True),
+    "adam": partial(Adam, lr=0.1, foreach=False),
+    "adam-foreach": partial(Adam, lr=0.1, foreach=True, amsgrad=True),
+    "adamw": partial(AdamW, lr=0.1),
+    "adagrad": partial(Adagrad, lr=0.1),
+    "rmsprop": partial(RMSprop, lr=0.1),
+}
+FUSED: dict[str, Callable[..., Any]] = {
+    "fused-sgd": partial(SGD, lr=0.1, fused=True),
+    "fused-sgd-momentum": partial(SGD, lr=0.01, momentum=0.9, nesterov=True, fused=True),
+    "fused-adam": partial(Adam, lr=0.1, weight_decay=0.1, amsgrad=True, fused=True),
+    "fused-adamw": partial(AdamW, lr=0.1, maximize=True, fused=True),
+    "fused-adagrad": partial(Adagrad, lr=0.1, fused=True),
+}
+OPTIMIZERS = UNFUSED | FUSED
+
+
+class Seen(NamedTuple):
+    """The sum of the norms seen so far, and their number."""
+
+    total: list[Any]
+    count: list[Any]
+
+
+class Usual(uc.Limit):
+    """Allow half the mean of all norms so far."""
+
+    memory: ClassVar[bool] = True
+
+    def init(self, norms: list[Any]) -> Seen:
+        """Nothing is seen yet."""
+        return Seen([0 * n for n in norms], [0 * n for n in norms])
+
+    def __call__(self, norms: list[Any], state: Seen, reference: Any) -> Any:
+        """Take the norms in first."""
+        total = [t + n for t, n in zip(state.total, norms, strict=True)]
+        count = [c + 1 for c in state.count]
+        return [0.5 * t / c for t, c in zip(total, count, strict=True)], Seen(total, count)
+
+
+class Relative(uc.Limit):
+    """Allow a hundredth of the parameters' norm."""
+
+    def __call__(self, norms: list[Any], state: Any, reference: Any) -> Any:
+        """Ask for the parameters."""
+        return [0.01 * norm + 1e-3 for norm in reference()], state
+
+
+RULES = {
+    "clipped": uc.by_global_norm(0.5),
+    "not clipped": uc.by_global_norm(1e6),
+    "zero": uc.by_global_norm(0.0),
+    "largest": uc.by_global_norm(0.1, ord=math.inf),
+    "each leaf": uc.by_norm(0.3),
+    "by value": uc.by_value(0.1),
+    "parameters": uc.Rule(Relative()),
+    "memory": uc.Rule(Usual()),
+    "each remembered": uc.Rule(Usual(), scope=uc.each_leaf),
+    "each group": uc.Rule(0.3, scope=uc.groups(lambda path, leaf: path[0])),
+    "zeroed": uc.by_global_norm(0.5, nonfinite="zero"),
+}
+
+
+def model() -> torch.nn.Module:
+    """Make the same small model each time."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 17), torch.nn.Tanh(), torch.nn.Linear(17, 3))
+
+
+def loss_of(net: torch.nn.Module, step: int, factor: float = 1.0) -> torch.Tensor:
+    """Make a loss that differs from step to step."""
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+    return factor * (net(x) ** 2).sum() * (1 + step % 3)
+
+
+def groups_of(net: Any) -> list[dict[str, Any]]:
+    """Put the layers into two groups."""
+    return [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters())}]
+
+
+def grads_of(optimizer: Any) -> list[list[Any]]:
+    """Return the gradients as the attached rule sees them."""
+    return [[p.grad for p in group["params"]] for group in optimizer.param_groups]
+
+
+def params_of(optimizer: Any) -> list[list[Any]]:
+    """Return the parameters as the attached rule sees them."""
+    return [[p.detach() for p in group["params"]] for group in optimizer.param_groups]
+
+
+class ByHand:
+    """Clip by hand, as the attached rule should."""
+
+    def __init__(self, optimizer: Any, rule: Any) -> None:
+        self.optimizer, self.rule, self.report = optimizer, rule, None
+        self.state = rule.init(params_of(optimizer))
+
+    def clip(self) -> None:
+        """Clip once."""
+        _, self.state, self.report = self.rule.update(
+            grads_of(self.optimizer), self.state, params_of(self.optimizer), in_place=True
+        )
+
+
+def flat(tree: Any) -> list[Any]:
+    """Return the leaves of a state."""
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def same(one: Any, other: Any, *, exact: bool = False) -> None:
+    """Assert that two optimizers (attached, by hand) and what they optimize agree."""
+    close = partial(torch.testing.assert_close, **({"rtol": 0, "atol": 0} if exact else {"rtol": 2e-5, "atol": 2e-6}))
+    for get in (params_of, grads_of):
+        close(get(one), get(other))
+    close(one.state_dict()["state"], other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_as_by_hand(make: Any, rule: Any) -> None:
+    """Each optimizer steps by each rule as if clipped by hand, and .grad holds the clipped gradients after it."""
+    ours, theirs = model(), model()
+    one, other = make(groups_of(ours)), make(groups_of(theirs))
+    handle, hand = attach(one, rule), ByHand(other, rule)
+    for step in range(5):
+        for net, optimizer in ((ours, one), (theirs, other)):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(net, step).backward()
+        one.step()
+        hand.clip()
+        other.step()
+        same(one, other, exact=not one.defaults.get("fused"))
+        torch.testing.assert_close(flat(handle.state), flat(hand.state))
+        torch.testing.assert_close(flat(handle.report), flat(hand.report), rtol=1e-5, atol=1e-6)
+        assert {"grad_scale", "found_inf"}.isdisjoint(vars(one))
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_the_clip_is_folded(make: Any) -> None:
+    """The fused kernel gets the gradients as they are and what to divide by, only where it clips."""
+    net = model()
+    optimizer = make(groups_of(net))
+    handle = attach(optimizer, uc.by_global_norm(0.5))
+    seen: list[Any] = []
+
+    def spy(optimizer: Any, *_: Any) -> None:
+        seen.append((getattr(optimizer, "grad_scale", None), copy.deepcopy(grads_of(optimizer))))
+
+    optimizer.register_step_pre_hook(spy)
+    for factor in (1.0, 1e-3):
+        optimizer.zero_grad()
+        loss_of(net, 0, factor).backward()
+        before = copy.deepcopy(grads_of(optimizer))
+        optimizer.step()
+        torch.testing.assert_close(seen[-1][1], before, rtol=0, atol=0)
+        scale = seen[-1][0]
+        assert (scale is not None) == bool(handle.report.clipped) == (factor == 1)
+        assert scale is None or (scale.dtype is torch.float32 and scale.shape == ())
+        assert scale is None or scale.item() == pytest.approx(1 / handle.report.factors.item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """Double precision, which grad_scale has not, is clipped in place; half precision is folded."""
+    ours, theirs = model().to(dtype), model().to(dtype)
+    one, other = (SGD(net.parameters(), lr=0.5, fused=True) for net in (ours, theirs))
+    attach(one, uc.by_global_norm(0.5))
+    for optimizer in (one, other):
+        for number, p in enumerate(params_of(optimizer)[0]):
+            optimizer.param_groups[0]["params"][number].grad = torch.ones_like(p)
+    uc.clip_(grads_of(other), uc.by_global_norm(0.5))
+    one.step()
+    other.step()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(params_of(one), params_of(other), rtol=2 * eps, atol=eps / 4)
+    torch.testing.assert_close(grads_of(one), grads_of(other), rtol=2 * eps, atol=0)
+
+
+AMP_RULES = ["clipped", "not clipped", "zero", "each leaf", "memory", "zeroed"]
+AMP_OPTIMIZERS = ["sgd", "adam-foreach", "fused-sgd-momentum", "fused-adamw", "fused-adagrad"]
+
+
+@pytest.mark.parametrize("inf", [None, 0, 2])
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("rule", AMP_RULES)
+@pytest.mark.parametrize("name", AMP_OPTIMIZERS)
+def test_grad_scaler(name: str, rule: str, unscale: bool, inf: int | None) -> None:
+    """With a GradScaler the unscaled gradients are clipped, and a step that it skips changes nothing."""
+    ours, theirs, make = model(), model(), OPTIMIZERS[name]
+    # A fused SGD by hand has no momentum to compare with after a first step that was skipped.
+    one, other = make(groups_of(ours)), partial(make.func, **make.keywords | {"fused": False})(groups_of(theirs))
+    handle, hand = attach(one, RULES[rule]), ByHand(other, RULES[rule])
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    for step in range(5):
+        for net, optimizer, scaler in zip((ours, theirs), (one, other), scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, step, math.inf if step == inf else 1.0)).backward()
+            if optimizer is other or unscale:
+                scaler.unscale_(optimizer)
+            state = handle.state
+            if optimizer is other and step != inf:
+                hand.clip()
+            scaler.step(optimizer)
+            if optimizer is one and step == inf:
+                assert handle.state is state
+            scaler.update()
+        if step != inf:
+            same(one, other)
+            torch.testing.assert_close(flat(handle.report), flat(hand.report), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(params_of(one), params_of(other), rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(flat(handle.state), flat(hand.state))
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert {"grad_scale", "found_inf"}.isdisjoint(vars(one))
+
+
+def test_grad_scaler_with_raise() -> None:
+    """What GradScaler skips by itself is no error, what reaches the parameters is one."""
+    net = model()
+    optimizer = AdamW(net.parameters(), fused=True)
+    attach(optimizer, uc.by_global_norm(1.0, nonfinite="raise"))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(net, 0, math.inf)).backward()
+    before = copy.deepcopy(params_of(optimizer))
+    scaler.step(optimizer)
+    torch.testing.assert_close(params_of(optimizer), before, rtol=0, atol=0)
+    with pytest.raises(FloatingPointError, match=r"^NaN or ∞ in grads\[0\]\[0\], "):
+        optimizer.step()
+
+
+def test_float16_that_cannot_be_unscaled() -> None:
+    """Float16 gradients are not unscaled in place, where small ones would be lost; folded they need not be."""
+    for rule in (uc.by_norm(1.0), uc.by_global_norm(1.0)):
+        w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+        optimizer = SGD([w], lr=1.0, fused=True)
+        handle = attach(optimizer, rule)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+        scaler.scale(w.float() @ torch.tensor([3.0, 0.0, 1e-6])).backward()
+        if rule.scope == uc.each_leaf:
+            with pytest.raises(ValueError, match="float16 cannot hold them"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+            assert w[0].item() == -1
+            assert handle.report.norms.item() == 3
+
+
+class Unscaling(SGD):
+    """An optimizer of the old kind, to which GradScaler hands itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        """Take scaled gradients."""
+        raise AssertionError
+
+
+def test_an_optimizer_that_gets_the_scaler() -> None:
+    """Whether such an optimizer's gradients are still scaled cannot be known, so they are not clipped."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer, scaler = Unscaling([w]), torch.amp.GradScaler("cpu")
+    attach(optimizer, uc.by_global_norm(1.0))
+    scaler.scale(w.sum()).backward()
+    message = "Unscaling unscales inside its step: clip by hand after"
+    with pytest.warns(FutureWarning, match="passing itself"), pytest.raises(TypeError, match=message):
+        scaler.step(optimizer)
+
+
+def test_the_users_own_grad_scale() -> None:
+    """Gradients that are to be divided by a grad_scale of the user's are clipped as if they were."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([w], lr=1.0, fused=True)
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    optimizer.grad_scale = own = torch.tensor(8.0)
+    w.grad = torch.tensor([24.0, 32.0])
+    optimizer.step()
+    assert handle.report.norms.item() == 5
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+    assert optimizer.grad_scale is own
+
+
+@pytest.mark.parametrize("scope", [uc.all_leaves, uc.each_leaf], ids=repr)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("bad", [0, 2])
+def test_skip_skips_the_step(make: Any, scope: Any, bad: int) -> None:
+    """With the policy "skip" a step on NaN is as if it had not been: parameters, moments, counts and state."""
+    ours, theirs = model(), model()
+    one, other = make(groups_of(ours)), make(groups_of(theirs))
+    rule = uc.Rule(Usual(), scope=scope, nonfinite="skip")
+    handle, hand = attach(one, rule), ByHand(other, rule)
+    for step in range(4):
+        one.zero_grad()
+        loss_of(ours, step).backward()
+        if step == bad:
+            ours[0].bias.grad[1] = math.nan
+        one.step()
+        assert bool(handle.report.finite) == (step != bad)
+        assert all(p.grad is not None for p in ours.parameters())
+        if step != bad:
+            other.zero_grad()
+            loss_of(theirs, step).backward()
+            hand.clip()
+            other.step()
+            same(one, other)
+        torch.testing.assert_close(params_of(one), params_of(other), rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(flat(handle.state), flat(hand.state))
+
+
+@pytest.mark.parametrize("make", [UNFUSED["sgd"], *FUSED.values()], ids=str)
+def test_propagate(make: Any) -> None:
+    """By default what is not finite is seen: every parameter becomes NaN."""
+    net = model()
+    optimizer = make(groups_of(net))
+    attach(optimizer, uc.by_global_norm(1.0))
+    loss_of(net, 0).backward()
+    net[0].bias.grad[1] = math.inf
+    optimizer.step()
+    assert all(p.isnan().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("make", [UNFUSED["sgd"], *FUSED.values()], ids=str)
+def test_zero(make: Any) -> None:
+    """With the policy "zero" the entries that are not finite count as 0, also where a step is fused."""
+    ours, theirs = model(), model()
+    one, other = make(groups_of(ours)), make(groups_of(theirs))
+    attach(one, uc.by_global_norm(0.5, nonfinite="zero"))
+    for net, optimizer in ((ours, one), (theirs, other)):
+        loss_of(net, 0).backward()
+        net[0].bias.grad[1] = 0 if optimizer is other else math.nan
+    uc.clip_(grads_of(other), uc.by_global_norm(0.5))
+    one.step()
+    other.step()
+    same(one, other)
+
+
+def test_a_factor_whose_reciprocal_overflows() -> None:
+    """A gradient far beyond its limit is clipped to it, though grad_scale could not hold the ratio."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([w], lr=1.0, fused=True)
+    attach(optimizer, uc.by_global_norm(0.1))
+    w.grad = torch.tensor([3e38, 0.0])
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.1, 0.0]), rtol=1e-4, atol=0)
+
+
+class NoHostRead(TorchDispatchMode):
+    """Refuse to read a tensor's value to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read to the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_no_host_reads(monkeypatch: pytest.MonkeyPatch, make: Any, nonfinite: Any, scaled: bool) -> None:
+    """Where values cannot be read at no cost, none is; but the momentum of SGD costs "skip" one."""
+    ours, theirs = model(), model()
+    one, other = make(groups_of(ours)), make(groups_of(theirs))
+    rule = uc.Rule(Usual(), nonfinite=nonfinite)
+    handle, hand = attach(one, rule), ByHand(other, rule)
+    skips = nonfinite == "skip"
+    for step in range(4):
+        bad = skips and step in {0, 2}
+        for net, optimizer in ((ours, one), (theirs, other)):
+            optimizer.zero_grad()
+            loss_of(net, step, math.nan if bad else 1.0).backward()
+        if scaled:
+            one.grad_scale, one.found_inf = torch.tensor(64.0), torch.tensor(0.0)
+            torch._foreach_mul_([g for group in grads_of(one) for g in group], 64.0)
+        with monkeypatch.context() as patch, torch.utils._python_dispatch._disable_current_modes():
+            patch.setattr(type(BACKEND), "readable", lambda self, array: False)
+            if skips and isinstance(one, SGD):
+                one.step()
+                assert step or not one.state  # no momentum from a first step that is skipped
+            else:
+                with NoHostRead():
+                    one.step()
+        if scaled:
+            del one.grad_scale, one.found_inf
+        if not bad:
+            hand.clip()
+            other.step()
+            same(one, other)
+        torch.testing.assert_close(params_of(one), params_of(other), rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close(flat(handle.state), flat(hand.state))
+        assert {"grad_scale", "found_inf"}.isdisjoint(vars(one))
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero", "raise"])
+def test_a_scaled_step_on_a_device(monkeypatch: pytest.MonkeyPatch, nonfinite: Any) -> None:
+    """Where found_inf is on a device, a step that GradScaler has skipped changes nothing either."""
+    net = model()
+    optimizer = AdamW(net.parameters(), fused=True)
+    handle = attach(optimizer, uc.Rule(Usual(), nonfinite=nonfinite))
+    loss_of(net, 0).backward()
+    optimizer.step()
+    before, state = copy.deepcopy(params_of(optimizer)), copy.deepcopy(handle.state)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    net[0].bias.grad[1] = math.inf
+    monkeypatch.setattr(type(BACKEND), "readable", lambda self, array: False)
+    optimizer.step()
+    torch.testing.assert_close(params_of(optimizer), before, rtol=0, atol=0)
+    torch.testing.assert_close(handle.state, state, rtol=0, atol=0)
+
+
+def test_lbfgs() -> None:
+    """LBFGS computes gradients inside its step; each time, they are clipped before it looks."""
+    ours, theirs = model(), model()
+    rule = uc.by_global_norm(2.0)
+    options = {"lr": 0.1, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+    one, other = LBFGS(ours.parameters(), **options), LBFGS(theirs.parameters(), **options)
+    handle = attach(one, rule)
+
+    def closure(net: Any, optimizer: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0)
+        loss.backward()
+        if optimizer is other:
+            uc.clip_(grads_of(other), rule)
+        return loss
+
+    for _ in range(3):
+        losses = [optimizer.step(partial(closure, net, optimizer)) for net, optimizer in ((ours, one), (theirs, other))]
+        torch.testing.assert_close(*losses, rtol=0, atol=0)
+        same(one, other, exact=True)
+    assert handle.report.norms.item() > 2
+
+
+def test_lbfgs_skips() -> None:
+    """LBFGS does not move by gradients that are not finite."""
+    net = model()
+    optimizer = LBFGS(net.parameters())
+    attach(optimizer, uc.by_global_norm(1.0, nonfinite="skip"))
+    before = copy.deepcopy(params_of(optimizer))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, 0)
+        (loss * math.nan).backward()
+        return loss
+
+    optimizer.step(closure)
+    torch.testing.assert_close(params_of(optimizer), before, rtol=0, atol=0)
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+@pytest.mark.parametrize("make", [UNFUSED["adam"], FUSED["fused-adam"]], ids=str)
+def test_closures(make: Any, by_keyword: bool) -> None:
+    """A closure's gradients are clipped, not those before it, and its loss is returned."""
+    ours, theirs = model(), model()
+    one, other = make(groups_of(ours)), make(groups_of(theirs))
+    attach(one, uc.by_global_norm(0.5))
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            one.zero_grad()
+            loss = loss_of(ours, step)
+            loss.backward()
+            return loss
+
+        loss = one.step(closure=closure) if by_keyword else one.step(closure)
+        other.zero_grad()
+        wanted = loss_of(theirs, step)
+        wanted.backward()
+        uc.clip_(grads_of(other), uc.by_global_norm(0.5))
+        other.step()
+        torch.testing.assert_close(loss, wanted)
+        same(one, other)
+
+
+@pytest.mark.parametrize("make", [partial(SparseAdam, lr=0.1), partial(SGD, lr=0.1)], ids=str)
+def test_sparse(make: Any) -> None:
+    """Sparse gradients are clipped as they are; rows that occur twice are summed first."""
+    embeddings = [torch.nn.Embedding(9, 3, sparse=True, _weight=torch.ones(9, 3)) for _ in range(2)]
+    one, other = (make(embedding.parameters()) for embedding in embeddings)
+    handle = attach(one, uc.by_global_norm(0.5))
+    for _ in range(3):
+        for embedding, optimizer in zip(embeddings, (one, other), strict=True):
+            optimizer.zero_grad()
+            embedding(torch.tensor([7, 3, 7])).square().sum().backward()
+        report = uc.clip_([embeddings[1].weight.grad], uc.by_global_norm(0.5))
+        one.step()
+        other.step()
+        torch.testing.assert_close(embeddings[0].weight, embeddings[1].weight, rtol=0, atol=0)
+        assert handle.report.norms == report.norms > 0.5
+        assert embeddings[0].weight.grad.layout is torch.sparse_coo
+
+
+@pytest.mark.parametrize("make", [UNFUSED["sgd"], FUSED["fused-adamw"]], ids=str)
+def test_accumulation_ties_and_absent_gradients(make: Any) -> None:
+    """Gradients are clipped once, when the step is taken; a tied weight counts once, an absent gradient not at all."""
+    w, unused, frozen = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    optimizer = make([{"params": [unused, w]}, {"params": [frozen]}])
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    first, second = w, w
+    for x in ([30.0, 0.0], [0.0, 40.0]):
+        ((first + second) @ torch.tensor(x) / 2).backward()
+    optimizer.step()
+    assert handle.report.norms.item() == 50
+    torch.testing.assert_close(w.grad, torch.tensor([0.6, 0.8]))
+    assert unused.grad is None
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to clip
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_gradient_of_two_parameters(fused: bool) -> None:
+    """A tensor that is the gradient of two parameters counts once and is scaled once."""
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = SGD([a, b], lr=1.0, fused=fused)
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    a.grad = b.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert handle.report.norms.item() == 5
+    torch.testing.assert_close(a.detach(), torch.tensor([-0.6, -0.8]))
+    torch.testing.assert_close(b.detach(), a.detach())
+
+
+def test_names() -> None:
+    """Errors name the gradient by group and name, or by group and index."""
+    for named, place in ((True, r"grads\[1\]\['2.weight'\]"), (False, r"grads\[1\]\[0\]")):
+        net = model()
+        layers = [[(n, p) for n, p in net.named_parameters() if n[0] == number] for number in "02"]
+        groups = [{"params": layer if named else [p for _, p in layer]} for layer in layers]
+        optimizer = SGD(groups, lr=0.1)
+        attach(optimizer, uc.by_global_norm(1.0, nonfinite="raise"))
+        loss_of(net, 0).backward()
+        net[2].weight.grad[0, 0] = math.nan
+        with pytest.raises(FloatingPointError, match=f"^NaN or ∞ in {place}$"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("make", [UNFUSED["adam"], FUSED["fused-adam"]], ids=str)
+@pytest.mark.parametrize("scope", [uc.all_leaves, uc.each_leaf], ids=repr)
+def test_checkpoints(make: Any, scope: Any) -> None:
+    """A run that is stopped, saved and loaded goes on as if it had not been stopped."""
+    rule = uc.Rule(Usual(), scope=scope)
+
+    def train(optimizer: Any, net: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+
+    whole, stopped = model(), model()
+    through, before = make(groups_of(whole)), make(groups_of(stopped))
+    handles = [attach(optimizer, rule) for optimizer in (through, before)]
+    train(through, whole, range(6))
+    train(before, stopped, range(3))
+    file = io.BytesIO()
+    torch.save({"net": stopped.state_dict(), "optimizer": before.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)  # with weights_only, the default
+    net = model()
+    after = make(groups_of(net))
+    handles.append(attach(after, rule))
+    net.load_state_dict(saved["net"])
+    after.load_state_dict(saved["optimizer"])
+    assert isinstance(handles[2].state, Seen)
+    train(after, net, range(3, 6))
+    same(after, through, exact=True)
+    torch.testing.assert_close(handles[2].state, handles[0].state, rtol=0, atol=0)
+
+    plain = make(groups_of(model()))  # an optimizer that is not clipped reads the checkpoint too
+    plain.load_state_dict(saved["optimizer"])
+    state = handles[2].state
+    after.load_state_dict(plain.state_dict())  # and an old checkpoint leaves the state as it is
+    assert handles[2].state is state
+
+
+def test_checkpoint_of_another_rule() -> None:
+    """A state that does not fit is refused, and the error says what to do."""
+    optimizers = [SGD(model().parameters(), lr=0.1) for _ in range(3)]
+    attach(optimizers[0], uc.Rule(Usual(), scope=uc.each_leaf))
+    attach(optimizers[1], uc.Rule(Usual()))
+    attach(optimizers[2], uc.by_global_norm(1.0))
+    saved = optimizers[0].state_dict()
+    with pytest.raises(ValueError, match=r"another rule than Rule\(.*del state_dict\['uniclip'\]"):
+        optimizers[1].load_state_dict(saved)
+    optimizers[2].load_state_dict(saved)  # remembers nothing anyway
+    assert "uniclip" not in optimizers[2].state_dict()
+
+
+def test_remembered_parameters() -> None:
+    """A rule that remembers each parameter needs the gradients of them all; one that joins them does not."""
+    net = model()
+    for scope in (uc.all_leaves, uc.each_leaf):
+        optimizer = SGD(net.parameters(), lr=0.1)
+        attach(optimizer, uc.Rule(Usual(), scope=scope))
+        loss_of(net, 0).backward()
+        net[0].bias.grad = None
+        if scope == uc.all_leaves:
+            optimizer.step()
+        else:
+            with pytest.raises(ValueError, match=r"each of the 4 parameters .* but 3 have one"):
+                optimizer.step()
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+@pytest.mark.parametrize("make", [UNFUSED["adam-foreach"], FUSED["fused-adamw"]], ids=str)
+def test_compiled_steps(make: Any, nonfinite: Any) -> None:
+    """A step that is compiled is clipped as an eager one is."""
+    ours, theirs = model(), model()
+    optimizers = one, other = make(groups_of(ours)), make(groups_of(theirs))
+    for optimizer in optimizers:
+        attach(optimizer, uc.by_global_norm(0.5, nonfinite=nonfinite))
+    torch.compiler.reset()
+    one.step = torch.compile(one.step, backend="eager")
+    for step, factor in enumerate([1.0, 1e-3, math.inf if nonfinite == "skip" else 1.0, 1.0]):
+        for net, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(net, step, factor).backward()
+            optimizer.step()
+        torch.testing.assert_close(params_of(one), params_of(other), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [UNFUSED["sgd"], FUSED["fused-sgd"]], ids=str)
+def test_remove(make: Any) -> None:
+    """After remove() the optimizer is as it was before, and can be attached again."""
+    net = model()
+    optimizer = make(groups_of(net))
+    before = {name: copy.copy(value) for name, value in vars(optimizer).items()}
+    handle = attach(optimizer, uc.Rule(Usual()))
+    with pytest.raises(ValueError, match=r"clipped already, by Rule\(.*call remove\(\)"):
+        attach(optimizer, uc.by_global_norm(1.0))
+    handle.remove()
+    handle.remove()
+    assert vars(optimizer) == before
+    again = attach(optimizer, uc.by_global_norm(1.0))
+    handle.remove()
+    with pytest.raises(ValueError, match="clipped already"):
+        attach(optimizer, uc.by_global_norm(1.0))
+    again.remove()
+    loss_of(net, 0).backward()
+    grads = copy.deepcopy(grads_of(optimizer))
+    optimizer.step()
+    torch.testing.assert_close(grads_of(optimizer), grads, rtol=0, atol=0)
+    assert "uniclip" not in optimizer.state_dict()
+    assert again.report is None
+
+
+def test_nothing_keeps_an_optimizer_alive() -> None:
+    """An optimizer that is attached goes when nobody uses it."""
+    optimizer = SGD(model().parameters())
+    attach(optimizer, uc.by_global_norm(1.0))
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+
+
+def test_copies_are_not_attached() -> None:
+    """A copy of an optimizer has no rule, as it has none of its hooks, and can get one of its own."""
+    net = model()
+    optimizer = FUSED["fused-adam"](groups_of(net))
+    attach(optimizer, uc.by_global_norm(1.0))
+    attach(copy.deepcopy(optimizer), uc.by_global_norm(1.0))
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
+def test_after_a_step_that_failed(nonfinite: Any) -> None:
+    """What an interrupted step left behind does not reach the next one."""
+    ours, theirs = model(), model()
+    one, other = (AdamW(net.parameters(), fused=True) for net in (ours, theirs))
+    rule = uc.by_global_norm(0.5, nonfinite=nonfinite)
+    attach(one, rule)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    hook = one.register_step_pre_hook(fail)
+    loss_of(ours, 0, math.nan if nonfinite == "skip" else 1.0).backward()
+    with pytest.raises(RuntimeError):
+        one.step()
+    hook.remove()
+    for net, optimizer in ((ours, one), (theirs, other)):
+        optimizer.zero_grad()
+        loss_of(net, 1).backward()
+    uc.clip_(grads_of(other), rule)
+    one.step()
+    other.step()
+    same(one, other)
+    assert "grad_scale" not in vars(one)
+
+
+def test_schedulers() -> None:
+    """A learning rate scheduler goes with it, in any order, without a warning."""
+    for scheduler_first in (True, False):
+        w = torch.nn.Parameter(torch.zeros(2))
+        optimizer = SGD([w], lr=1.0)
+        if scheduler_first:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        attach(optimizer, uc.by_global_norm(1.0))
+        if not scheduler_first:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(2):
+            w.grad = torch.tensor([3.0, 4.0])
+            optimizer.step()
+            scheduler.step()
+        torch.testing.assert_close(w.detach(), torch.tensor([-0.9, -1.2]))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "message"),
+    [
+        ([], uc.by_global_norm(1.0), r"optimizer must be a torch.optim.Optimizer, got \[\]"),
+        (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), got 1.0"),
+        (None, uc.Rule, "rule must be a rule"),
+    ],
+)
+def test_wrong_arguments(optimizer: Any, rule: Any, message: str) -> None:
+    """What is no optimizer or no rule is refused."""
+    with pytest.raises(TypeError, match=message):
+        attach(SGD(model().parameters()) if optimizer is None else optimizer, rule)
+
+
+def test_imports() -> None:
+    """The package imports no framework; its module for PyTorch says what is missing."""
+    code = """
+import sys, uniclip.integrations
+assert "torch" not in sys.modules
+sys.modules["torch"] = None
+try:
+    import uniclip.integrations.torch
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "uniclip.integrations.torch needs PyTorch: pip install torch\n"
