@@ -163,7 +163,7 @@ def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
             SCALARS.xp.sqrt(number) if _in_range(number, SCALARS.xp.float32) else ruler.in_units(group)
             for number, group in zip(numbers, groups, strict=True)
         ]
-    xp = backend.xp
+    xp, totals = backend.xp, as_arrays(ruler.grads, totals)  # some can be read, and some not
     accurate = [xp.all(_in_range(total, xp.float32)) for total in totals]
     usual: Sequence[Callable[[], Any]] = [partial(ruler.norm.root, xp, total) for total in totals]
     rare: Sequence[Callable[[], Any]] = [partial(ruler.in_units, group) for group in groups]
