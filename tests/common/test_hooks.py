@@ -126,7 +126,9 @@ CASES = {
     "large": Case(lambda fw: arrays(fw, LARGE), 1000.0, (*FEW, "groups, L3"), cost=4),
     "large and small": Case(lambda fw: arrays(fw, [*SMALL, (140_000,), *SMALL]), 1000.0, ("all", "zero")),
     **{
-        f"large {dtype}": Case(lambda fw, dtype=dtype: arrays(fw, LARGE, dtype, 1.0), 100.0, FEW[:2], dtype=dtype, cost=4)
+        f"large {dtype}": Case(
+            lambda fw, dtype=dtype: arrays(fw, LARGE, dtype, 1.0), 100.0, FEW[:2], dtype=dtype, cost=4
+        )
         for dtype in HALVES
     },
     "strided": Case(strided, 1000.0, FEW[::2], families=("NumPy", "PyTorch")),

@@ -43,7 +43,7 @@ def test_one_graph() -> None:
 
 def test_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled before uniclip has seen any tensor is not compiled again after it has."""
-    monkeypatch.setattr("uniclip.backends._OF_CLASS", {})
+    monkeypatch.setattr("uniclip.backends._CACHE", {})
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     clip = torch.compile(lambda g: uc.clip_by_value(g, -1, 1), fullgraph=True, backend=counter, dynamic=False)
