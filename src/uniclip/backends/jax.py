@@ -122,6 +122,8 @@ class _JAX(Backend):
         return super().stored(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+        if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call
+            return super().cond(ok, usual, rare)
         return list(jax.lax.cond(ok, usual, rare))
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
