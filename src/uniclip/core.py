@@ -246,7 +246,7 @@ def clip_known(rule: Rule, grads: Any, norm: Any) -> tuple[Any, Any]:
 
 
 _NO_STATE = NoState()
-_NUMBERS = (Scalar, float, int)
+_NUMBERS: tuple[Any, ...] = (Scalar, float, int)
 
 
 def _decided(  # noqa: PLR0913, PLR0917

@@ -163,7 +163,7 @@ def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
             SCALARS.xp.sqrt(number) if _in_range(number, SCALARS.xp.float32) else ruler.in_units(group)
             for number, group in zip(numbers, groups, strict=True)
         ]
-    xp = backend.xp
+    xp, totals = backend.xp, as_arrays(ruler.grads, totals)  # some can be read, and some not
     dtypes = [ruler.grads.norm_dtype(group) for group in groups]
     usual: Sequence[Callable[[], Any]] = [
         partial(_rooted, xp, ruler.norm, total, dtype) for total, dtype in zip(totals, dtypes, strict=True)

@@ -2,31 +2,205 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import optree
 import pytest
 
 import uniclip as uc
-from frameworks import Framework
+from frameworks import CHOSEN, Framework
+from promises import EPS
+from tracing import leaves, soft
 from uniclip.backends import backend_of
 from uniclip.backends.base import Backend
 
-SHAPES = [(300_001,), (700, 500), (3, 7, 20_000)]
+HOOKS = (
+    "plain", "apart", "number", "array_of", "squares", "scaled", "unless", "pieces", "sum", "large", "once",
+)  # fmt: skip
+SMALL = [(3, 4), (5,), (2, 1, 2)]
+LARGE = [(140_001,), (400, 350)]
+HALVES = ("float16", "bfloat16")
 
 
-def norms(fw: Framework, dtype: str) -> list[np.ndarray]:
-    """Return norms over all of large leaves and along their axes."""
+def arrays(fw: Framework, shapes: list[tuple[int, ...]], dtype: str = "float32", by: float = 100.0) -> list[Any]:
+    """Return the same random arrays at each call."""
     rng = np.random.default_rng(0)
-    grads = [fw.array(100 * rng.standard_normal(shape), dtype) for shape in SHAPES]
-    scopes = [uc.each_leaf, uc.all_leaves, uc.axes(0), uc.axes(-1)][: 4 if fw.cost < 10 else 1]
-    kinds = [uc.L2, uc.Norm(3), uc.L1, uc.Linf][: 4 if fw.cost < 10 else 2]  # each one is compiled
-    rules = [uc.Rule(1.0, scope=scope, norm=norm) for scope in scopes for norm in kinds]
-    leaves: list[Any] = []
-    for report in fw.run(lambda g: [uc.clip(g, rule)[1].norms for rule in rules], grads):
-        leaves += report if isinstance(report, list) else [report]
-    return [fw.numpy(leaf) for leaf in leaves]
+    values = [by * rng.standard_normal(shape) for shape in shapes]
+    return [fw.array(v * (1 + 0.5j) if "complex" in dtype else v, dtype) for v in values]
+
+
+def nested(some: list[Any]) -> dict[str, Any]:
+    """Return arrays as a tree with an absent gradient, in which the last one is by itself."""
+    return {"layers": [*some[:-1], None], "head": (some[-1],)}
+
+
+def strided(fw: Framework) -> Any:
+    """Return arrays that do not lie in a row, large and small."""
+    large, small, gaps, thin = arrays(fw, [(400, 350), (4, 3), (9, 2), (132_000, 2)])
+    return [large.T, small.T, gaps[::2], thin[:, 1], thin[::3, 0]]
+
+
+def with_bad(fw: Framework, bad: float) -> Any:
+    """Return arrays of which one holds an entry that is not finite."""
+    return [*arrays(fw, SMALL), fw.array([1.0, bad, 2.0])]
+
+
+def rules(limit: float, array: Any) -> dict[str, uc.Rule]:
+    """Return rules that differ in what a hook can see of them; the second is the same limit as an array."""
+    by_depth = uc.groups(lambda path, leaf: len(leaf.shape))
+    return {
+        "all": uc.Rule(limit),
+        "zero": uc.Rule(limit, nonfinite="zero"),
+        "leaf": uc.Rule(limit, scope=uc.each_leaf),
+        "array": uc.Rule(array),
+        "soft": uc.Rule(limit, curve=soft),
+        "skip": uc.Rule(limit, nonfinite="skip"),
+        "groups": uc.Rule(limit, scope=by_depth),
+        "unlimited": uc.Rule(math.inf),
+        "raise": uc.Rule(limit, nonfinite="raise"),
+        "leaf, array": uc.Rule(array, scope=uc.each_leaf),
+        "leaf, zero": uc.Rule(limit, scope=uc.each_leaf, nonfinite="zero"),
+        "leaf, skip": uc.Rule(limit, scope=uc.each_leaf, nonfinite="skip"),
+        "leaf, soft": uc.Rule(limit, scope=uc.each_leaf, curve=soft),
+        "leaf, raise": uc.Rule(limit, scope=uc.each_leaf, nonfinite="raise"),
+        "groups, L3": uc.Rule(limit, scope=by_depth, norm=uc.Norm(3)),
+        "L1": uc.Rule(limit, norm=uc.L1),
+        "Linf": uc.Rule(limit, norm=uc.Linf),
+        "rms": uc.Rule(limit, scope=uc.each_leaf, norm=uc.RMS),
+        "axes": uc.Rule(limit, scope=uc.axes(-1)),
+        "axes, L3": uc.Rule(limit, scope=uc.axes(0), norm=uc.Norm(3)),
+    }
+
+
+ALL = tuple(rules(1.0, 1.0))
+SCOPES = ("all", "leaf", "groups", "soft", "zero", "axes")
+FEW = ("all", "axes", "zero")
+
+
+class Case(NamedTuple):
+    """Gradients, the limit, and the rules they are clipped by."""
+
+    grads: Callable[[Framework], Any]
+    limit: float
+    rules: tuple[str, ...] = SCOPES
+    dtype: str | None = None
+    """What it takes arrays of, if not of float32 alone."""
+    compiled: int = 0
+    """How many of the rules are tried where each takes long to compile."""
+    cost: int = 10
+    """Up to which cost of a framework it is tried."""
+    families: tuple[str, ...] = ()
+    """The only families it is tried in."""
+
+    def fits(self, fw: Framework) -> bool:
+        """Whether it is tried on a framework."""
+        there = self.dtype not in fw.missing and (not self.families or fw.family in self.families)
+        return there and (self.compiled > 0 or fw.cost <= self.cost)
+
+    def names(self, fw: Framework) -> tuple[str, ...]:
+        """Return the names of its rules there."""
+        if fw.cost > self.cost:
+            return self.rules[: self.compiled]
+        if fw.cost >= 5:
+            return self.rules[:3]
+        return tuple(name for name in self.rules if not (fw.traced and "raise" in name))
+
+
+CASES = {
+    "a tree": Case(lambda fw: nested(arrays(fw, SMALL)), 100.0, ALL, compiled=3),
+    "below": Case(lambda fw: nested(arrays(fw, SMALL)), 1e6, ALL, compiled=1),
+    "one leaf": Case(lambda fw: arrays(fw, [(7, 3)])[0], 100.0),
+    **{
+        dtype: Case(lambda fw, dtype=dtype: arrays(fw, SMALL, dtype), 150.0, dtype=dtype)
+        for dtype in ("float16", "bfloat16", "float64", "complex64")
+    },
+    "mixed": Case(
+        lambda fw: [arrays(fw, SMALL, dtype) for dtype in fw.dtypes if dtype in EPS], 300.0, ("all", "leaf", "zero")
+    ),
+    "many": Case(lambda fw: arrays(fw, [(2, 3), (2, 1, 2), (4,)] * 25), 300.0, ("all", "leaf"), cost=4),
+    "large": Case(lambda fw: arrays(fw, LARGE), 1000.0, (*FEW, "groups, L3"), cost=4),
+    "large and small": Case(lambda fw: arrays(fw, [*SMALL, (140_000,), *SMALL]), 1000.0, ("all", "zero")),
+    **{
+        f"large {dtype}": Case(
+            lambda fw, dtype=dtype: arrays(fw, LARGE, dtype, 1.0), 100.0, FEW[:2], dtype=dtype, cost=4
+        )
+        for dtype in HALVES
+    },
+    "strided": Case(strided, 1000.0, FEW[::2], families=("NumPy", "PyTorch")),
+    "empty and 0-d": Case(
+        lambda fw: [fw.array(np.zeros((0, 3))), fw.array(-30.0), None, *arrays(fw, SMALL)],
+        100.0,
+        ("all", "leaf", "skip"),
+    ),
+    "squares overflow": Case(lambda fw: arrays(fw, SMALL, by=1e30), 1e30),
+    "squares underflow": Case(lambda fw: arrays(fw, SMALL, by=1e-30), 1e-30),
+    "zeros": Case(lambda fw: [fw.array(np.zeros(shape)) for shape in SMALL], 0.0),
+    "NaN": Case(lambda fw: with_bad(fw, math.nan), 100.0, ALL),
+    "infinite": Case(lambda fw: with_bad(fw, -math.inf), 100.0, ALL),
+}
+TRIED = [
+    pytest.param(fw, case, id=f"{fw.name}: {name}") for fw in CHOSEN for name, case in CASES.items() if case.fits(fw)
+]
+
+
+class Outcome(NamedTuple):
+    """What came of one rule, if not an error."""
+
+    clipped: Any = None
+    report: Any = None
+    same: tuple[bool, ...] = ()
+    """Which leaves are the very objects that were given."""
+    error: str | None = None
+
+
+def outcome(call: Callable[[Any], tuple[Any, Any]], grads: Any) -> Outcome:
+    """Return what a call returns, or the error of its policy."""
+    try:
+        clipped, report = call(grads)
+    except FloatingPointError as error:
+        return Outcome(error=str(error))
+    same = tuple(new is old for new, old in zip(leaves(clipped), leaves(grads), strict=True))
+    return Outcome(clipped, report, same)
+
+
+def outcomes(fw: Framework, case: Case) -> list[Outcome]:
+    """Clip by each rule, functionally and in place."""
+    names = case.names(fw)
+    limit = fw.array(case.limit)
+
+    def functional(grads: Any, limit: Any) -> list[Outcome]:
+        every = rules(case.limit, limit)
+        return [outcome(lambda g, rule=every[name]: uc.clip(g, rule), grads) for name in names]
+
+    def in_place(each: list[Any], limit: Any) -> list[Outcome]:
+        every = rules(case.limit, limit)
+        return [
+            outcome(lambda g, rule=every[name]: (g, uc.clip_(g, rule)), grads)
+            for name, grads in zip(names, each, strict=True)
+        ]
+
+    found = list(fw.run(functional, case.grads(fw), limit))
+    if fw.writes:
+        found += fw.run(in_place, [case.grads(fw) for _ in names], limit)
+    return found
+
+
+def assert_equal(fw: Framework, found: Outcome, wanted: Outcome, off: str) -> None:
+    """Assert that two outcomes are equal, but for rounding in the dtype of each array."""
+    assert found.error == wanted.error, off
+    assert not fw.same_objects or found.same == wanted.same, off
+    for one, other in ((found.clipped, wanted.clipped), (found.report, wanted.report)):
+        assert optree.tree_structure(one) == optree.tree_structure(other), off
+        for a, b in zip(leaves(one), leaves(other), strict=True):
+            assert (fw.dtype(a), tuple(a.shape)) == (fw.dtype(b), tuple(b.shape)), off
+            rounding = EPS[fw.dtype(a)] if fw.dtype(a) in HALVES else 1e-6
+            wide = complex if "complex" in fw.dtype(a) else float
+            np.testing.assert_allclose(*(fw.numpy(x).astype(wide) for x in (a, b)), rtol=rounding, err_msg=off)
 
 
 def no_array(self: Backend, array: Any) -> bool:
@@ -34,14 +208,33 @@ def no_array(self: Backend, array: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_defaults(fw: Framework, dtype: str) -> None:
-    """With any hook of the framework switched off the norms are the same, and with pieces switched off or on."""
-    dtype = "float64" if dtype in fw.missing else dtype
+def switches(fw: Framework) -> dict[str, dict[str, Any]]:
+    """Return what to put in place of which hooks: of each that the framework has, and of all of them."""
     kind = type(backend_of(fw.array([1.0])))
-    usual = norms(fw, dtype)
-    off = {hook: vars(Backend)[hook] for hook in {"pieces", "sum", "once"} & set(vars(kind)) if kind is not Backend}
-    for hook, default in {**off, "large": no_array}.items():
-        with mock.patch.object(kind, hook, default):
-            for one, other in zip(norms(fw, dtype), usual, strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-6)
+    own = {hook: vars(Backend)[hook] for hook in HOOKS if kind is not Backend and hook in vars(kind)}
+    alone = {hook: {hook: default} for hook, default in own.items()}
+    every = {**own, "large": no_array}
+    if fw.cost > 20:
+        return {"all": every}
+    return {**alone, "nothing large": {"large": no_array}, "all": every} if own else {"all": every}
+
+
+@contextmanager
+def switched(fw: Framework, hooks: dict[str, Any]) -> Iterator[None]:
+    """Put others in place of some hooks of the framework's backend."""
+    kind = type(backend_of(fw.array([1.0])))
+    with ExitStack() as stack:
+        for hook, default in hooks.items():
+            stack.enter_context(mock.patch.object(kind, hook, default))
+        yield
+
+
+@pytest.mark.parametrize(("fw", "case"), TRIED)
+def test_defaults(fw: Framework, case: Case) -> None:
+    """With any hook of the framework switched off, and with all, the outcome is the same."""
+    with fw.context():
+        usual = outcomes(fw, case)
+        for off, hooks in switches(fw).items():
+            with switched(fw, hooks):
+                for found, wanted in zip(outcomes(fw, case), usual, strict=True):
+                    assert_equal(fw, found, wanted, off)

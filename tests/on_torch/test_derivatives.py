@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import derivatives
+import uniclip as uc
 from derivatives import CASES, EVERYWHERE, POINTS, SOME, Case
 
 DIRECTION = tuple(torch.from_numpy(leaf) for leaf in derivatives.DIRECTION)
@@ -94,3 +95,12 @@ def test_compiled() -> None:
             wanted = derivatives.gradient(case, point)
             derivatives.same(torch.autograd.grad(y, x, retain_graph=True), wanted)
             derivatives.same(found, wanted)
+
+
+def test_some_recorded() -> None:
+    """Gradients of which only some carry a graph are clipped each by itself, and derivatives go through those."""
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    clipped, report = uc.clip([2 * x, torch.tensor([6.0, 8.0])], uc.by_norm(1.0))
+    torch.testing.assert_close([leaf.detach() for leaf in clipped], 2 * [torch.tensor([0.6, 0.8])])
+    assert [norm.item() for norm in report.norms] == [10, 10]
+    torch.testing.assert_close(torch.autograd.grad(clipped[0][0], x)[0], torch.tensor([0.128, -0.096]))

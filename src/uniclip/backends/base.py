@@ -65,7 +65,7 @@ class Backend:
 
     def array_of(self, number: Any, like: Array) -> Array:  # noqa: ARG002
         """Return a NumPy scalar as a 0-d array on the device of ``like``."""
-        return self.xp.asarray(number)
+        return self.xp.asarray(np.asarray(number))  # a scalar alone may be taken for Python's float, without a dtype
 
     def squares(self, arrays: list[Array]) -> Array | None:  # noqa: ARG002
         """Return ``Σ|x|²`` over all entries of all arrays, 0-d or a NumPy scalar; ``None`` if there is no short way.

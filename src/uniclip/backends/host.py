@@ -24,7 +24,7 @@ def few(arrays: list[Any], size: int) -> bool:
     return len(arrays) <= _FEW and size <= PIECE
 
 
-def squares(arrays: list[View]) -> np.generic | None:
+def squares(arrays: list[View]) -> Any:
     """Return ``Σx²`` over all arrays as a scalar, ``None`` if one is not of real floating point."""
     kinds = {array.dtype.char for array in arrays}
     if not kinds <= _REAL:

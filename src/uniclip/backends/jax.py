@@ -50,7 +50,10 @@ def _together(arrays: list[Array]) -> bool:
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
 
 
-@jax.jit
+_compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
+
+
+@_compiled
 def _squares(arrays: list[Array]) -> Array:
     dtype = jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
     real = jnp.finfo(dtype).dtype
@@ -62,12 +65,12 @@ def _squares(arrays: list[Array]) -> Array:
     return jnp.sum(jnp.stack([total(array) for array in arrays]))
 
 
-@jax.jit
+@_compiled
 def _scaled(arrays: list[Array], factor: Array) -> list[Array]:
     return [(array * factor).astype(array.dtype) for array in arrays]
 
 
-_scalar = jax.jit(lambda number: number)
+_scalar = _compiled(lambda number: number)
 
 
 class _JAX(Backend):
@@ -91,7 +94,7 @@ class _JAX(Backend):
         return _squares(arrays)
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        if not _together(arrays) or getattr(factor, "ndim", 0):
+        if not _together(arrays) or np.ndim(factor):
             return None
         return list(_scaled(arrays, factor))
 
@@ -122,6 +125,8 @@ class _JAX(Backend):
         return super().stored(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+        if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call
+            return super().cond(ok, usual, rare)
         return list(jax.lax.cond(ok, usual, rare))
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:

@@ -215,6 +215,8 @@ class _TensorFlow(Backend):
         return tf.size(leaf, tf.int64) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf, tf.int64), axes))
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
+        if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
+            return super().cond(ok, usual, rare)
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
     def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:

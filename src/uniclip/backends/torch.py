@@ -87,7 +87,7 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     return [norms] if whole == flat.numel() else [norms, flat[whole:]]
 
 
-def _squares_here(arrays: list[torch.Tensor]) -> np.generic | None:
+def _squares_here(arrays: list[torch.Tensor]) -> Any:
     """Return the sum of squares as a scalar, from memory that the CPU can read."""
     dtype, sizes = arrays[0].dtype, [array.numel() for array in arrays]
     if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
@@ -123,9 +123,9 @@ def _squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares on an accelerator, whose sums are trees, and precise."""
-    wide = torch.promote_types(arrays[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=wide))  # noqa: SLF001
+    """Return the sum of squares on an accelerator, in double precision: there is no second look at what overflowed."""
+    narrow = arrays[0].device.type == "mps"  # has no doubles
+    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64))  # noqa: SLF001
     return torch.dot(norms, norms)
 
 
@@ -174,9 +174,9 @@ class _Torch(Backend):
 
     def squares(self, arrays: list[Array]) -> Array | None:
         first = arrays[0]
-        dtype, cpu = first.dtype, first.is_cpu
         if self.traced(first):
             return _squares_in_double(arrays)
+        dtype, cpu = first.dtype, first.is_cpu
         if dtype.is_complex or _in_forward_mode():
             return None
         recording = torch.is_grad_enabled()
@@ -216,7 +216,7 @@ class _Torch(Backend):
         return torch.compiler.is_compiling() or _in_transform()
 
     def readable(self, array: Array) -> bool:
-        return array.is_cpu and not self.traced(array)
+        return not self.traced(array) and bool(array.is_cpu)
 
     def large(self, array: Array) -> bool:
         recorded = _recorded(array)  # derivatives would keep every piece anyway
