@@ -61,7 +61,7 @@ class Gradients(NamedTuple):
         small: dict[Any, list[Leaf]] = {}
         for leaf in leaves:
             shape = leaf.array.shape
-            known = getattr(shape, "rank", 0) is not None and None not in shape
+            known = getattr(shape, "rank", 0) is not None and all(isinstance(n, int) for n in shape)
             kind = leaf.array.dtype if known and math.prod(shape) <= _SMALL else leaf.number
             small.setdefault(kind, []).append(leaf)
         return [

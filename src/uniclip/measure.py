@@ -164,13 +164,22 @@ def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
             for number, group in zip(numbers, groups, strict=True)
         ]
     xp, totals = backend.xp, as_arrays(ruler.grads, totals)  # some can be read, and some not
-    accurate = [xp.all(_in_range(total, xp.float32)) for total in totals]
-    usual: Sequence[Callable[[], Any]] = [partial(ruler.norm.root, xp, total) for total in totals]
+    dtypes = [ruler.grads.norm_dtype(group) for group in groups]
+    usual: Sequence[Callable[[], Any]] = [
+        partial(_rooted, xp, ruler.norm, total, dtype) for total, dtype in zip(totals, dtypes, strict=True)
+    ]
+    if all(total.dtype != dtype for total, dtype in zip(totals, dtypes, strict=True)):
+        return [u() for u in usual]  # wide totals, which no square can leave the range of
     rare: Sequence[Callable[[], Any]] = [partial(ruler.in_units, group) for group in groups]
+    accurate = [xp.all(_in_range(total, xp.float32)) for total in totals]
     if all(backend.readable(one) for one in accurate):
         return [(u if bool(one) else r)() for one, u, r in zip(accurate, usual, rare, strict=True)]
     # One conditional for the whole tree: one per group costs compiled code its speed.
     return backend.cond(all_of(backend, accurate), lambda: [u() for u in usual], lambda: [r() for r in rare])
+
+
+def _rooted(xp: Any, norm: Norm, total: Any, dtype: Any) -> Any:
+    return cast(xp, norm.root(xp, total), dtype)
 
 
 def _in_range(total: Any, float32: Any) -> Any:

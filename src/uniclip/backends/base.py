@@ -68,7 +68,10 @@ class Backend:
         return self.xp.asarray(np.asarray(number))  # a scalar alone may be taken for Python's float, without a dtype
 
     def squares(self, arrays: list[Array]) -> Array | None:  # noqa: ARG002
-        """Return ``Σ|x|²`` over all entries of all arrays, 0-d or a NumPy scalar; ``None`` if there is no short way."""
+        """Return ``Σ|x|²`` over all entries of all arrays, 0-d or a NumPy scalar; ``None`` if there is no short way.
+
+        It has the dtype of the norm, or a wider one, in which no square of the arrays' own dtype leaves the range.
+        """
         return None
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002

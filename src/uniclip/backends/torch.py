@@ -41,15 +41,9 @@ _COMPRESSED = {
     torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
-_FLOATS = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-}
+_SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 _DOUBLE = {torch.float64, torch.complex128}
+_FLOATS = {*_SINGLE, *_DOUBLE, torch.complex64}
 _SCALARS = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
 _DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in _SCALARS.items()}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
@@ -121,6 +115,13 @@ def _squares_here(arrays: list[torch.Tensor]) -> np.generic | None:
     return _SCALARS[wide](torch.dot(rows, rows).item())
 
 
+def _squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of squares in double precision, to which a compiler converts each entry where it is read."""
+    if any(array.dtype not in _SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
+        return None
+    return torch.stack([array.double().square().sum() for array in arrays]).sum()
+
+
 def _squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares on an accelerator, whose sums are trees, and precise."""
     wide = torch.promote_types(arrays[0].dtype, torch.float32)
@@ -174,7 +175,9 @@ class _Torch(Backend):
     def squares(self, arrays: list[Array]) -> Array | None:
         first = arrays[0]
         dtype, cpu = first.dtype, first.is_cpu
-        if dtype.is_complex or self.traced(first) or _in_forward_mode():
+        if self.traced(first):
+            return _squares_in_double(arrays)
+        if dtype.is_complex or _in_forward_mode():
             return None
         recording = torch.is_grad_enabled()
         for array in arrays:
@@ -289,7 +292,7 @@ def _in_forward_mode() -> bool:
 
 def _in_transform() -> bool:
     """Whether ``torch.func`` is transforming the caller: then a value may stand for many."""
-    return bool(torch._C._functorch.peek_interpreter_stack() is not None)  # noqa: SLF001 - torch has no public question
+    return bool(torch._C._functorch.get_dynamic_layer_stack_depth())  # noqa: SLF001 - torch has no public question
 
 
 BACKEND = _Torch(namespace)
