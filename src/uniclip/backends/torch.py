@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from itertools import pairwise
@@ -76,6 +76,8 @@ _SHORT = 2**11
 """Up to how many entries a copy in double precision takes no longer than norms of rows."""
 _SMALL = 2**14
 """Up to how many entries it is faster to copy arrays into one than to look at each."""
+_KEPT = 2**22
+"""Of how many entries, about, norms of rows are kept before these are added: the memory for them is limited."""
 
 
 def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
@@ -84,7 +86,7 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat]
     whole = flat.numel() - flat.numel() % _ROW
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    return [norms] if whole == flat.numel() else [norms, flat[whole:]]
+    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
 def _squares_here(arrays: list[torch.Tensor]) -> Any:
@@ -93,26 +95,47 @@ def _squares_here(arrays: list[torch.Tensor]) -> Any:
     if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
         return squares([(array.detach() if array.requires_grad else array).numpy() for array in arrays])
     wide = dtype if dtype is torch.float64 else torch.float32
-    parts: list[torch.Tensor] = []
+    total, parts, entries = 0.0, [], 0
+    for flat in _vectors(arrays, wide):
+        if flat is None:
+            return None
+        parts += _rows(flat)
+        entries += flat.numel()
+        if entries > _KEPT:
+            total += _dot(parts)
+            parts, entries = [], 0
+        del flat  # before the next one is made
+    return _SCALARS[wide](total + _dot(parts) if parts else total)
+
+
+def _vectors(arrays: list[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Tensor | None]:
+    """Yield the entries of arrays in pieces, small arrays together; ``None`` for one that does not lie in a row."""
     small: list[torch.Tensor] = []
     entries = 0
-    for array, size in zip(arrays, sizes, strict=True):
+    for array in arrays:
+        size = array.numel()
         if size > _SMALL:
             flat = _flat(array)
             if flat is None:
-                return None
-            pieces = (flat,) if dtype is wide else (piece.to(wide) for piece in flat.split(PIECE))
-            parts += [part for piece in pieces for part in _rows(piece)]
+                yield None
+            elif array.dtype is wide:
+                yield from flat.split(_KEPT) if size > _KEPT else (flat,)
+            else:
+                yield from (piece.to(wide) for piece in flat.split(PIECE))
             continue
         if entries + size > PIECE:
-            parts += _rows(torch.cat(small).to(wide))
+            yield torch.cat(small).to(wide)
             small, entries = [], 0
         small.append(array if array.ndim == 1 else array.reshape(-1))
         entries += size
     if small:
-        parts += _rows(torch.cat(small).to(wide))
+        yield torch.cat(small).to(wide)
+
+
+def _dot(parts: list[torch.Tensor]) -> float:
+    """Return the sum of squares of vectors."""
     rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
-    return _SCALARS[wide](torch.dot(rows, rows).item())
+    return torch.dot(rows, rows).item()
 
 
 def _squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
