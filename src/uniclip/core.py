@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The one algorithm: measure the norms, ask for their limits, bend the curve, scale.
-
-Everything here is written against the array API namespace ``xp`` of the gradients' own framework.
-"""
+"""What is done to a tree of gradients: it is clipped or measured by a rule, or replaced array by array."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from uniclip.backends import backend_of
 from uniclip.decide import Report, decide
 from uniclip.gradients import Gradients, Leaf, read
 from uniclip.limits import NoState
-from uniclip.measure import AllReduce, as_arrays, measure, same_shape
+from uniclip.measure import AllReduce, measure, same_shape
 from uniclip.scopes import each_leaf
 from uniclip.tree import Tree, describe, flatten_grads
 
@@ -183,7 +180,7 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
     """Return the norms of the gradients, without clipping."""
     given = read(grads, scope)
     with given.backend.quiet():
-        return given.arrange(as_arrays(given, measure(given, norm)))
+        return given.arrange(given.as_arrays(measure(given, norm)))
 
 
 def apply(

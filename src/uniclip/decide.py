@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Decide what is done about the gradients: their norms, the limits of these, and the factors.
+"""The one algorithm: measure the norms, ask for their limits, bend the curve, scale.
+
+It is written against the array API namespace ``xp`` of the gradients' own framework; see `decide`.
 
 Where reading the norms costs nothing, the few numbers that follow from them are scalars of the host: an
 operation on one takes a framework longer than clipping a small gradient does.
@@ -13,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
-from uniclip.backends.scalars import SCALARS, Scalar
+from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.gradients import Gradients, all_of
 from uniclip.limits import Constant
-from uniclip.measure import AllReduce, as_arrays, measure, same_shape, zeros
+from uniclip.measure import AllReduce, measure, same_shape, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, scaled
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Report(NamedTuple):
-    """What a rule saw and did, in arrays of the framework (nothing is read to the host).
+    """What a rule saw and did, in arrays of the framework (nothing is read from an accelerator).
 
     Where all leaves share their norms a field is one array (0-d, unless the scope keeps axes); with
     labelled groups, a dict by label; else a tree like the gradients. A rule that measures no norm
@@ -71,25 +73,24 @@ class Decision(NamedTuple):
         grads, xp = self.grads, self.small.xp
         flags = [xp.logical_not(all_of(self.small, self.ones)), self.finite]
         values = [
-            grads.arrange(as_arrays(grads, [self._typed(*pair) for pair in zip(some, self.norms, strict=True)]))
+            grads.arrange(grads.as_arrays([self._typed(*pair) for pair in zip(some, self.norms, strict=True)]))
             for some in (self.limits, self.factors)
         ]
-        return Report(self.arranged_norms(), *values, *as_arrays(grads, flags))
+        return Report(self.arranged_norms(), *values, *grads.as_arrays(flags))
 
     def _typed(self, value: Any, norm: Any) -> Any:
         """Return a number, or a scalar in double precision, in the dtype of its norm."""
-        return norm.dtype.type(value) if self.small is SCALARS else self.small.xp.asarray(value, dtype=norm.dtype)
+        if self.small is SCALARS:
+            return norm.dtype.type(value)
+        return self.small.to_device_of(norm, self.small.xp.asarray(value, dtype=norm.dtype))
 
     def arranged_norms(self) -> Any:
         """Return the norms, as the scope's user thinks of them."""
-        return self.grads.arrange(as_arrays(self.grads, self.norms))
+        return self.grads.arrange(self.grads.as_arrays(self.norms))
 
     def clipped(self, rule: Rule) -> Any:
         """Return the clipped gradients."""
         return scaled(self.grads, self.small, self.factors, self.ones, skip=rule.nonfinite == "skip")
-
-
-_NUMBERS: tuple[Any, ...] = (Scalar, float, int)
 
 
 def decide(  # noqa: PLR0913, PLR0917
@@ -125,22 +126,23 @@ def decide(  # noqa: PLR0913, PLR0917
         factor = factor_of(small, rule, n, limit, finite)
         factors.append(factor)
         ones.append(small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))))
-    state = new_state if new_state is state else _kept(backend, finite, new_state, state)
+    state = new_state if new_state is state else _kept(small, finite, new_state, state)
     return Decision(grads, norms, small, limits, factors, ones, finite, state)
 
 
-def _readable(grads: Gradients, norms: list[Any], limits: list[Any], sound: list[Any]) -> tuple[Any, ...]:
+def _readable(
+    grads: Gradients, norms: list[Any], limits: list[Any], sound: list[Any]
+) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """Return norms, limits and flags as scalars if reading them costs nothing, else as arrays; and their backend."""
-    number = grads.backend.number
-    found = []
+    backend, found = grads.backend, []
     for value in (*norms, *limits, *sound):
-        scalar = value if isinstance(value, _NUMBERS) else number(value)
+        scalar = value if isinstance(value, NUMBERS) else backend.number(backend.xp.asarray(value))
         if scalar is None:
-            return grads.backend, as_arrays(grads, norms), limits, sound
+            return backend, grads.as_arrays(norms), limits, sound
         found.append(scalar)
     count = len(norms)
     if not count:
-        return grads.backend, norms, limits, sound
+        return backend, norms, limits, sound
     return SCALARS, found[:count], found[count : 2 * count], found[2 * count :]
 
 
@@ -148,11 +150,11 @@ def _limits(
     grads: Gradients, rule: Rule, norms: list[Any], state: Any, reference: Callable[[], list[Any]]
 ) -> tuple[list[Any], Any]:
     """Ask the rule's limit; refuse an answer that is none."""
-    if isinstance(rule.limit, Constant):
+    if type(rule.limit) is Constant:  # which asks for no norms
         return [rule.limit.value] * len(norms), state
     # It sees ∞ as NaN: as a limit, ∞ would leave alone.
     xp = grads.backend.xp
-    seen = [xp.where(xp.isfinite(n), n, n * math.nan) for n in as_arrays(grads, norms)]
+    seen = [xp.where(xp.isfinite(n), n, n * math.nan) for n in grads.as_arrays(norms)]
     answer = rule.limit(seen, state, reference)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
         msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
@@ -168,7 +170,7 @@ def _kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
     """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
     if not optree.tree_leaves(old):
         return new
-    if isinstance(finite, Scalar) or backend.readable(finite):
+    if backend.readable(finite):
         return new if bool(finite) else old
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
 
@@ -186,7 +188,7 @@ def _checked(backend: Backend, name: str, value: Any, norm: Any) -> Any:
     """Return a limit (or a known norm), a number or an array like the norm; refuse a wrong one that can be read."""
     if type(value) is float and value >= 0:
         return value
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not _not_finite(backend, norm)  # NaN too is not >= 0
     else:
         value = backend.xp.asarray(value, dtype=norm.dtype)

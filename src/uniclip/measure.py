@@ -35,15 +35,10 @@ def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -
     else:
         norms = [ruler.total(group) for group in groups]
     if norm.size_power:
-        norms = as_arrays(grads, norms)
+        norms = grads.as_arrays(norms)
         sizes = [ruler.size(group, n.dtype) for group, n in zip(groups, norms, strict=True)]
         norms = [n / size**norm.size_power for n, size in zip(norms, sizes, strict=True)]
     return norms
-
-
-def as_arrays(grads: Gradients, norms: list[Any]) -> list[Any]:
-    """Return norms that may be scalars as arrays of the gradients' own framework."""
-    return [grads.backend.array_of(n, grads.first) if isinstance(n, Scalar) else n for n in norms]
 
 
 def zeros(grads: Gradients) -> list[Any]:
@@ -72,10 +67,13 @@ class _Ruler(NamedTuple):
 
     def total(self, group: Group) -> Any:
         """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
-        arrays = self.grads.quick(group) if self.norm.p == 2 else None  # noqa: PLR2004
-        total = None if arrays is None else self.grads.backend.squares(arrays)
+        arrays = self.grads.plain_arrays(group) if self.norm.p == 2 else None  # noqa: PLR2004
+        total = None if arrays is None else self.backend.squares(arrays)
+        if total is not None and self.all_reduce is not None:  # all devices join one dtype, whatever their way was
+            (total,) = self.grads.as_arrays([total])
+            return self.all_reduce(cast(self.backend.xp, total, self.grads.norm_dtype(group)), "sum")
         if total is not None:
-            return total if self.all_reduce is None else self.all_reduce(as_arrays(self.grads, [total])[0], "sum")
+            return total
         return self.join(self.grads.members(group), self.norm.op, lambda leaf: self.part(leaf, self.norm))
 
     def in_units(self, group: Group) -> Any:
@@ -155,7 +153,7 @@ def _rounded_down(xp: Any, array: Any) -> Any:
 
 def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
-    backend = ruler.grads.backend
+    backend = ruler.backend
     totals = [ruler.total(group) for group in groups]
     numbers = [total if isinstance(total, Scalar) else backend.number(total) for total in totals]
     if all([number is not None for number in numbers]):  # a scalar is not compared with None quickly
@@ -163,12 +161,12 @@ def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
             SCALARS.xp.sqrt(number) if _in_range(number, SCALARS.xp.float32) else ruler.in_units(group)
             for number, group in zip(numbers, groups, strict=True)
         ]
-    xp, totals = backend.xp, as_arrays(ruler.grads, totals)  # some can be read, and some not
+    xp, totals = backend.xp, ruler.grads.as_arrays(totals)  # some can be read, and some not
     dtypes = [ruler.grads.norm_dtype(group) for group in groups]
     usual: Sequence[Callable[[], Any]] = [
         partial(_rooted, xp, ruler.norm, total, dtype) for total, dtype in zip(totals, dtypes, strict=True)
     ]
-    if all(total.dtype != dtype for total, dtype in zip(totals, dtypes, strict=True)):
+    if ruler.all_reduce is None and all(n.dtype != dtype for n, dtype in zip(totals, dtypes, strict=True)):
         return [u() for u in usual]  # wide totals, which no square can leave the range of
     rare: Sequence[Callable[[], Any]] = [partial(ruler.in_units, group) for group in groups]
     accurate = [xp.all(_in_range(total, xp.float32)) for total in totals]

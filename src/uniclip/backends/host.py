@@ -14,7 +14,7 @@ View: TypeAlias = np.ndarray[Any, Any]
 WIDE = 4
 """How many bytes an entry has that is precise enough to add and multiply in."""
 _REAL = {"e", "f", "d"}
-_ROW = 2048
+_ROW = 4096
 """How many squares BLAS adds in a row: equal entries, whose rounding errors have one sign, allow no more."""
 _FEW = 64
 

@@ -50,6 +50,7 @@ def _together(arrays: list[Array]) -> bool:
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
 
 
+# jax.jit has no types that a checker understands.
 _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 
 
@@ -96,7 +97,7 @@ class _JAX(Backend):
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not _together(arrays) or np.ndim(factor):
             return None
-        return list(_scaled(arrays, factor))
+        return list(_scaled(arrays, factor if isinstance(factor, np.generic) else self.to_device_of(arrays[0], factor)))
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (jax.Array, sparse.JAXSparse)) and leaf.dtype != jnp.bool_
@@ -133,7 +134,9 @@ class _JAX(Backend):
         return jnp.sum(array, axes)
 
     def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
-        # In a compiled loop this is a branch around the whole of it: donated gradients are not written again.
+        if not self.traced(ok):
+            return change()
+        # Compiled, donated gradients are not written again where ok holds; a conditional copies them.
         return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
 
     def once(self, array: Array) -> Array:

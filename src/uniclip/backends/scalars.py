@@ -17,8 +17,18 @@ import numpy as np
 from uniclip.backends.base import Backend
 
 Scalar: TypeAlias = np.generic
+NUMBERS: tuple[Any, ...] = (Scalar, float, int)
+"""What is a number already."""
 
 _ONE, _ZERO = np.float64(1), np.float64(0)
+
+
+def _all(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: ARG001 - a scalar has no axes
+    return np.bool_(all(x)) if isinstance(x, list) else x
+
+
+def _any(x: Any, /, *, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: ARG001 - a scalar has no axes
+    return np.bool_(any(x)) if isinstance(x, list) else x
 
 
 def _where(condition: Any, x: Any, y: Any, /) -> Any:
@@ -29,8 +39,8 @@ namespace = SimpleNamespace(
     **(
         vars(np)
         | {
-            "all": lambda x, /: np.bool_(all(x)) if isinstance(x, list) else x,
-            "any": lambda x, /: np.bool_(any(x)) if isinstance(x, list) else x,
+            "all": _all,
+            "any": _any,
             "asarray": lambda value, /, *, dtype=None: np.float64(value),  # noqa: ARG005 - there is one dtype
             "equal": operator.eq,
             "isfinite": lambda x, /: x - x == 0,

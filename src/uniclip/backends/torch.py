@@ -135,7 +135,7 @@ def _vectors(arrays: list[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Te
 def _dot(parts: list[torch.Tensor]) -> float:
     """Return the sum of squares of vectors."""
     rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
-    return torch.dot(rows, rows).item()
+    return float(torch.dot(rows, rows))
 
 
 def _squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
@@ -189,7 +189,7 @@ class _Torch(Backend):
     def number(self, array: Array) -> Any:
         if array.ndim or not self.readable(array) or _recorded(array):
             return None
-        return _SCALARS[array.dtype](array.item())
+        return _SCALARS.get(array.dtype, np.float64)(array.item())
 
     def array_of(self, number: Any, like: Array) -> Array:
         array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char])
@@ -204,7 +204,9 @@ class _Torch(Backend):
             return None
         recording = torch.is_grad_enabled()
         for array in arrays:
-            if array.dtype is not dtype or array.is_cpu is not cpu or (recording and array.requires_grad):
+            if array.dtype is not dtype or array.is_cpu is not cpu or array.is_neg():
+                return None
+            if recording and array.requires_grad:
                 return None
         if not self.readable(first):
             return None if len({array.device for array in arrays}) > 1 else _squares_elsewhere(arrays)
@@ -214,10 +216,14 @@ class _Torch(Backend):
         if self.traced(arrays[0]):
             return None
         if isinstance(factor, np.generic):
-            wide = torch.float64 if arrays[0].dtype in _DOUBLE else torch.float32
+            wide = torch.float64 if any([array.dtype in _DOUBLE for array in arrays]) else torch.float32
             factor = torch.scalar_tensor(factor.item(), dtype=wide)
         elif factor.ndim or any(map(_recorded, (factor, *arrays))):
             return None
+        if not all([array.is_cpu for array in arrays]):
+            if len({array.device for array in arrays}) > 1:
+                return None
+            factor = factor.to(arrays[0].device)
         # The product with a 0-d array has the other's dtype.
         if not in_place:
             return list(torch._foreach_mul(arrays, factor))  # noqa: SLF001
