@@ -226,13 +226,14 @@ def test_sharding_is_kept(way: Any, limit: float, spec: PartitionSpec) -> None:
 def test_two_devices(first: int, rule: uc.Rule) -> None:
     """Leaves on two devices share their norm in eager code, and each stays on its device."""
     devices = jax.devices()[first], jax.devices()[1 - first]
-    values = [[3.0, 4.0], [12.0, 0.0]]
-    grads = [jax.device_put(jnp.asarray(v), device) for v, device in zip(values, devices, strict=True)]
-    clipped, _ = uc.clip(grads, rule)
-    wanted, _ = uc.clip([np.asarray(v, "float32") for v in values], rule)
-    for a, b, device in zip(clipped, wanted, devices, strict=True):
-        assert a.devices() == {device}
-        close(fw, a, b, "float32")
+    for by in (1.0, 1e30):
+        values = [[3.0 * by, 4.0 * by], [12.0 * by, 0.0]]
+        grads = [jax.device_put(jnp.asarray(v), device) for v, device in zip(values, devices, strict=True)]
+        clipped, _ = uc.clip(grads, rule)
+        wanted, _ = uc.clip([np.asarray(v, "float32") for v in values], rule)
+        for a, b, device in zip(clipped, wanted, devices, strict=True):
+            assert a.devices() == {device}
+            close(fw, a, b, "float32")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["mesh first", "mesh last"])
