@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 
 from uniclip.backends.scalars import NUMBERS, SCALARS
+from uniclip.curves import ON_SCALARS
 from uniclip.gradients import Gradients, all_of
 from uniclip.limits import Constant
 from uniclip.measure import AllReduce, measure, same_shape, zeros
@@ -115,7 +116,7 @@ def decide(  # noqa: PLR0913, PLR0917
         grads = grads._replace(clean=True)
     norms = measure(grads, rule.norm, all_reduce) if norm is None else _known(grads, norm)
     limits, new_state = _limits(grads, rule, norms, state, reference)
-    small, norms, limits, sound = _readable(grads, norms, limits, sound)
+    small, norms, limits, sound = _readable(rule, grads, norms, limits, sound)
     seen = norms if small is backend else [small.xp.float64(n) for n in norms]
     finite = all_of(small, [*sound, *[small.xp.all(small.xp.isfinite(n)) for n in seen]])
     if rule.nonfinite == "raise":
@@ -131,10 +132,12 @@ def decide(  # noqa: PLR0913, PLR0917
 
 
 def _readable(
-    grads: Gradients, norms: list[Any], limits: list[Any], sound: list[Any]
+    rule: Rule, grads: Gradients, norms: list[Any], limits: list[Any], sound: list[Any]
 ) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """Return norms, limits and flags as scalars if reading them costs nothing, else as arrays; and their backend."""
     backend, found = grads.backend, []
+    if rule.curve not in ON_SCALARS:
+        return backend, grads.as_arrays(norms), limits, sound
     for value in (*norms, *limits, *sound):
         scalar = value if isinstance(value, NUMBERS) else backend.number(backend.xp.asarray(value))
         if scalar is None:
@@ -143,7 +146,10 @@ def _readable(
     count = len(norms)
     if not count:
         return backend, norms, limits, sound
-    return SCALARS, found[:count], found[count : 2 * count], found[2 * count :]
+    norms = found[:count]
+    # As in code that reads nothing, a limit has the precision of its norm.
+    limits = [float(n.dtype.type(limit)) for n, limit in zip(norms, found[count:], strict=False)]
+    return SCALARS, norms, limits, found[2 * count :]
 
 
 def _limits(

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from uniclip.backends.base import row_slices
 from uniclip.backends.scalars import SCALARS, Scalar
-from uniclip.gradients import Gradients, Group, Leaf, all_of, cast, finite_or_zero, spread, upcast
+from uniclip.gradients import Gradients, Group, Leaf, all_of, cast, finite_or_zero, spread
 from uniclip.norms import Linf, Norm
 
 if TYPE_CHECKING:
@@ -74,27 +74,39 @@ class _Ruler(NamedTuple):
             return self.all_reduce(cast(self.backend.xp, total, self.grads.norm_dtype(group)), "sum")
         if total is not None:
             return total
-        return self.join(self.grads.members(group), self.norm.op, lambda leaf: self.part(leaf, self.norm))
+        leaves = self.grads.members(group)
+        return self.join(leaves, self.norm.op, self.part_of(leaves, self.norm))
 
     def in_units(self, group: Group) -> Any:
         """Return the norm, measured in units of the largest modulus (nearly)."""
         xp, leaves = self.backend.xp, self.grads.gathered(group)
-        top = self.join(leaves, "max", lambda leaf: self.part(leaf, Linf))
+        top = self.join(leaves, "max", self.part_of(leaves, Linf))
         # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
         # derivative would overflow.
         normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
         unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))))
         scale = 1 / unit
-        totals = self.join(leaves, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, scale, leaf)))
+        totals = self.join(leaves, "sum", self.part_of(leaves, self.norm, scale))
         return unit * self.norm.root(xp, totals)
 
-    def part(self, leaf: Leaf, norm: Norm, scale: Any = None) -> Any:
-        """Return a leaf's Σ|x·scale|ᵖ (the largest modulus for p = ∞), piece by piece."""
+    def part_of(self, leaves: list[Leaf], norm: Norm, scale: Any = None) -> Callable[[Leaf], Any]:
+        """Return the function that gives a leaf's part, in one precision for all: what one holds the others do."""
+        xp, dtypes = self.backend.xp, {leaf.array.dtype for leaf in leaves}
+        dtype = reduce(xp.result_type, dtypes, xp.float32) if len(dtypes) > 1 else xp.float32
+
+        def part(leaf: Leaf) -> Any:
+            return self.part(leaf, norm, dtype, None if scale is None else spread(self.backend, scale, leaf))
+
+        return part
+
+    def part(self, leaf: Leaf, norm: Norm, dtype: Any, scale: Any) -> Any:
+        """Return a leaf's Σ|x·scale|ᵖ (the largest modulus for p = ∞) in ``dtype`` or wider, piece by piece."""
         backend, xp, axes = self.backend, self.backend.xp, leaf.axes
 
         def total(piece: Any, scale: Any) -> Any:
-            wide = upcast(xp, finite_or_zero(xp, piece) if self.grads.clean else piece)
+            cleaned = finite_or_zero(xp, piece) if self.grads.clean else piece
+            wide = cast(xp, cleaned, xp.result_type(piece.dtype, dtype))
             return norm.total(backend, wide if scale is None else wide * scale, axes)
 
         if not backend.large(leaf.array):

@@ -36,9 +36,8 @@ class Rule(Printed):
     norm : Norm, default L2
         How their size is measured.
     curve : callable, default hard
-        ``curve(xp, norm, limit)`` returns the factor; ``xp`` is the array API namespace of norm and
-        limit: the gradients' own, or one of scalars where reading them costs nothing. The norm is finite or
-        not, the limit finite.
+        ``curve(xp, norm, limit)`` returns the factor; ``xp`` is the array API namespace of the
+        gradients, the norm finite or not, the limit finite.
     nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
         What happens to gradients with NaN or ∞. ``"propagate"``: every entry of their scope becomes
         NaN. ``"skip"``: all gradients become 0, and the report says that they were not finite.

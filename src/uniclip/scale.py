@@ -7,7 +7,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from uniclip.backends.scalars import NUMBERS, Scalar
+from uniclip.backends.scalars import NUMBERS
 from uniclip.gradients import Gradients, Group, all_of, cast, finite_or_zero, spread, upcast
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _unscaled(grads: Gradients, group: Group) -> list[Any]:
 
 def _multiplied(grads: Gradients, group: Group, factor: Any, skip: bool) -> list[Any]:  # noqa: FBT001
     backend = grads.backend
-    known = isinstance(factor, Scalar)
+    known = isinstance(factor, NUMBERS)
     arrays = None if skip and not (known and factor != 0) else grads.plain_arrays(group)
     results = None if arrays is None else backend.scaled(arrays, factor, in_place=grads.in_place)
     if results is not None:

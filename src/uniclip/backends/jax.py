@@ -42,12 +42,21 @@ def _within(leaf: sparse.BCOO) -> Array:
 _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
 
 
+_TOGETHER = 256
+"""For how many arrays one call is compiled."""
+
+
 def _together(arrays: list[Array]) -> bool:
     """Whether one call can be compiled for the arrays, outside of what is being compiled already."""
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return False
     first = arrays[0].sharding
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
+
+
+def _in_parts(arrays: list[Array]) -> list[list[Array]]:
+    """Return lists of so many arrays that compiling for them takes seconds, not minutes."""
+    return [arrays[start : start + _TOGETHER] for start in range(0, len(arrays), _TOGETHER)]
 
 
 # jax.jit has no types that a checker understands.
@@ -71,7 +80,7 @@ def _scaled(arrays: list[Array], factor: Array) -> list[Array]:
     return [(array * factor).astype(array.dtype) for array in arrays]
 
 
-_scalar = _compiled(lambda number: number)
+_scalar = _compiled(jnp.asarray)
 
 
 class _JAX(Backend):
@@ -91,13 +100,16 @@ class _JAX(Backend):
             return None
         if few(arrays, sum([array.size for array in arrays])) and self.readable(arrays[0]):
             total = squares([np.asarray(array) for array in arrays])
-            return _squares(arrays) if total is None else total
-        return _squares(arrays)
+            if total is not None:
+                return total
+        totals = [_squares(some) for some in _in_parts(arrays)]
+        return totals[0] if len(totals) == 1 else jnp.sum(jnp.stack(totals))
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not _together(arrays) or np.ndim(factor):
             return None
-        return list(_scaled(arrays, factor if isinstance(factor, np.generic) else self.to_device_of(arrays[0], factor)))
+        by = factor if isinstance(factor, np.generic) else self.to_device_of(arrays[0], factor)
+        return [new for some in _in_parts(arrays) for new in _scaled(some, by)]
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (jax.Array, sparse.JAXSparse)) and leaf.dtype != jnp.bool_

@@ -44,6 +44,7 @@ _COMPRESSED = {
 _SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 _DOUBLE = {torch.float64, torch.complex128}
 _FLOATS = {*_SINGLE, *_DOUBLE, torch.complex64}
+_CPU = torch.device("cpu")
 _SCALARS = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
 _DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in _SCALARS.items()}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
@@ -142,7 +143,7 @@ def _squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the sum of squares in double precision, to which a compiler converts each entry where it is read."""
     if any(array.dtype not in _SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
         return None
-    return torch.stack([array.double().square().sum() for array in arrays]).sum()
+    return torch.stack([array.float().double().square().sum() for array in arrays]).sum()
 
 
 def _squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
@@ -192,7 +193,7 @@ class _Torch(Backend):
         return _SCALARS.get(array.dtype, np.float64)(array.item())
 
     def array_of(self, number: Any, like: Array) -> Array:
-        array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char])
+        array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char], device=_CPU)
         return array if like.is_cpu else array.to(like.device)
 
     def squares(self, arrays: list[Array]) -> Array | None:
@@ -217,16 +218,20 @@ class _Torch(Backend):
             return None
         if isinstance(factor, np.generic):
             wide = torch.float64 if any([array.dtype in _DOUBLE for array in arrays]) else torch.float32
-            factor = torch.scalar_tensor(factor.item(), dtype=wide)
+            factor = torch.scalar_tensor(factor.item(), dtype=wide, device=_CPU)
         elif factor.ndim or any(map(_recorded, (factor, *arrays))):
             return None
         if not all([array.is_cpu for array in arrays]):
             if len({array.device for array in arrays}) > 1:
                 return None
             factor = factor.to(arrays[0].device)
-        # The product with a 0-d array has the other's dtype.
         if not in_place:
-            return list(torch._foreach_mul(arrays, factor))  # noqa: SLF001
+            new = torch._foreach_mul(arrays, factor)  # noqa: SLF001
+            return [
+                one.to(old.dtype) for one, old in zip(new, arrays, strict=True)
+            ]  # 0-d ones are as wide as the factor
+        if any([array.is_neg() or array.is_conj() for array in arrays]):
+            return None
         with torch.no_grad():
             torch._foreach_mul_(arrays, factor)
         return arrays
