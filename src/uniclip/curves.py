@@ -27,5 +27,5 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(below, one, limit / xp.where(below, one, norm))
 
 
-ON_SCALARS = frozenset({hard})
+ON_SCALARS = (hard,)
 """The curves that need nothing of ``xp`` but ``where`` and ``ones_like``: they are worked out on scalars too."""

@@ -136,16 +136,14 @@ def _readable(
 ) -> tuple[Any, list[Any], list[Any], list[Any]]:
     """Return norms, limits and flags as scalars if reading them costs nothing, else as arrays; and their backend."""
     backend, found = grads.backend, []
-    if rule.curve not in ON_SCALARS:
-        return backend, grads.as_arrays(norms), limits, sound
     for value in (*norms, *limits, *sound):
         scalar = value if isinstance(value, NUMBERS) else backend.number(backend.xp.asarray(value))
         if scalar is None:
             return backend, grads.as_arrays(norms), limits, sound
         found.append(scalar)
     count = len(norms)
-    if not count:
-        return backend, norms, limits, sound
+    if not count or rule.curve not in ON_SCALARS:
+        return backend, grads.as_arrays(norms), limits, sound
     norms = found[:count]
     # As in code that reads nothing, a limit has the precision of its norm.
     limits = [float(n.dtype.type(limit)) for n, limit in zip(norms, found[count:], strict=False)]

@@ -107,7 +107,7 @@ class _Ruler(NamedTuple):
         def total(piece: Any, scale: Any) -> Any:
             cleaned = finite_or_zero(xp, piece) if self.grads.clean else piece
             wide = cast(xp, cleaned, xp.result_type(piece.dtype, dtype))
-            return norm.total(backend, wide if scale is None else wide * scale, axes)
+            return norm.total(backend, wide if scale is None else wide * cast(xp, scale, wide.dtype), axes)
 
         if not backend.large(leaf.array):
             return total(leaf.array, scale)

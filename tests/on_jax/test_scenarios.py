@@ -392,3 +392,11 @@ def test_nnx_training() -> None:
         losses.append((float(loss), float(norm)))
     assert losses[0][1] > 3
     assert losses[-1][0] < 0.05 * losses[0][0]
+
+
+def test_without_compilation() -> None:
+    """It runs where nothing is compiled, as one does to debug."""
+    with jax.disable_jit():
+        clipped, norm = uc.clip_by_global_norm([jnp.asarray([3.0, 4.0]), jnp.zeros(2**18)], 1.0)
+    close(fw, clipped[0], [0.6, 0.8], "float32")
+    assert norm == 5
