@@ -25,14 +25,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("shapes", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_memory(dtype: str, shapes: list[tuple[int, ...]], call: Callable[[Any, Any], Any]) -> None:
-<<<<<<< HEAD
-    """Beside the result less than 1 MiB for a leaf in float32, a fraction for several.
-
-    With donated gradients the result lies in their memory.
-    """
-=======
     """Beside the result less than 1 MiB for a leaf in float32; of donated gradients the memory is used again."""
->>>>>>> speedtests
     grads = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in grads)
     assert size >= 24e6 - 1e6
