@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from uniclip.backends.scalars import NUMBERS
-from uniclip.gradients import Gradients, Group, all_of, cast, finite_or_zero, spread, upcast
+from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -53,9 +53,10 @@ def scaled(grads: Gradients, small: Backend, factors: list[Any], ones: list[Any]
                 new[number] = result
         return new
 
-    if (ones and small.readable(ones[0])) or grads.in_place or not tree.plain or grads.clean:
+    # Flags of many groups would be joined, and each leaf wait for all of them.
+    if len(ones) != 1 or small.readable(ones[0]) or grads.in_place or not tree.plain or grads.clean:
         return tree.rebuild(change())
-    return tree.rebuild(backend.unless(all_of(small, ones), tree.leaves, change))
+    return tree.rebuild(backend.unless(ones[0], tree.leaves, change))
 
 
 def _unscaled(grads: Gradients, group: Group) -> list[Any]:
