@@ -17,8 +17,9 @@ curve      what happens above it?             `uniclip.curves`
 `uniclip.rules` puts them together, `uniclip.presets` names the published ones, `uniclip.core` runs them.
 """
 
-from uniclip.core import Report, clip, clip_
+from uniclip.core import clip, clip_
 from uniclip.curves import hard
+from uniclip.decide import Report
 from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from uniclip.limits import Constant, Limit
 from uniclip.norms import AVERAGE, L1, L2, MEAN, RMS, Linf, Norm

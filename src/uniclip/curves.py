@@ -25,3 +25,7 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
     """
     below, one = norm <= limit, xp.ones_like(norm)
     return xp.where(below, one, limit / xp.where(below, one, norm))
+
+
+ON_SCALARS = (hard,)
+"""The curves that need nothing of ``xp`` but ``where`` and ``ones_like``: they are worked out on scalars too."""

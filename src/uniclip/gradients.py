@@ -9,6 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from uniclip.backends.base import unchanged
+from uniclip.backends.scalars import Scalar
 from uniclip.scopes import Scope, everything
 from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
 
@@ -65,11 +66,14 @@ class Gradients(NamedTuple):
             kind = leaf.array.dtype if known and math.prod(shape) <= _SMALL else leaf.number
             small.setdefault(kind, []).append(leaf)
         return [
-            some[0]._replace(array=xp.concat([xp.reshape(leaf.array, (-1,)) for leaf in some], axis=0))
+            some[0]._replace(array=xp.concat([self._flat(some[0], leaf) for leaf in some], axis=0))
             if len(some) > 1
             else some[0]
             for some in small.values()
         ]
+
+    def _flat(self, first: Leaf, leaf: Leaf) -> Any:
+        return self.backend.xp.reshape(self.backend.to_device_of(first.array, leaf.array), (-1,))
 
     @property
     def first(self) -> Any:
@@ -77,12 +81,16 @@ class Gradients(NamedTuple):
         arrays = self.tree.leaves if self.special is None else [leaf.array for leaf in self.special[:1]]
         return arrays[0] if arrays else None
 
+    def as_arrays(self, values: list[Any]) -> list[Any]:
+        """Return values that may be scalars as arrays of the gradients' own framework."""
+        return [self.backend.array_of(one, self.first) if isinstance(one, Scalar) else one for one in values]
+
     @property
     def leaves(self) -> list[Leaf]:
         """Every leaf, in the order of the tree."""
         return self.members(range(len(self.tree.leaves)))
 
-    def quick(self, group: Group) -> list[Any] | None:
+    def plain_arrays(self, group: Group) -> list[Any] | None:
         """Return the arrays of a group for what a backend does with all at once, ``None`` if one is special."""
         if self.special is not None or self.clean or not group:
             return None

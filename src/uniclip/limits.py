@@ -66,7 +66,7 @@ class Limit:
 
 def nonnegative(name: str, value: T) -> T:
     """Return ``value`` unless it is no number or array, or a number that is negative or NaN."""
-    if type(value) is float and value >= 0:
+    if isinstance(value, float) and value >= 0:
         return value
     if not isinstance(value, Real) and not hasattr(value, "dtype"):
         msg = f"{name} must be a number or a 0-d array (math.inf only measures the gradients), got {value!r}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from uniclip.backends.base import row_slices
 from uniclip.backends.scalars import SCALARS, Scalar
-from uniclip.gradients import Gradients, Group, Leaf, all_of, cast, finite_or_zero, spread, upcast
+from uniclip.gradients import Gradients, Group, Leaf, all_of, cast, finite_or_zero, spread
 from uniclip.norms import Linf, Norm
 
 if TYPE_CHECKING:
@@ -35,15 +35,10 @@ def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -
     else:
         norms = [ruler.total(group) for group in groups]
     if norm.size_power:
-        norms = as_arrays(grads, norms)
+        norms = grads.as_arrays(norms)
         sizes = [ruler.size(group, n.dtype) for group, n in zip(groups, norms, strict=True)]
         norms = [n / size**norm.size_power for n, size in zip(norms, sizes, strict=True)]
     return norms
-
-
-def as_arrays(grads: Gradients, norms: list[Any]) -> list[Any]:
-    """Return norms that may be scalars as arrays of the gradients' own framework."""
-    return [grads.backend.array_of(n, grads.first) if isinstance(n, Scalar) else n for n in norms]
 
 
 def zeros(grads: Gradients) -> list[Any]:
@@ -72,32 +67,47 @@ class _Ruler(NamedTuple):
 
     def total(self, group: Group) -> Any:
         """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
-        arrays = self.grads.quick(group) if self.norm.p == 2 else None  # noqa: PLR2004
-        total = None if arrays is None else self.grads.backend.squares(arrays)
+        arrays = self.grads.plain_arrays(group) if self.norm.p == 2 else None  # noqa: PLR2004
+        total = None if arrays is None else self.backend.squares(arrays)
+        if total is not None and self.all_reduce is not None:  # all devices join one dtype, whatever their way was
+            (total,) = self.grads.as_arrays([total])
+            return self.all_reduce(cast(self.backend.xp, total, self.grads.norm_dtype(group)), "sum")
         if total is not None:
-            return total if self.all_reduce is None else self.all_reduce(as_arrays(self.grads, [total])[0], "sum")
-        return self.join(self.grads.members(group), self.norm.op, lambda leaf: self.part(leaf, self.norm))
+            return total
+        leaves = self.grads.members(group)
+        return self.join(leaves, self.norm.op, self.part_of(leaves, self.norm))
 
     def in_units(self, group: Group) -> Any:
         """Return the norm, measured in units of the largest modulus (nearly)."""
         xp, leaves = self.backend.xp, self.grads.gathered(group)
-        top = self.join(leaves, "max", lambda leaf: self.part(leaf, Linf))
+        top = self.join(leaves, "max", self.part_of(leaves, Linf))
         # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
         # derivative would overflow.
         normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
         unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))))
         scale = 1 / unit
-        totals = self.join(leaves, "sum", lambda leaf: self.part(leaf, self.norm, spread(self.backend, scale, leaf)))
+        totals = self.join(leaves, "sum", self.part_of(leaves, self.norm, scale))
         return unit * self.norm.root(xp, totals)
 
-    def part(self, leaf: Leaf, norm: Norm, scale: Any = None) -> Any:
-        """Return a leaf's Σ|x·scale|ᵖ (the largest modulus for p = ∞), piece by piece."""
+    def part_of(self, leaves: list[Leaf], norm: Norm, scale: Any = None) -> Callable[[Leaf], Any]:
+        """Return the function that gives a leaf's part, in one precision for all: what one holds the others do."""
+        xp, dtypes = self.backend.xp, {leaf.array.dtype for leaf in leaves}
+        dtype = reduce(xp.result_type, dtypes, xp.float32) if len(dtypes) > 1 else xp.float32
+
+        def part(leaf: Leaf) -> Any:
+            return self.part(leaf, norm, dtype, None if scale is None else spread(self.backend, scale, leaf))
+
+        return part
+
+    def part(self, leaf: Leaf, norm: Norm, dtype: Any, scale: Any) -> Any:
+        """Return a leaf's Σ|x·scale|ᵖ (the largest modulus for p = ∞) in ``dtype`` or wider, piece by piece."""
         backend, xp, axes = self.backend, self.backend.xp, leaf.axes
 
         def total(piece: Any, scale: Any) -> Any:
-            wide = upcast(xp, finite_or_zero(xp, piece) if self.grads.clean else piece)
-            return norm.total(backend, wide if scale is None else wide * scale, axes)
+            cleaned = finite_or_zero(xp, piece) if self.grads.clean else piece
+            wide = cast(xp, cleaned, xp.result_type(piece.dtype, dtype))
+            return norm.total(backend, wide if scale is None else wide * cast(xp, scale, wide.dtype), axes)
 
         if not backend.large(leaf.array):
             return total(leaf.array, scale)
@@ -155,7 +165,7 @@ def _rounded_down(xp: Any, array: Any) -> Any:
 
 def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
-    backend = ruler.grads.backend
+    backend = ruler.backend
     totals = [ruler.total(group) for group in groups]
     numbers = [total if isinstance(total, Scalar) else backend.number(total) for total in totals]
     if all([number is not None for number in numbers]):  # a scalar is not compared with None quickly
@@ -163,12 +173,12 @@ def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
             SCALARS.xp.sqrt(number) if _in_range(number, SCALARS.xp.float32) else ruler.in_units(group)
             for number, group in zip(numbers, groups, strict=True)
         ]
-    xp, totals = backend.xp, as_arrays(ruler.grads, totals)  # some can be read, and some not
+    xp, totals = backend.xp, ruler.grads.as_arrays(totals)  # some can be read, and some not
     dtypes = [ruler.grads.norm_dtype(group) for group in groups]
     usual: Sequence[Callable[[], Any]] = [
         partial(_rooted, xp, ruler.norm, total, dtype) for total, dtype in zip(totals, dtypes, strict=True)
     ]
-    if all(total.dtype != dtype for total, dtype in zip(totals, dtypes, strict=True)):
+    if ruler.all_reduce is None and all(n.dtype != dtype for n, dtype in zip(totals, dtypes, strict=True)):
         return [u() for u in usual]  # wide totals, which no square can leave the range of
     rare: Sequence[Callable[[], Any]] = [partial(ruler.in_units, group) for group in groups]
     accurate = [xp.all(_in_range(total, xp.float32)) for total in totals]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from uniclip import core
 from uniclip._repr import Printed
 from uniclip.curves import hard
+from uniclip.decide import Report
 from uniclip.gradients import cast, read
 from uniclip.limits import Constant, Limit, NoState
 from uniclip.measure import AllReduce, broadcasts, zeros
@@ -103,7 +104,7 @@ class Rule(Printed):
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
-    ) -> tuple[Any, Any, core.Report]:
+    ) -> tuple[Any, Any, Report]:
         """Clip ``grads``; the pure form, for jit, scan and checkpoints.
 
         Parameters
@@ -131,7 +132,7 @@ class Rule(Printed):
 
     def measure(
         self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None
-    ) -> tuple[Any, core.Report]:
+    ) -> tuple[Any, Report]:
         """Do as `update` does but for the scaling: the report says what to multiply the gradients by.
 
         Parameters
@@ -196,7 +197,7 @@ class ByValue(Printed):
         all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
         *,
         in_place: bool = False,
-    ) -> tuple[Any, NoState, core.Report]:
+    ) -> tuple[Any, NoState, Report]:
         """Clip ``grads``; see `Rule.update`. The report is empty."""
         clipped, report = core.apply(grads, self._bounds, in_place=in_place)
         return clipped, state, report

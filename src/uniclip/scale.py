@@ -7,7 +7,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from uniclip.backends.scalars import SCALARS, Scalar
+from uniclip.backends.scalars import NUMBERS
 from uniclip.gradients import Gradients, Group, all_of, cast, finite_or_zero, spread, upcast
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) -> Any:
     """Return the curve's factor; 1 where the limit is infinite, NaN (or the policy's 0) where norm or limit is none."""
     xp, one = backend.xp, backend.xp.ones_like(norm)
-    if isinstance(limit, (float, int, Scalar)):
+    if isinstance(limit, NUMBERS):
         factor = one
         if limit != math.inf:
             curved = rule.curve(xp, norm, xp.asarray(limit, dtype=norm.dtype))
-            factor = xp.where(xp.isfinite(norm), curved, one * math.nan)
+            factor = xp.where(xp.isfinite(norm), xp.asarray(curved, dtype=norm.dtype), one * math.nan)
     else:
         limit = backend.to_device_of(norm, limit)
         unlimited = xp.isinf(limit)
@@ -53,13 +53,13 @@ def scaled(grads: Gradients, small: Backend, factors: list[Any], ones: list[Any]
                 new[number] = result
         return new
 
-    if small is SCALARS or (ones and small.readable(ones[0])) or grads.in_place or not tree.plain or grads.clean:
+    if (ones and small.readable(ones[0])) or grads.in_place or not tree.plain or grads.clean:
         return tree.rebuild(change())
     return tree.rebuild(backend.unless(all_of(small, ones), tree.leaves, change))
 
 
 def _unscaled(grads: Gradients, group: Group) -> list[Any]:
-    xp, arrays = grads.backend.xp, grads.quick(group)
+    xp, arrays = grads.backend.xp, grads.plain_arrays(group)
     if arrays is not None:
         return arrays
     return [
@@ -70,13 +70,12 @@ def _unscaled(grads: Gradients, group: Group) -> list[Any]:
 
 def _multiplied(grads: Gradients, group: Group, factor: Any, skip: bool) -> list[Any]:  # noqa: FBT001
     backend = grads.backend
-    known = isinstance(factor, Scalar)
-    arrays = None if skip and not (known and factor != 0) else grads.quick(group)
+    known = isinstance(factor, NUMBERS)
+    arrays = None if skip and not (known and factor != 0) else grads.plain_arrays(group)
     results = None if arrays is None else backend.scaled(arrays, factor, in_place=grads.in_place)
     if results is not None:
         return results
-    if known:
-        factor = backend.array_of(factor, grads.first)
+    (factor,) = grads.as_arrays([factor])
     function = partial(_times, backend.xp, skip, grads.clean)
     return [grads.put(leaf, function, spread(backend, factor, leaf)) for leaf in grads.members(group)]
 

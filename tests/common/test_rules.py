@@ -491,3 +491,55 @@ def test_measure_is_update_without_scaling(fw: Framework, values: list[float], n
     for one, other in zip(report, wanted, strict=True):
         np.testing.assert_array_equal(fw.numpy(one), fw.numpy(other))
     np.testing.assert_array_equal(fw.numpy(grads[0]), np.asarray(values, "float32"))
+
+
+def test_limits_that_are_no_floats(fw: Framework) -> None:
+    """A limit may be an integer, a NumPy scalar or an array of another dtype than the norm's."""
+    for limit in (5, np.float32(5), np.float64(5), fw.array(5, "int32")):
+        clipped = fw.run(lambda g, limit=limit: uc.clip(g, uc.by_global_norm(limit))[0], fw.array([6.0, 8.0]))
+        np.testing.assert_allclose(fw.numpy(clipped), [3.0, 4.0], rtol=1e-6)
+
+
+def test_a_curve_that_returns_a_number(fw: Framework) -> None:
+    """A curve may return a number of Python's."""
+    half = uc.Rule(1.0, curve=lambda xp, norm, limit: 0.5)
+    clipped = fw.run(lambda g: uc.clip(g, half)[0], fw.array([6.0, 8.0]))
+    np.testing.assert_allclose(fw.numpy(clipped), [3.0, 4.0], rtol=1e-6)
+
+
+def test_each_leaf_of_mixed_precision_gets_the_factor_in_its_own(fw: Framework) -> None:
+    """The factor of a leaf in double precision is not rounded to that of the first leaf."""
+    if "float64" in fw.missing:
+        return
+    values = np.asarray([1.0, 3.0, 7.0])
+    clipped = fw.run(lambda g: uc.clip_by_global_norm(g, 0.7)[0], [fw.array([5.0]), fw.array(values, "float64")])
+    by = 0.7 / np.sqrt(25 + np.sum(values**2))
+    np.testing.assert_allclose(fw.numpy(clipped[1]), by * values, rtol=1e-14)
+
+
+def test_leaves_without_dimensions_keep_their_dtype(fw: Framework) -> None:
+    """A 0-d leaf is no wider after clipping than before, beside others and beside wider ones."""
+    for narrow, wide in (("float16", "float16"), ("float16", "float32"), ("float32", "float64")):
+        if narrow in fw.missing or wide in fw.missing:
+            continue
+        grads = [fw.array(2.0, narrow), fw.array([[1.0, 2.0]], wide), fw.array(4.0, wide)]
+        clipped = fw.run(lambda g: uc.clip_by_global_norm(g, 2.5)[0], grads)
+        assert [fw.dtype(leaf) for leaf in clipped] == [fw.dtype(leaf) for leaf in grads]
+        np.testing.assert_allclose([float(fw.numpy(leaf).ravel()[0]) for leaf in clipped], [1.0, 0.5, 2.0], rtol=1e-3)
+
+
+def test_a_limit_has_the_precision_of_its_norm(fw: Framework) -> None:
+    """A norm that is the limit rounded to float32 is not above it."""
+    grad = fw.array([0.1])
+    clipped, report = fw.run(lambda g: uc.clip(g, uc.by_global_norm(0.1)), grad)
+    assert not fw.numpy(report.clipped)
+    assert clipped is grad or not fw.same_objects
+
+
+def test_small_squares_beside_double_precision(fw: Framework) -> None:
+    """Squares that float32 cannot hold count although the norm is in double precision."""
+    if "float64" in fw.missing:
+        return
+    grads = [fw.array(np.full(1000, 1e-30)), fw.array([1e-33], "float64")]
+    norm = float(fw.numpy(fw.run(uc.global_norm, grads)))
+    assert norm == pytest.approx(math.sqrt(1000) * float(np.float32(1e-30)), rel=1e-6)

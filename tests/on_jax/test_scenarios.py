@@ -226,13 +226,14 @@ def test_sharding_is_kept(way: Any, limit: float, spec: PartitionSpec) -> None:
 def test_two_devices(first: int, rule: uc.Rule) -> None:
     """Leaves on two devices share their norm in eager code, and each stays on its device."""
     devices = jax.devices()[first], jax.devices()[1 - first]
-    values = [[3.0, 4.0], [12.0, 0.0]]
-    grads = [jax.device_put(jnp.asarray(v), device) for v, device in zip(values, devices, strict=True)]
-    clipped, _ = uc.clip(grads, rule)
-    wanted, _ = uc.clip([np.asarray(v, "float32") for v in values], rule)
-    for a, b, device in zip(clipped, wanted, devices, strict=True):
-        assert a.devices() == {device}
-        close(fw, a, b, "float32")
+    for by in (1.0, 1e30):
+        values = [[3.0 * by, 4.0 * by], [12.0 * by, 0.0]]
+        grads = [jax.device_put(jnp.asarray(v), device) for v, device in zip(values, devices, strict=True)]
+        clipped, _ = uc.clip(grads, rule)
+        wanted, _ = uc.clip([np.asarray(v, "float32") for v in values], rule)
+        for a, b, device in zip(clipped, wanted, devices, strict=True):
+            assert a.devices() == {device}
+            close(fw, a, b, "float32")
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["mesh first", "mesh last"])
@@ -391,3 +392,11 @@ def test_nnx_training() -> None:
         losses.append((float(loss), float(norm)))
     assert losses[0][1] > 3
     assert losses[-1][0] < 0.05 * losses[0][0]
+
+
+def test_without_compilation() -> None:
+    """It runs where nothing is compiled, as one does to debug."""
+    with jax.disable_jit():
+        clipped, norm = uc.clip_by_global_norm([jnp.asarray([3.0, 4.0]), jnp.zeros(2**18)], 1.0)
+    close(fw, clipped[0], [0.6, 0.8], "float32")
+    assert norm == 5

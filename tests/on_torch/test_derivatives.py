@@ -104,3 +104,12 @@ def test_some_recorded() -> None:
     torch.testing.assert_close([leaf.detach() for leaf in clipped], 2 * [torch.tensor([0.6, 0.8])])
     assert [norm.item() for norm in report.norms] == [10, 10]
     torch.testing.assert_close(torch.autograd.grad(clipped[0][0], x)[0], torch.tensor([0.128, -0.096]))
+
+
+def test_a_parameter_of_a_curve() -> None:
+    """A curve may be a function of tensors of its own, and derivatives reach them."""
+    scale = torch.tensor(2.0, requires_grad=True)
+    rule = uc.Rule(1.0, curve=lambda xp, norm, limit: scale * limit / norm)
+    clipped, _ = uc.clip(torch.tensor([3.0, 4.0]), rule)
+    clipped.sum().backward()
+    torch.testing.assert_close(scale.grad, torch.tensor(1.4))

@@ -177,3 +177,17 @@ def test_offsets_beyond_32_bits() -> None:
     far.copy_(torch.tensor([300.0, 400.0]))
     uc.clip_(far, uc.by_norm(5.0))
     assert far.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.complex(torch.tensor([3.0]), torch.tensor([4.0])).conj(), torch._neg_view(torch.tensor([-3.0, -4.0]))],
+    ids=["conjugate", "negative"],
+)
+def test_lazy_views(view: torch.Tensor) -> None:
+    """Tensors that are conjugated or negated when they are read are changed too."""
+    before = view.resolve_conj().resolve_neg().clone()
+    other = torch.tensor([3.0, 4.0])
+    uc.clip_([other, view], uc.by_norm(1.0))
+    torch.testing.assert_close(view.resolve_conj().resolve_neg(), before / 5)
+    torch.testing.assert_close(other, torch.tensor([0.6, 0.8]))

@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.complex64]
 TREES: dict[str, list[tuple[int, ...]]] = {
     "one leaf": [(12_000_001,)],
     "some leaves": [(250, 400)] * 110 + [(100_001,)] * 10,
-    "many small": [(40, 101)] * 3000,
+    "many small": [(40, 404)] * 750,
 }
 EXTRA = {torch.complex64: 2 * MIB}
 """What is allocated at most, if not 1 MiB: of a piece of complex numbers there are the modulus and its square too."""

@@ -295,3 +295,14 @@ def test_derivative_of_the_limit() -> None:
     limit.grad = None
     uc.clip_by_norm([torch.tensor([3.0, 4.0]), torch.tensor(1.0)], limit)[0].sum().backward()
     close(fw, limit.grad, 7 / 5, "float32")
+
+
+def test_default_device() -> None:
+    """The default device is not asked: results are where the gradients are."""
+    grad = torch.tensor([3.0, 4.0])
+    with torch.device("meta"):
+        clipped, norm = uc.clip_by_global_norm(grad, 1.0)
+        report = uc.clip_(grad, uc.by_global_norm(2.5))
+    assert clipped.tolist() == pytest.approx([0.6, 0.8])
+    assert norm == 5
+    assert report.factors == 0.5

@@ -82,7 +82,7 @@ class Backend:
         return None
 
     def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:  # noqa: ARG002
-        """Return ``change()``; where ``ok`` (one boolean that cannot be read) holds, that is equal to ``arrays``."""
+        """Return ``change()``, which may be skipped where ``ok`` (a boolean) holds: there it equals ``arrays``."""
         return change()
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:

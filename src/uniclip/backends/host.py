@@ -13,8 +13,8 @@ View: TypeAlias = np.ndarray[Any, Any]
 
 WIDE = 4
 """How many bytes an entry has that is precise enough to add and multiply in."""
-_REAL = {"e", "f", "d"}
-_ROW = 2048
+_REAL = {"e", "E", "f", "d"}  # E is the bfloat16 of ml_dtypes
+_ROW = 4096
 """How many squares BLAS adds in a row: equal entries, whose rounding errors have one sign, allow no more."""
 _FEW = 64
 
@@ -24,10 +24,10 @@ def few(arrays: list[Any], size: int) -> bool:
     return len(arrays) <= _FEW and size <= PIECE
 
 
-def squares(arrays: list[View]) -> np.generic | None:
+def squares(arrays: list[View]) -> Any:
     """Return ``Σx²`` over all arrays as a scalar, ``None`` if one is not of real floating point."""
     kinds = {array.dtype.char for array in arrays}
-    if not kinds <= _REAL:
+    if not kinds <= _REAL or (len(kinds) > 1 and "d" in kinds):  # squares that one can hold and the other cannot
         return None
     total = sum([_squares(array) for array in arrays])
     return np.float64(total) if "d" in kinds else np.float32(total)

@@ -42,6 +42,10 @@ def _within(leaf: sparse.BCOO) -> Array:
 _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
 
 
+_TOGETHER = 256
+"""For how many arrays one call is compiled."""
+
+
 def _together(arrays: list[Array]) -> bool:
     """Whether one call can be compiled for the arrays, outside of what is being compiled already."""
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
@@ -50,7 +54,16 @@ def _together(arrays: list[Array]) -> bool:
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
 
 
-@jax.jit
+def _in_parts(arrays: list[Array]) -> list[list[Array]]:
+    """Return lists of so many arrays that compiling for them takes seconds, not minutes."""
+    return [arrays[start : start + _TOGETHER] for start in range(0, len(arrays), _TOGETHER)]
+
+
+# jax.jit has no types that a checker understands.
+_compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
+
+
+@_compiled
 def _squares(arrays: list[Array]) -> Array:
     dtype = jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
     real = jnp.finfo(dtype).dtype
@@ -62,12 +75,12 @@ def _squares(arrays: list[Array]) -> Array:
     return jnp.sum(jnp.stack([total(array) for array in arrays]))
 
 
-@jax.jit
+@_compiled
 def _scaled(arrays: list[Array], factor: Array) -> list[Array]:
     return [(array * factor).astype(array.dtype) for array in arrays]
 
 
-_scalar = jax.jit(lambda number: number)
+_scalar = _compiled(jnp.asarray)
 
 
 class _JAX(Backend):
@@ -87,13 +100,16 @@ class _JAX(Backend):
             return None
         if few(arrays, sum([array.size for array in arrays])) and self.readable(arrays[0]):
             total = squares([np.asarray(array) for array in arrays])
-            return _squares(arrays) if total is None else total
-        return _squares(arrays)
+            if total is not None:
+                return total
+        totals = [_squares(some) for some in _in_parts(arrays)]
+        return totals[0] if len(totals) == 1 else jnp.sum(jnp.stack(totals))
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        if not _together(arrays) or getattr(factor, "ndim", 0):
+        if not _together(arrays) or np.ndim(factor):
             return None
-        return list(_scaled(arrays, factor))
+        by = factor if isinstance(factor, np.generic) else self.to_device_of(arrays[0], factor)
+        return [new for some in _in_parts(arrays) for new in _scaled(some, by)]
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (jax.Array, sparse.JAXSparse)) and leaf.dtype != jnp.bool_
@@ -130,7 +146,9 @@ class _JAX(Backend):
         return jnp.sum(array, axes)
 
     def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
-        # In a compiled loop this is a branch around the whole of it: donated gradients are not written again.
+        if not self.traced(ok):
+            return change()
+        # Compiled, donated gradients are not written again where ok holds; a conditional copies them.
         return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
 
     def once(self, array: Array) -> Array:

@@ -11,6 +11,7 @@ import numpy as np
 
 from uniclip.backends.base import PIECE, Array, Backend
 from uniclip.backends.host import WIDE, squares, walk
+from uniclip.backends.scalars import NUMBERS
 
 
 def _isdtype(dtype: Any, kind: str) -> bool:
@@ -39,7 +40,7 @@ class _NumPy(Backend):
         return leaf.dtype.kind in "iufc" or floats
 
     def plain(self, leaves: list[Any]) -> bool:
-        return all([type(leaf) is np.ndarray and leaf.dtype.kind in "fc" for leaf in leaves])
+        return all([type(leaf) is np.ndarray and leaf.dtype.kind in "fc" and leaf.dtype.isnative for leaf in leaves])
 
     def apart(self, leaves: list[Any]) -> bool:
         # Arrays that own their memory do not share it.
@@ -50,7 +51,7 @@ class _NumPy(Backend):
         return True
 
     def number(self, array: Array) -> Any:
-        return array[()] if array.ndim == 0 else None
+        return array[()] if array.ndim == 0 and array.dtype.char in "fd?" else None
 
     def array_of(self, number: Any, like: Array) -> Array:  # noqa: ARG002
         return number
@@ -59,6 +60,8 @@ class _NumPy(Backend):
         return squares(arrays)
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:
+        if not isinstance(factor, NUMBERS):
+            return None
         if any(array.itemsize < WIDE for array in arrays) and not in_place:
             arrays, in_place = [array.copy("K") for array in arrays], True  # no wide copy of all of it
         return [_scaled(array, factor, in_place=in_place) for array in arrays]

@@ -2,7 +2,8 @@
 """The few numbers of a step, as NumPy scalars in double precision, where reading them costs nothing.
 
 A scalar is a 0-d array that NumPy works on as fast as Python does on its own numbers, as long as it is not
-asked for a where or a ones_like: these take longer than clipping a small gradient does.
+asked for a where or a ones_like: these take longer than clipping a small gradient does. So the namespace here
+has these in Python, and what else the algorithm asks of a number.
 """
 
 from __future__ import annotations
@@ -17,31 +18,26 @@ import numpy as np
 from uniclip.backends.base import Backend
 
 Scalar: TypeAlias = np.generic
+NUMBERS: tuple[Any, ...] = (float, int, np.float32, np.bool_)  # and float64, which is a float; longdouble is wider
+"""What can be worked with in double precision."""
 
 _ONE, _ZERO = np.float64(1), np.float64(0)
 
-
-def _where(condition: Any, x: Any, y: Any, /) -> Any:
-    return x if condition else y
-
-
 namespace = SimpleNamespace(
-    **(
-        vars(np)
-        | {
-            "all": lambda x, /: np.bool_(all(x)) if isinstance(x, list) else x,
-            "any": lambda x, /: np.bool_(any(x)) if isinstance(x, list) else x,
-            "asarray": lambda value, /, *, dtype=None: np.float64(value),  # noqa: ARG005 - there is one dtype
-            "equal": operator.eq,
-            "isfinite": lambda x, /: x - x == 0,
-            "isinf": lambda x, /: abs(x) == math.inf,
-            "logical_not": lambda x, /: np.bool_(not x),
-            "ones_like": lambda x, /: _ONE,  # noqa: ARG005
-            "stack": list,
-            "where": _where,
-            "zeros_like": lambda x, /: _ZERO,  # noqa: ARG005
-        }
-    )
+    all=lambda x, /: np.bool_(all(x)) if isinstance(x, list) else x,
+    any=lambda x, /: x,
+    asarray=lambda value, /, *, dtype=None: np.float64(value),  # noqa: ARG005 - there is one dtype
+    equal=operator.eq,
+    float32=np.float32,
+    float64=np.float64,
+    isfinite=lambda x, /: x - x == 0,
+    isinf=lambda x, /: abs(x) == math.inf,
+    logical_not=lambda x, /: np.bool_(not x),
+    ones_like=lambda x, /: _ONE,  # noqa: ARG005
+    sqrt=np.sqrt,
+    stack=list,
+    where=lambda condition, x, y, /: x if condition else y,
+    zeros_like=lambda x, /: _ZERO,  # noqa: ARG005
 )
 
 

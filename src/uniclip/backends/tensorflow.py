@@ -28,7 +28,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+_GPUS = tf.config.list_physical_devices("GPU")
 _ROW = 256
+"""How many squares XLA adds in a row, one by one: equal entries allow no more."""
 _FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
@@ -162,14 +164,17 @@ class _TensorFlow(Backend):
             return None
         return array.numpy()
 
-    def array_of(self, number: Any, like: Array) -> Array:  # noqa: ARG002
-        return tf.constant(number.item(), number.dtype)
+    def array_of(self, number: Any, like: Array) -> Array:
+        if like is None or not _GPUS:
+            return tf.constant(number.item(), number.dtype)
+        with tf.device(like.device):
+            return tf.constant(number.item(), number.dtype)
 
     def squares(self, arrays: list[Array]) -> Array | None:
         dtypes = {array.dtype for array in arrays}
         if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
-            known = dtypes <= {tf.float16, tf.float32, tf.float64}
-            return squares([np.asarray(memoryview(array)) for array in arrays]) if known else None
+            view = np.asarray if tf.bfloat16 in dtypes else memoryview  # which is faster, but knows no bfloat16
+            return squares([np.asarray(view(array)) for array in arrays])
         if len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}:
             return None
         totals = [_in_rows(array) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]

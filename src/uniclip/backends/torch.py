@@ -44,6 +44,7 @@ _COMPRESSED = {
 _SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 _DOUBLE = {torch.float64, torch.complex128}
 _FLOATS = {*_SINGLE, *_DOUBLE, torch.complex64}
+_CPU = torch.device("cpu")
 _SCALARS = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
 _DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in _SCALARS.items()}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
@@ -89,7 +90,7 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
-def _squares_here(arrays: list[torch.Tensor]) -> np.generic | None:
+def _squares_here(arrays: list[torch.Tensor]) -> Any:
     """Return the sum of squares as a scalar, from memory that the CPU can read."""
     dtype, sizes = arrays[0].dtype, [array.numel() for array in arrays]
     if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
@@ -135,20 +136,20 @@ def _vectors(arrays: list[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Te
 def _dot(parts: list[torch.Tensor]) -> float:
     """Return the sum of squares of vectors."""
     rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
-    return torch.dot(rows, rows).item()
+    return float(torch.dot(rows, rows))
 
 
 def _squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
     """Return the sum of squares in double precision, to which a compiler converts each entry where it is read."""
     if any(array.dtype not in _SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
         return None
-    return torch.stack([array.double().square().sum() for array in arrays]).sum()
+    return torch.stack([array.float().double().square().sum() for array in arrays]).sum()
 
 
 def _squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares on an accelerator, whose sums are trees, and precise."""
-    wide = torch.promote_types(arrays[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=wide))  # noqa: SLF001
+    """Return the sum of squares on an accelerator, in double precision: there is no second look at what overflowed."""
+    narrow = arrays[0].device.type == "mps"  # has no doubles
+    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64))  # noqa: SLF001
     return torch.dot(norms, norms)
 
 
@@ -189,22 +190,24 @@ class _Torch(Backend):
     def number(self, array: Array) -> Any:
         if array.ndim or not self.readable(array) or _recorded(array):
             return None
-        return _SCALARS[array.dtype](array.item())
+        return _SCALARS.get(array.dtype, np.float64)(array.item())
 
     def array_of(self, number: Any, like: Array) -> Array:
-        array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char])
+        array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char], device=_CPU)
         return array if like.is_cpu else array.to(like.device)
 
     def squares(self, arrays: list[Array]) -> Array | None:
         first = arrays[0]
-        dtype, cpu = first.dtype, first.is_cpu
         if self.traced(first):
             return _squares_in_double(arrays)
+        dtype, cpu = first.dtype, first.is_cpu
         if dtype.is_complex or _in_forward_mode():
             return None
         recording = torch.is_grad_enabled()
         for array in arrays:
-            if array.dtype is not dtype or array.is_cpu is not cpu or (recording and array.requires_grad):
+            if array.dtype is not dtype or array.is_cpu is not cpu or array.is_neg():
+                return None
+            if recording and array.requires_grad:
                 return None
         if not self.readable(first):
             return None if len({array.device for array in arrays}) > 1 else _squares_elsewhere(arrays)
@@ -214,13 +217,21 @@ class _Torch(Backend):
         if self.traced(arrays[0]):
             return None
         if isinstance(factor, np.generic):
-            wide = torch.float64 if arrays[0].dtype in _DOUBLE else torch.float32
-            factor = torch.scalar_tensor(factor.item(), dtype=wide)
+            wide = torch.float64 if any([array.dtype in _DOUBLE for array in arrays]) else torch.float32
+            factor = torch.scalar_tensor(factor.item(), dtype=wide, device=_CPU)
         elif factor.ndim or any(map(_recorded, (factor, *arrays))):
             return None
-        # The product with a 0-d array has the other's dtype.
+        if not all([array.is_cpu for array in arrays]):
+            if len({array.device for array in arrays}) > 1:
+                return None
+            factor = factor.to(arrays[0].device)
         if not in_place:
-            return list(torch._foreach_mul(arrays, factor))  # noqa: SLF001
+            new = torch._foreach_mul(arrays, factor)  # noqa: SLF001
+            return [
+                one.to(old.dtype) for one, old in zip(new, arrays, strict=True)
+            ]  # 0-d ones are as wide as the factor
+        if any([array.is_neg() or array.is_conj() for array in arrays]):
+            return None
         with torch.no_grad():
             torch._foreach_mul_(arrays, factor)
         return arrays
@@ -239,7 +250,7 @@ class _Torch(Backend):
         return torch.compiler.is_compiling() or _in_transform()
 
     def readable(self, array: Array) -> bool:
-        return array.is_cpu and not self.traced(array)
+        return not self.traced(array) and bool(array.is_cpu)
 
     def large(self, array: Array) -> bool:
         recorded = _recorded(array)  # derivatives would keep every piece anyway

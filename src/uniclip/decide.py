@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: MIT
+"""The one algorithm: measure the norms, ask for their limits, bend the curve, scale.
+
+It is written against the array API namespace ``xp`` of the gradients' own framework; see `decide`.
+
+Where reading the norms costs nothing, the few numbers that follow from them are scalars of the host: an
+operation on one takes a framework longer than clipping a small gradient does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+
+from uniclip.backends.scalars import NUMBERS, SCALARS
+from uniclip.curves import ON_SCALARS
+from uniclip.gradients import Gradients, all_of
+from uniclip.limits import Constant
+from uniclip.measure import AllReduce, measure, same_shape, zeros
+from uniclip.nonfinite import all_finite, refuse
+from uniclip.scale import factor_of, scaled
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+    from uniclip.rules import Rule
+
+
+class Report(NamedTuple):
+    """What a rule saw and did, in arrays of the framework (nothing is read from an accelerator).
+
+    Where all leaves share their norms a field is one array (0-d, unless the scope keeps axes); with
+    labelled groups, a dict by label; else a tree like the gradients. A rule that measures no norm
+    (``by_value``, a function) leaves every field ``None``.
+    """
+
+    norms: Any = None
+    """The norms before clipping."""
+    limits: Any = None
+    """What the norms were allowed to be."""
+    factors: Any = None
+    """What the gradients were multiplied by."""
+    clipped: Any = None
+    """Whether any factor differs from 1 (a boolean 0-d array)."""
+    finite: Any = None
+    """Whether every gradient, as it was given, and every norm was finite (a boolean 0-d array)."""
+
+    def __repr__(self) -> str:
+        """Say that the norms are those before clipping."""
+        return (
+            f"Report(norms={self.norms!r} (before clipping), limits={self.limits!r}, factors={self.factors!r}, "
+            f"clipped={self.clipped!r}, finite={self.finite!r})"
+        )
+
+
+class Decision(NamedTuple):
+    """The norms of a step, and what is to be done about them: one value per group of gradients."""
+
+    grads: Gradients
+    norms: list[Any]
+    small: Backend
+    """The backend of the values below: that of the gradients, or of scalars where reading them costs nothing."""
+    limits: list[Any]
+    factors: list[Any]
+    ones: list[Any]
+    """Whether each factor is 1."""
+    finite: Any
+    state: Any
+
+    def report(self) -> Report:
+        """Return the report, in arrays of the gradients' own framework."""
+        grads, xp = self.grads, self.small.xp
+        flags = [xp.logical_not(all_of(self.small, self.ones)), self.finite]
+        values = [
+            grads.arrange(grads.as_arrays([self._typed(*pair) for pair in zip(some, self.norms, strict=True)]))
+            for some in (self.limits, self.factors)
+        ]
+        return Report(self.arranged_norms(), *values, *grads.as_arrays(flags))
+
+    def _typed(self, value: Any, norm: Any) -> Any:
+        """Return a number, or a scalar in double precision, in the dtype of its norm."""
+        if self.small is SCALARS:
+            return norm.dtype.type(value)
+        return self.small.to_device_of(norm, self.small.xp.asarray(value, dtype=norm.dtype))
+
+    def arranged_norms(self) -> Any:
+        """Return the norms, as the scope's user thinks of them."""
+        return self.grads.arrange(self.grads.as_arrays(self.norms))
+
+    def clipped(self, rule: Rule) -> Any:
+        """Return the clipped gradients."""
+        return scaled(self.grads, self.small, self.factors, self.ones, skip=rule.nonfinite == "skip")
+
+
+def decide(  # noqa: PLR0913, PLR0917
+    rule: Rule,
+    grads: Gradients,
+    state: Any,
+    params: Any = None,
+    all_reduce: AllReduce | None = None,
+    norm: Any = None,
+) -> Decision:
+    """Measure the gradients and work out their factors."""
+    backend = grads.backend
+
+    def reference() -> list[Any]:
+        if params is None:
+            msg = f"{rule!r} compares gradients with their parameters: pass params="
+            raise ValueError(msg)
+        return measure(grads.matching(params), rule.norm, all_reduce)
+
+    sound = [all_finite(grads, all_reduce)] if rule.nonfinite == "zero" else []
+    if sound and not (backend.readable(sound[0]) and bool(sound[0])):
+        grads = grads._replace(clean=True)
+    norms = measure(grads, rule.norm, all_reduce) if norm is None else _known(grads, norm)
+    limits, new_state = _limits(grads, rule, norms, state, reference)
+    small, norms, limits, sound = _readable(rule, grads, norms, limits, sound)
+    seen = norms if small is backend else [small.xp.float64(n) for n in norms]
+    finite = all_of(small, [*sound, *[small.xp.all(small.xp.isfinite(n)) for n in seen]])
+    if rule.nonfinite == "raise":
+        refuse(grads, finite)
+    factors, ones = [], []
+    for index, n in enumerate(seen):
+        limits[index] = limit = _checked(small, "limit", limits[index], n)
+        factor = factor_of(small, rule, n, limit, finite)
+        factors.append(factor)
+        ones.append(small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))))
+    state = new_state if new_state is state else _kept(small, finite, new_state, state)
+    return Decision(grads, norms, small, limits, factors, ones, finite, state)
+
+
+def _readable(
+    rule: Rule, grads: Gradients, norms: list[Any], limits: list[Any], sound: list[Any]
+) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    """Return norms, limits and flags as scalars if reading them costs nothing, else as arrays; and their backend."""
+    backend, found = grads.backend, []
+    for value in (*norms, *limits, *sound):
+        scalar = value if isinstance(value, NUMBERS) else backend.number(backend.xp.asarray(value))
+        if scalar is None:
+            return backend, grads.as_arrays(norms), limits, sound
+        found.append(scalar)
+    count = len(norms)
+    if not count or rule.curve not in ON_SCALARS:
+        return backend, grads.as_arrays(norms), limits, sound
+    norms = found[:count]
+    # As in code that reads nothing, a limit has the precision of its norm.
+    limits = [float(n.dtype.type(limit)) for n, limit in zip(norms, found[count:], strict=False)]
+    return SCALARS, norms, limits, found[2 * count :]
+
+
+def _limits(
+    grads: Gradients, rule: Rule, norms: list[Any], state: Any, reference: Callable[[], list[Any]]
+) -> tuple[list[Any], Any]:
+    """Ask the rule's limit; refuse an answer that is none."""
+    if type(rule.limit) is Constant:  # which asks for no norms
+        return [rule.limit.value] * len(norms), state
+    # It sees ∞ as NaN: as a limit, ∞ would leave alone.
+    xp = grads.backend.xp
+    seen = [xp.where(xp.isfinite(n), n, n * math.nan) for n in grads.as_arrays(norms)]
+    answer = rule.limit(seen, state, reference)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
+        msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
+        raise TypeError(msg)
+    limits, state = answer
+    if len(limits) != len(norms):
+        msg = f"{rule.limit!r} must return one limit for each of the {len(norms)} norms, got {len(limits)}"
+        raise ValueError(msg)
+    return list(limits), state
+
+
+def _kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
+    """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
+    if not optree.tree_leaves(old):
+        return new
+    if backend.readable(finite):
+        return new if bool(finite) else old
+    return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
+
+
+def _known(grads: Gradients, norm: Any) -> list[Any]:
+    """Return a norm that is known already, in the dtype that measuring would give it."""
+    backend = grads.backend
+    return [
+        backend.xp.asarray(_checked(backend, "norm", backend.xp.asarray(norm), zero), dtype=zero.dtype)
+        for zero in zeros(grads)
+    ]
+
+
+def _checked(backend: Backend, name: str, value: Any, norm: Any) -> Any:
+    """Return a limit (or a known norm), a number or an array like the norm; refuse a wrong one that can be read."""
+    if type(value) is float and value >= 0:
+        return value
+    if isinstance(value, NUMBERS):
+        wrong = not value >= 0 and not _not_finite(backend, norm)  # NaN too is not >= 0
+    else:
+        value = backend.xp.asarray(value, dtype=norm.dtype)
+        wrong = _wrong(backend, name, value, norm)
+    if wrong:
+        msg = f"{name} must be 0 or more{' (0 zeroes the gradients)' if name == 'limit' else ''}, got {value}"
+        raise ValueError(msg)
+    return value
+
+
+def _not_finite(backend: Backend, norm: Any) -> bool:
+    """Whether the norm is known not to be finite; then its limit need not be one."""
+    xp = backend.xp
+    return backend.readable(norm) and not bool(xp.any(xp.isfinite(norm)))
+
+
+def _wrong(backend: Backend, name: str, array: Any, norm: Any) -> bool:
+    xp = backend.xp
+    if len(array.shape) and not same_shape(array.shape, norm.shape):
+        msg = f"a {name} of shape {tuple(array.shape)} does not fit norms of shape {tuple(norm.shape)}; give one number"
+        raise ValueError(msg)
+    if not (backend.readable(array) and backend.readable(norm)):
+        return False
+    # A NaN norm is one that was measured, and the limit of one that is not finite need not be finite.
+    return bool(xp.any(array < 0 if name == "norm" else xp.logical_not(array >= 0) & xp.isfinite(norm)))
