@@ -1,0 +1,51 @@
+"""Work that grows with the number of leaves, counted in calls of functions, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+import uniclip as uc
+
+EVERY_RULE = pytest.mark.parametrize(
+    "rule",
+    [
+        uc.by_global_norm(1e-3),
+        uc.by_global_norm(1e9),
+        uc.by_norm(1e-3),
+        uc.by_global_norm(1e-3, nonfinite="zero"),
+        uc.by_global_norm(1e-3, ord=3),
+        uc.Rule(1e-3, scope=uc.axes(-1)),
+        uc.Rule(1e-3, scope=uc.groups(lambda path, leaf: path[0] % 2)),
+        uc.by_value(1e-3),
+    ],
+    ids=["above", "below", "leaf", "zero", "L3", "axes", "groups", "value"],
+)
+
+
+def calls(function: Callable[[], Any]) -> int:
+    """Return how many functions, Python's and others', are called while one runs."""
+    count = 0
+
+    def listen(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    function()  # what is imported or compiled once
+    sys.setprofile(listen)
+    function()
+    sys.setprofile(None)
+    return count
+
+
+def assert_linear(array: Callable[[], Any], rule: Any) -> None:
+    """Assert that from one tree to a larger one the calls grow as the leaves do, or less; in place too."""
+    for clip in (uc.clip, uc.clip_):
+        few, some, many = (
+            calls(partial(clip, [array() for _ in range(leaves)], rule)) for leaves in (100, 1000, 10_000)
+        )
+        assert many - some <= 1.2 * 10 * (some - few)
