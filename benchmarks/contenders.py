@@ -27,6 +27,11 @@ class Contender(NamedTuple):
     in_place: bool = False
 
 
+def native_of(name: str, names: Any) -> str:
+    """Return what a contender is compared with: the native function in place, if it is in place and there is one."""
+    return NATIVE_IN_PLACE if name == OURS_IN_PLACE and NATIVE_IN_PLACE in names else NATIVE
+
+
 class Library:
     """NumPy, by lines written by hand, and what the frameworks override."""
 

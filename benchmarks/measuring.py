@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from contenders import EAGER, LIBRARIES, NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ, Contender, Leaves, Library
+from contenders import EAGER, LIBRARIES, NATIVE, OURS, OURS_IN_PLACE, READ, Contender, Leaves, Library, native_of
 from gradient_trees import TREES, Shape, entries
 
 LARGE_ENOUGH = 25_000_000  # entries, for the memory to stand out
@@ -124,11 +124,6 @@ def scale(point: Point, effort: Effort) -> list[dict[str, Any]]:
         timed(made, name, 1)  # the first call compiles
     times = interleaved(made, effort)
     return [{**point._asdict(), "us": {name: 1e6 * float(np.median(seconds)) for name, seconds in times.items()}}]
-
-
-def native_of(name: str, names: Any) -> str:
-    """Return what a contender is compared with: the native function in place, if it is in place and there is one."""
-    return NATIVE_IN_PLACE if name == OURS_IN_PLACE and NATIVE_IN_PLACE in names else NATIVE
 
 
 def interleaved(bench: Bench, effort: Effort) -> dict[str, np.ndarray]:

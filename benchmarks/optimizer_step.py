@@ -19,23 +19,10 @@ from typing import Any
 import torch
 
 import uniclip as uc
+from gradient_trees import RESNET, TREES
 from uniclip.integrations.torch import attach
 
 LIMITS = {"not clipped": 1e6, "clipped": 1.0}
-
-
-def resnet50() -> list[tuple[int, ...]]:
-    """Return the shapes of its 161 parameters."""
-    shapes, inputs = [(64, 3, 7, 7), (64,), (64,)], 64
-    for width, blocks in zip((64, 128, 256, 512), (3, 4, 6, 3), strict=True):
-        for block in range(blocks):
-            outputs = 4 * width
-            convolutions = [(width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1)]
-            convolutions += [(outputs, inputs, 1, 1)] if block == 0 else []
-            for shape in convolutions:
-                shapes += [shape, shape[:1], shape[:1]]
-            inputs = outputs
-    return [*shapes, (1000, 2048), (1000,)]
 
 
 def steps(optimizer: Any, limit: float) -> dict[str, Callable[[], Any]]:
@@ -57,7 +44,7 @@ def steps(optimizer: Any, limit: float) -> dict[str, Callable[[], Any]]:
 def start() -> tuple[list[Any], list[Any], Any]:
     """Return parameters, the gradients of each step, and an optimizer."""
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(0.05 * torch.randn(shape)) for shape in resnet50()]
+    params = [torch.nn.Parameter(0.05 * torch.randn(shape)) for shape in TREES[RESNET]]
     return params, [torch.randn_like(p) for p in params], torch.optim.AdamW(params, fused=True)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from contenders import EAGER, NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE
+from contenders import EAGER, OURS, OURS_IN_PLACE, native_of
 from gradient_trees import GPT, LARGE, LSTM, RESNET, SMALL, TINY, TREES
 
 Row = dict[str, Any]
@@ -24,8 +24,7 @@ class Measure(NamedTuple):
 def above(row: Row, name: str) -> list[float]:
     """Return how many microseconds more a contender takes than the native function."""
     found = row["contenders"]
-    native = found[NATIVE_IN_PLACE if name == OURS_IN_PLACE else NATIVE]
-    return [found[name]["us"] - native["us"]] * 3
+    return [found[name]["us"] - found[native_of(name, found)]["us"]] * 3
 
 
 AHEAD = Measure("native / uniclip", lambda row, name: row["contenders"][name]["ratio"], 1)

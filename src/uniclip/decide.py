@@ -190,8 +190,6 @@ def _known(grads: Gradients, norm: Any) -> list[Any]:
 
 def _checked(backend: Backend, name: str, value: Any, norm: Any) -> Any:
     """Return a limit (or a known norm), a number or an array like the norm; refuse a wrong one that can be read."""
-    if type(value) is float and value >= 0:
-        return value
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not _not_finite(backend, norm)  # NaN too is not >= 0
     else:

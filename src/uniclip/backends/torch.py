@@ -227,9 +227,8 @@ class _Torch(Backend):
             factor = factor.to(arrays[0].device)
         if not in_place:
             new = torch._foreach_mul(arrays, factor)  # noqa: SLF001
-            return [
-                one.to(old.dtype) for one, old in zip(new, arrays, strict=True)
-            ]  # 0-d ones are as wide as the factor
+            # 0-d ones have become as wide as the factor.
+            return [one.to(old.dtype) for one, old in zip(new, arrays, strict=True)]
         if any([array.is_neg() or array.is_conj() for array in arrays]):
             return None
         with torch.no_grad():
