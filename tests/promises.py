@@ -47,10 +47,10 @@ class Last(uc.Limit):
 
     memory = True
 
-    def init(self, norms: list[Any]) -> Norms:
+    def init(self, norms: list[Any], given: uc.Given) -> Norms:
         return Norms(norms[0])
 
-    def __call__(self, norms: list[Any], state: Norms, reference: Callable[[], list[Any]]) -> tuple[list[Any], Norms]:
+    def __call__(self, norms: list[Any], state: Norms, given: uc.Given) -> tuple[list[Any], Norms]:
         return [state.norm], Norms(norms[0])
 
 

@@ -15,17 +15,58 @@ curve      what happens above it?             `uniclip.curves`
 =========  =================================  ==============================
 
 `uniclip.rules` puts them together, `uniclip.presets` names the published ones, `uniclip.core` runs them.
+`uniclip.adaptive` has the limits that learn from earlier steps, `uniclip.clipper` remembers for them, and
+`uniclip.combine` makes rules of rules.
 """
 
-from uniclip.core import clip, clip_
-from uniclip.curves import hard
+from uniclip.adaptive import (
+    Ema,
+    LogZScore,
+    MeanOverRms,
+    Percentile,
+    PercentileOfAll,
+    Quantile,
+    RollingZScore,
+    Schedule,
+    SecondMoment,
+    ZScore,
+)
+from uniclip.clipper import Clipper
+from uniclip.combine import Chain, Masked, chain, masked
+from uniclip.core import clip, clip_, clip_and_mean, clip_and_sum
+from uniclip.curves import NonMonotonic, Regularized, hard, normalize, skip, smooth, soft, tanh
 from uniclip.decide import Report
 from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
-from uniclip.limits import Constant, Limit
+from uniclip.limits import Constant, Given, Limit, PerGroup, Relative, Shared, TrustRatio
 from uniclip.norms import AVERAGE, L1, L2, MEAN, RMS, Linf, Norm
-from uniclip.presets import by_average_norm, by_block_rms, by_global_norm, by_norm, by_value
+from uniclip.presets import (
+    adagc,
+    adagn,
+    agc,
+    auto_s,
+    autoclip,
+    by_average_norm,
+    by_block_rms,
+    by_example_layer_norm,
+    by_example_norm,
+    by_example_quantile,
+    by_global_norm,
+    by_group_norm,
+    by_norm,
+    by_value,
+    cow_clip,
+    larc,
+    log_zscore,
+    norm_growth,
+    normalized,
+    percentile,
+    psac,
+    skip_spikes,
+    spam,
+    zclip,
+)
 from uniclip.rules import ByValue, Rule
-from uniclip.scopes import Scope, all_leaves, axes, each_entry, each_example, each_leaf, groups, unit
+from uniclip.scopes import Scope, all_leaves, axes, each_entry, each_example, each_leaf, each_row, groups, unit
 
 __all__ = [
     "AVERAGE",
@@ -34,33 +75,82 @@ __all__ = [
     "MEAN",
     "RMS",
     "ByValue",
+    "Chain",
+    "Clipper",
     "Constant",
+    "Ema",
+    "Given",
     "Limit",
     "Linf",
+    "LogZScore",
+    "Masked",
+    "MeanOverRms",
+    "NonMonotonic",
     "Norm",
+    "PerGroup",
+    "Percentile",
+    "PercentileOfAll",
+    "Quantile",
+    "Regularized",
+    "Relative",
     "Report",
+    "RollingZScore",
     "Rule",
+    "Schedule",
     "Scope",
+    "SecondMoment",
+    "Shared",
+    "TrustRatio",
+    "ZScore",
+    "adagc",
+    "adagn",
+    "agc",
     "all_leaves",
+    "auto_s",
+    "autoclip",
     "axes",
     "by_average_norm",
     "by_block_rms",
+    "by_example_layer_norm",
+    "by_example_norm",
+    "by_example_quantile",
     "by_global_norm",
+    "by_group_norm",
     "by_norm",
     "by_value",
+    "chain",
     "clip",
     "clip_",
+    "clip_and_mean",
+    "clip_and_sum",
     "clip_by_average_norm",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",
+    "cow_clip",
     "each_entry",
     "each_example",
     "each_leaf",
+    "each_row",
     "global_norm",
     "groups",
     "hard",
+    "larc",
+    "log_zscore",
+    "masked",
+    "norm_growth",
+    "normalize",
+    "normalized",
+    "percentile",
+    "psac",
+    "skip",
+    "skip_spikes",
+    "smooth",
+    "soft",
+    "spam",
+    "tanh",
     "unit",
+    "zclip",
 ]
 
 

@@ -108,18 +108,108 @@ def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | Non
     return _clip(grads, rule, params, all_reduce, in_place=True)[1]
 
 
+def clip_and_sum(grads: Any, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
+    """Clip the gradients of single examples and add them up, without keeping the clipped ones.
+
+    Parameters
+    ----------
+    grads : array or tree of arrays
+        The examples along the first axis of every leaf, as ``jax.vmap(jax.grad(loss), (None, 0))`` and
+        ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
+    rule : Rule
+        One that remembers nothing, such as `uniclip.by_example_norm`.
+    params, all_reduce
+        As in `clip`.
+
+    Returns
+    -------
+    total : tree
+        Like ``grads``, without the first axis; added in float32 or wider.
+    report : Report
+
+    Raises
+    ------
+    TypeError
+        As `clip`; and if ``rule`` measures no norms.
+    ValueError
+        As `clip`; and if leaves have no first axis or differ in its length.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
+    >>> uc.clip_and_sum(grads, uc.by_example_norm(6.5))[0]
+    [array([1.8, 2.4]), array([6.])]
+    """
+    return _clip_and_reduce(grads, rule, params, all_reduce, mean=False)
+
+
+def clip_and_mean(
+    grads: Any, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None
+) -> tuple[Any, Report]:
+    """Clip the gradients of single examples and take their mean: `clip_and_sum` divided by their number.
+
+    Parameters
+    ----------
+    grads, rule, params, all_reduce
+        As in `clip_and_sum`.
+
+    Returns
+    -------
+    mean : tree
+        Like ``grads``, without the first axis.
+    report : Report
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `clip_and_sum`.
+
+    Notes
+    -----
+    With differential privacy and batches of random size, divide the sum by the expected size instead.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
+    >>> uc.clip_and_mean(grads, uc.by_example_norm(6.5))[0]
+    [array([0.9, 1.2]), array([3.])]
+    """
+    return _clip_and_reduce(grads, rule, params, all_reduce, mean=True)
+
+
+def _clip_and_reduce(
+    grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool
+) -> tuple[Any, Report]:
+    if not hasattr(rule, "measure"):
+        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {rule!r}"
+        raise TypeError(msg)
+    _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
+    given = read(grads, rule.scope)
+    with given.backend.quiet():
+        decision = decide(rule, given, _NO_STATE, params, all_reduce)
+        return decision.reduced(rule, mean=mean), decision.report()
+
+
+def _refuse_memory(rule: Any, update: str) -> None:
+    if rule.memory:
+        msg = f"{rule!r} remembers earlier steps: use state = rule.init(grads), then {update}; or a uc.Clipper(rule)"
+        raise ValueError(msg)
+
+
 def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[Any, Report]:
     if isinstance(rule, type) or not (callable(rule) or hasattr(rule, "memory")):
         msg = f"rule must be a rule, such as uc.by_global_norm(1.0), or a function of one array, got {rule!r}"
         raise TypeError(msg)
     if not hasattr(rule, "memory"):
-        return apply(grads, partial(_of_function, rule, in_place), in_place=in_place)
-    if rule.memory:
-        update = f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})"
-        msg = f"{rule!r} remembers earlier steps: use state = rule.init(grads), then {update}"
-        raise ValueError(msg)
+        return apply_function(grads, rule, in_place=in_place)
+    _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")
     clipped, _, report = rule.update(grads, _NO_STATE, params, all_reduce, in_place=in_place)
     return clipped, report
+
+
+def apply_function(grads: Any, function: Callable[[Any], Any], *, in_place: bool = False) -> tuple[Any, Report]:
+    """Replace each gradient array by a function of it alone."""
+    return apply(grads, partial(_of_function, function, in_place), in_place=in_place)
 
 
 def _of_function(
@@ -142,7 +232,7 @@ def _of_function(
     return lambda _, new: new, result
 
 
-def update(  # noqa: PLR0913 - the arguments of Rule.update, and the rule
+def update(
     rule: Rule,
     grads: Any,
     state: Any,
@@ -150,21 +240,28 @@ def update(  # noqa: PLR0913 - the arguments of Rule.update, and the rule
     all_reduce: AllReduce | None = None,
     *,
     in_place: bool = False,
+    loss: Any = None,
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule``; see `Rule.update`."""
     given = read(grads, rule.scope, in_place=in_place)
     with given.backend.quiet():
-        decision = decide(rule, given, state, params, all_reduce)
+        decision = decide(rule, given, state, params, all_reduce, loss=loss)
         return decision.clipped(rule), decision.state, decision.report()
 
 
-def measured(  # noqa: PLR0913, PLR0917
-    rule: Rule, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None, norm: Any = None
+def measured(
+    rule: Rule,
+    grads: Any,
+    state: Any,
+    params: Any = None,
+    all_reduce: AllReduce | None = None,
+    norm: Any = None,
+    loss: Any = None,
 ) -> tuple[Any, Report]:
     """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
     given = read(grads, rule.scope)
     with given.backend.quiet():
-        decision = decide(rule, given, state, params, all_reduce, norm)
+        decision = decide(rule, given, state, params, all_reduce, norm, loss)
         return decision.state, decision.report()
 
 

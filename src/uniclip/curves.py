@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Fourth choice, the curve: the factor a gradient is multiplied by, given its norm and its limit."""
+"""Fourth choice, the curve: the factor a gradient is multiplied by, given its norm and its limit.
+
+A curve is a function of the array API namespace, the norm and the limit: real floating-point arrays
+whose shapes broadcast together. The factor of a norm of 0 is finite, as are all derivatives.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+from uniclip._repr import Printed
 
 
 def hard(xp: Any, norm: Any, limit: Any) -> Any:
@@ -27,5 +34,92 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(below, one, limit / xp.where(below, one, norm))
 
 
-ON_SCALARS = (hard,)
-"""The curves that need nothing of ``xp`` but ``where`` and ``ones_like``: they are worked out on scalars too."""
+def normalize(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zeros."""
+    zero, one = xp.equal(norm, xp.zeros_like(norm)), xp.ones_like(norm)
+    return xp.where(zero, one, limit / xp.where(zero, one, norm))
+
+
+def skip(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return 1 up to the limit, 0 above it: what is too large is left out."""
+    return xp.where(norm <= limit, xp.ones_like(norm), xp.zeros_like(norm))
+
+
+def soft(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return ``limit/(limit + norm)``: the norm stays below the limit, and small ones shrink a little."""
+    above, ratio = _ratio(xp, norm, limit)
+    return xp.where(above, ratio, xp.ones_like(norm)) / (1 + ratio)
+
+
+def smooth(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return ``1/√(1 + (norm/limit)²)``: the norm stays below the limit, small ones hardly change."""
+    above, ratio = _ratio(xp, norm, limit)
+    return xp.where(above, ratio, xp.ones_like(norm)) / xp.sqrt(1 + ratio * ratio)
+
+
+def tanh(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change."""
+    usual, one = (norm > 0) & (limit > 0), xp.ones_like(norm)
+    safe = xp.where(usual, norm, one)
+    ratio = xp.where(usual, limit, one) / safe
+    return xp.where(usual, ratio * xp.tanh(1 / ratio), xp.where(norm > 0, xp.zeros_like(norm), one))
+
+
+@dataclass(frozen=True, repr=False)
+class Regularized(Printed):
+    """Return ``limit/(norm + gamma)``: `normalize`, but the smallest gradients stay small (AUTO-S).
+
+    Parameters
+    ----------
+    gamma : float
+        Above 0.
+    """
+
+    gamma: float
+
+    def __post_init__(self) -> None:
+        """Refuse what would divide by zero."""
+        _positive("gamma", self.gamma)
+
+    def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
+        """Return the factor."""
+        return limit / (norm + self.gamma)
+
+
+@dataclass(frozen=True, repr=False)
+class NonMonotonic(Printed):
+    """Return ``limit/(norm + r/(norm + r))``: `normalize` for large gradients, the limit itself for tiny ones (PSAC).
+
+    Parameters
+    ----------
+    r : float
+        Above 0.
+    """
+
+    r: float
+
+    def __post_init__(self) -> None:
+        """Refuse what would divide by zero."""
+        _positive("r", self.r)
+
+    def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
+        """Return the factor."""
+        return limit / (norm + self.r / (norm + self.r))
+
+
+ON_SCALARS = (hard, normalize, skip)
+"""The curves that need nothing of ``xp`` but ``where``, ``equal``, ``ones_like`` and ``zeros_like``: they are worked
+out on scalars too."""
+
+
+def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
+    """Return whether the norm is above the limit, and the smaller of them divided by the larger (0/0 is 0)."""
+    above, one = norm > limit, xp.ones_like(norm)
+    larger = xp.where(above, norm, limit * one)
+    return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, one)
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        msg = f"{name} must be above 0, got {value!r}"
+        raise ValueError(msg)

@@ -10,7 +10,6 @@ operation on one takes a framework longer than clipping a small gradient does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -18,10 +17,10 @@ import optree
 from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS
 from uniclip.gradients import Gradients, all_of
-from uniclip.limits import Constant
-from uniclip.measure import AllReduce, measure, same_shape, zeros
+from uniclip.limits import Constant, Given
+from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
-from uniclip.scale import factor_of, scaled
+from uniclip.scale import factor_of, reduced, scaled
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -93,29 +92,27 @@ class Decision(NamedTuple):
         """Return the clipped gradients."""
         return scaled(self.grads, self.small, self.factors, self.ones, skip=rule.nonfinite == "skip")
 
+    def reduced(self, rule: Rule, *, mean: bool) -> Any:
+        """Return the sum (or the mean) of the clipped gradients along their first axis."""
+        return reduced(self.grads, self.factors, skip=rule.nonfinite == "skip", mean=mean)
 
-def decide(  # noqa: PLR0913, PLR0917
+
+def decide(
     rule: Rule,
     grads: Gradients,
     state: Any,
     params: Any = None,
     all_reduce: AllReduce | None = None,
     norm: Any = None,
+    loss: Any = None,
 ) -> Decision:
     """Measure the gradients and work out their factors."""
     backend = grads.backend
-
-    def reference() -> list[Any]:
-        if params is None:
-            msg = f"{rule!r} compares gradients with their parameters: pass params="
-            raise ValueError(msg)
-        return measure(grads.matching(params), rule.norm, all_reduce)
-
     sound = [all_finite(grads, all_reduce)] if rule.nonfinite == "zero" else []
     if sound and not (backend.readable(sound[0]) and bool(sound[0])):
         grads = grads._replace(clean=True)
     norms = measure(grads, rule.norm, all_reduce) if norm is None else _known(grads, norm)
-    limits, new_state = _limits(grads, rule, norms, state, reference)
+    limits, new_state = _limits(grads, rule, norms, state, given_of(rule, grads, params, all_reduce, loss))
     small, norms, limits, sound = _readable(rule, grads, norms, limits, sound)
     seen = norms if small is backend else [small.xp.float64(n) for n in norms]
     finite = all_of(small, [*sound, *[small.xp.all(small.xp.isfinite(n)) for n in seen]])
@@ -127,7 +124,8 @@ def decide(  # noqa: PLR0913, PLR0917
         factor = factor_of(small, rule, n, limit, finite)
         factors.append(factor)
         ones.append(small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))))
-    state = new_state if new_state is state else _kept(small, finite, new_state, state)
+    if new_state is not state:
+        state = kept(small, finite, optree.tree_map(backend.detached, new_state), state)
     return Decision(grads, norms, small, limits, factors, ones, finite, state)
 
 
@@ -150,16 +148,29 @@ def _readable(
     return SCALARS, norms, limits, found[2 * count :]
 
 
-def _limits(
-    grads: Gradients, rule: Rule, norms: list[Any], state: Any, reference: Callable[[], list[Any]]
-) -> tuple[list[Any], Any]:
+def given_of(
+    rule: Rule, grads: Gradients, params: Any = None, all_reduce: AllReduce | None = None, loss: Any = None
+) -> Given:
+    """Return what the rule's limit may ask for beside the norms."""
+
+    def reference() -> list[Any]:
+        if params is None:
+            msg = f"{rule!r} compares gradients with their parameters: pass params="
+            raise ValueError(msg)
+        theirs = grads.matching(params)
+        return theirs.as_arrays(measure(theirs, rule.norm, all_reduce))
+
+    return Given(grads.backend, list(grads.groups), reference, lambda: sizes_of(grads, all_reduce), loss)
+
+
+def _limits(grads: Gradients, rule: Rule, norms: list[Any], state: Any, given: Given) -> tuple[list[Any], Any]:
     """Ask the rule's limit; refuse an answer that is none."""
     if type(rule.limit) is Constant:  # which asks for no norms
         return [rule.limit.value] * len(norms), state
     # It sees ∞ as NaN: as a limit, ∞ would leave alone.
     xp = grads.backend.xp
     seen = [xp.where(xp.isfinite(n), n, n * math.nan) for n in grads.as_arrays(norms)]
-    answer = rule.limit(seen, state, reference)
+    answer = rule.limit(seen, state, given)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
         msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
         raise TypeError(msg)
@@ -170,7 +181,7 @@ def _limits(
     return list(limits), state
 
 
-def _kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
+def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
     """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
     if not optree.tree_leaves(old):
         return new

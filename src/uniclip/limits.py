@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from uniclip._repr import Printed
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
 
 Arrays: TypeAlias = list[Any]
 State: TypeAlias = Any
@@ -19,27 +23,62 @@ class NoState(NamedTuple):
     """The state of a rule that remembers nothing."""
 
 
+class Given(NamedTuple):
+    """What a limit may ask for beside the norms."""
+
+    backend: Backend
+    labels: list[Any]
+    """The label of each norm's group; ``None`` or a number where leaves are not grouped by labels."""
+    reference: Callable[[], Arrays]
+    """``reference()`` measures the parameters by the rule's own scope and norm; a ``ValueError`` without ``params``."""
+    sizes: Callable[[], Arrays]
+    """``sizes()`` counts the entries that each norm covers."""
+    loss: Any = None
+    """The loss of this step, if the caller gave it."""
+
+    @property
+    def xp(self) -> Any:
+        """The array API namespace of the norms."""
+        return self.backend.xp
+
+    def only(self, number: int) -> Given:
+        """Return the same for one of the norms."""
+        return self._replace(
+            labels=[self.labels[number]],
+            reference=lambda: [self.reference()[number]],
+            sizes=lambda: [self.sizes()[number]],
+        )
+
+    def place(self, norms: Arrays, array: Any) -> Any:
+        """Return an array on the device of the norms."""
+        return self.backend.to_device_of(norms[0], array) if norms else array
+
+    def counter(self, norms: Arrays) -> Any:
+        """Return the number of steps before the first one: an int32 0."""
+        return self.place(norms, self.xp.zeros((), dtype=self.xp.int32))
+
+
 class Limit:
     """How large norms may be; one without memory is its ``__call__`` alone.
 
     Examples
     --------
-    >>> class Relative(uc.Limit):
-    ...     def __call__(self, norms, state, reference):
-    ...         return [0.01 * norm for norm in reference()], state
-    >>> rule = uc.Rule(Relative(), scope=uc.each_leaf)
-    >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 100.0]))[0]
+    >>> class Tenth(uc.Limit):
+    ...     def __call__(self, norms, state, given):
+    ...         return [0.1 * norm for norm in given.reference()], state
+    >>> rule = uc.Rule(Tenth(), scope=uc.each_leaf)
+    >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 10.0]))[0]
     array([0.6, 0.8])
     """
 
     memory: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
 
-    def init(self, norms: Arrays) -> State:  # noqa: ARG002 - a limit with memory wants it
-        """Return the state before the first step, given norms of the right number, shapes and dtypes."""
+    def init(self, norms: Arrays, given: Given) -> State:  # noqa: ARG002 - a limit with memory wants them
+        """Return the state before the first step, given zeros for norms."""
         return NoState()
 
-    def __call__(self, norms: Arrays, state: State, reference: Callable[[], Arrays]) -> tuple[Arrays, State]:
+    def __call__(self, norms: Arrays, state: State, given: Given) -> tuple[Arrays, State]:
         """Return one limit for each norm, and the next state.
 
         Parameters
@@ -50,9 +89,9 @@ class Limit:
             A norm that is not finite is NaN here.
         state : tree of arrays, such as a NamedTuple
             What `init` or the step before returned.
-        reference : callable
-            ``reference()`` measures the parameters by the rule's own scope and norm; it raises a
-            ``ValueError`` if the caller gave no ``params``.
+        given : Given
+            The array API namespace ``given.xp``, the norms of the parameters ``given.reference()``, the
+            numbers of entries ``given.sizes()``, the ``given.labels`` of groups, and ``given.loss``.
 
         Returns
         -------
@@ -97,7 +136,139 @@ class Constant(Printed, Limit):
         self,
         norms: Arrays,
         state: NoState,
-        reference: Callable[[], Arrays],  # noqa: ARG002 - the signature of a limit
+        given: Given,  # noqa: ARG002 - the signature of a limit
     ) -> tuple[Arrays, NoState]:
         """Return the value once for each norm."""
         return [self.value] * len(norms), state
+
+
+@dataclass(frozen=True, repr=False)
+class Relative(Printed, Limit):
+    """Allow ``ratio · max(‖parameter‖, eps)``: the gradient's norm is compared with its parameter's.
+
+    Parameters
+    ----------
+    ratio : float or array
+        At least 0; an array of the norms' shape gives each its own.
+    eps : float or 0-d array, default 1e-3
+        The least norm of a parameter that counts, or one that is zero could never change.
+    """
+
+    ratio: Any
+    eps: Any = 1e-3
+
+    def __post_init__(self) -> None:
+        """Refuse what is no ratio."""
+        nonnegative("ratio", self.ratio)
+        nonnegative("eps", self.eps)
+
+    def __call__(
+        self,
+        norms: Arrays,  # noqa: ARG002 - the signature of a limit
+        state: NoState,
+        given: Given,
+    ) -> tuple[Arrays, NoState]:
+        """Measure the parameters."""
+        xp, sizes = given.xp, given.reference()
+        return [self.ratio * xp.where(n > self.eps, n, xp.ones_like(n) * self.eps) for n in sizes], state
+
+
+@dataclass(frozen=True, repr=False)
+class TrustRatio(Printed, Limit):
+    """Allow a step of ``trust · ‖parameter‖`` at the learning rate ``lr``: LARC's clip.
+
+    Parameters
+    ----------
+    lr : float or 0-d array
+        The learning rate that the optimizer multiplies by.
+    trust : float, default 0.02
+        How long a step may be beside its parameter.
+    weight_decay : float, default 0
+        What the optimizer adds to the gradient: the factor is for both together.
+    """
+
+    lr: Any
+    trust: float = 0.02
+    weight_decay: float = 0.0
+
+    def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
+        """Measure the parameters; one that is zero limits nothing."""
+        xp, limits = given.xp, []
+        for n, size in zip(norms, given.reference(), strict=True):
+            share = 1 / (1 + self.weight_decay * size / xp.where(n > 0, n, xp.ones_like(n)))
+            limits.append(xp.where(size > 0, self.trust * size / self.lr * share, xp.ones_like(n) * math.inf))
+        return limits, state
+
+
+@dataclass(frozen=True, repr=False)
+class Shared(Printed, Limit):
+    """Share a total among K norms, so that the norm of all of them together is within it.
+
+    Parameters
+    ----------
+    total : float or 0-d array
+        The largest joint norm.
+    by_size : bool, default False
+        Give each norm ``total·√(D/ΣD)``, D its number of entries, instead of ``total/√K``.
+    """
+
+    total: Any
+    by_size: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no limit."""
+        nonnegative("total", self.total)
+
+    def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
+        """Share the total."""
+        sizes = given.sizes() if self.by_size else [n * 0 + 1 for n in norms]
+        return [self.total * (size / sum(sizes)) ** 0.5 for size in sizes], state
+
+
+@dataclass(frozen=True, repr=False)
+class PerGroup(Printed, Limit):
+    """Give each group of the scope `uniclip.groups` a limit of its own.
+
+    Parameters
+    ----------
+    limits : mapping of label to float, array or Limit
+        One for each label that occurs; ``math.inf`` leaves a group alone.
+    """
+
+    limits: Any
+
+    def __post_init__(self) -> None:
+        """Read numbers as constant limits, and keep what can be hashed."""
+        pairs = self.limits.items() if isinstance(self.limits, Mapping) else self.limits
+        object.__setattr__(self, "limits", tuple((label, as_limit(limit)) for label, limit in pairs))
+
+    @property
+    def memory(self) -> bool:  # type: ignore[override]
+        """Whether one of the limits remembers."""
+        return any(limit.memory for _, limit in self.limits)
+
+    def init(self, norms: Arrays, given: Given) -> State:
+        """Return the state of each group's limit."""
+        parts = self._parts(norms, given)
+        return [limit.init([n], part) for limit, n, part in parts]
+
+    def __call__(self, norms: Arrays, state: State, given: Given) -> tuple[Arrays, State]:
+        """Ask each group's limit."""
+        states = state or [NoState()] * len(norms)
+        answers = [
+            limit([n], one, part) for (limit, n, part), one in zip(self._parts(norms, given), states, strict=True)
+        ]
+        return [limits[0] for limits, _ in answers], [new for _, new in answers] if state else state
+
+    def _parts(self, norms: Arrays, given: Given) -> list[tuple[Limit, Any, Given]]:
+        limits = dict(self.limits)
+        for label in given.labels:
+            if label not in limits:
+                msg = f"group {label!r} has no limit: add it to {sorted(map(str, limits))} (math.inf leaves it alone)"
+                raise ValueError(msg)
+        return [(limits[label], n, given.only(i)) for i, (label, n) in enumerate(zip(given.labels, norms, strict=True))]
+
+
+def as_limit(value: Any) -> Limit:
+    """Return a limit as it is, a number or an array as a constant one."""
+    return value if isinstance(value, Limit) else Constant(value)

@@ -36,15 +36,25 @@ def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -
         norms = [ruler.total(group) for group in groups]
     if norm.size_power:
         norms = grads.as_arrays(norms)
-        sizes = [ruler.size(group, n.dtype) for group, n in zip(groups, norms, strict=True)]
-        norms = [n / size**norm.size_power for n, size in zip(norms, sizes, strict=True)]
+        norms = [n / size**norm.size_power for n, size in zip(norms, sizes_of(grads, all_reduce), strict=True)]
     return norms
+
+
+def sizes_of(grads: Gradients, all_reduce: AllReduce | None = None) -> list[Any]:
+    """Return the number of entries that each norm covers, at least 1, in the dtype of the norm."""
+    ruler = _Ruler(grads, Linf, all_reduce)
+    return [ruler.size(group, grads.norm_dtype(group)) for group in grads.groups.values()]
 
 
 def zeros(grads: Gradients) -> list[Any]:
     """Return a zero for each norm that `measure` would return, of its shape and dtype."""
-    xp = grads.backend.xp
-    return [xp.zeros(_kept_shape(grads, group), dtype=grads.norm_dtype(group)) for group in grads.groups.values()]
+    return [_zero(grads, group) for group in grads.groups.values()]
+
+
+def _zero(grads: Gradients, group: Group) -> Any:
+    backend = grads.backend
+    zero = backend.xp.zeros(_kept_shape(grads, group), dtype=grads.norm_dtype(group))
+    return backend.to_device_of(grads.members(group[:1])[0].array, zero) if group else zero
 
 
 def _kept_shape(grads: Gradients, group: Group) -> tuple[int, ...]:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from uniclip import core
 from uniclip._repr import Printed
 from uniclip.curves import hard
-from uniclip.decide import Report
+from uniclip.decide import Report, given_of
 from uniclip.gradients import cast, read
-from uniclip.limits import Constant, Limit, NoState
+from uniclip.limits import Limit, NoState, as_limit
 from uniclip.measure import AllReduce, broadcasts, zeros
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
@@ -21,6 +21,8 @@ from uniclip.scopes import Scope, all_leaves
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+
+Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,13 +63,13 @@ class Rule(Printed):
     limit: Any
     scope: Scope = field(default_factory=lambda: all_leaves)  # compilers cannot take plain defaults of a class
     norm: Norm = field(default_factory=lambda: L2)
-    curve: Callable[[Any, Any, Any], Any] = hard
+    curve: Curve = hard
     nonfinite: NonFinite = "propagate"
 
     def __post_init__(self) -> None:
         """Read a number or an array as a constant limit, and refuse what is none of the four choices."""
         if not isinstance(self.limit, Limit):
-            object.__setattr__(self, "limit", Constant(self.limit))
+            object.__setattr__(self, "limit", as_limit(self.limit))
         check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
         check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
         check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
@@ -94,7 +96,11 @@ class Rule(Printed):
         state : tree of arrays
         """
         limit: Limit = self.limit
-        return limit.init(zeros(read(grads, self.scope)))
+        if not limit.memory:
+            return NoState()
+        given = read(grads, self.scope)
+        with given.backend.quiet():
+            return limit.init(zeros(given), given_of(self, given))
 
     def update(
         self,
@@ -104,6 +110,7 @@ class Rule(Printed):
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
+        loss: Any = None,
     ) -> tuple[Any, Any, Report]:
         """Clip ``grads``; the pure form, for jit, scan and checkpoints.
 
@@ -115,6 +122,8 @@ class Rule(Printed):
             What `init` or the step before returned.
         in_place : bool, default False
             Write into the given arrays, as `uniclip.clip_` does.
+        loss : float or 0-d array, optional
+            The loss of this step, for limits that look at it, such as that of `uniclip.skip_spikes`.
 
         Returns
         -------
@@ -128,16 +137,16 @@ class Rule(Printed):
         TypeError, ValueError, FloatingPointError
             As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
         """
-        return core.update(self, grads, state, params, all_reduce, in_place=in_place)
+        return core.update(self, grads, state, params, all_reduce, in_place=in_place, loss=loss)
 
     def measure(
-        self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None
+        self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Any = None
     ) -> tuple[Any, Report]:
         """Do as `update` does but for the scaling: the report says what to multiply the gradients by.
 
         Parameters
         ----------
-        grads, state, params, all_reduce
+        grads, state, params, all_reduce, loss
             As in `update`.
 
         Returns
@@ -158,7 +167,7 @@ class Rule(Printed):
         >>> float(report.factors), grads
         (0.2, array([3., 4.]))
         """
-        return core.measured(self, grads, state, params, all_reduce)
+        return core.measured(self, grads, state, params, all_reduce, loss=loss)
 
 
 @dataclass(frozen=True, repr=False)
@@ -197,6 +206,7 @@ class ByValue(Printed):
         all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
         *,
         in_place: bool = False,
+        loss: Any = None,  # noqa: ARG002 - every rule has it
     ) -> tuple[Any, NoState, Report]:
         """Clip ``grads``; see `Rule.update`. The report is empty."""
         clipped, report = core.apply(grads, self._bounds, in_place=in_place)

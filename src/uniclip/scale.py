@@ -81,6 +81,25 @@ def _multiplied(grads: Gradients, group: Group, factor: Any, skip: bool) -> list
     return [grads.put(leaf, function, spread(backend, factor, leaf)) for leaf in grads.members(group)]
 
 
+def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> Any:
+    """Return the sum (or the mean) of the gradients, each multiplied by its factor, along their first axis."""
+    backend, new = grads.backend, list(grads.tree.leaves)
+    first = grads.leaves[0] if new else None
+    for leaf in grads.leaves:
+        shapes = [tuple(one.given.shape) for one in (first or leaf, leaf)]
+        if not all(shapes) or shapes[0][0] != shapes[1][0]:
+            places = " and ".join(grads.tree.place(one.number) for one in (first or leaf, leaf))
+            msg = f"leaves need as many examples along the first axis, but {places} have the shapes {shapes}"
+            raise ValueError(msg)
+    for group, factor in zip(grads.groups.values(), grads.as_arrays(factors), strict=True):
+        for leaf in grads.members(group):
+            wide = upcast(backend.xp, leaf.array)
+            total = backend.sum(_times(backend.xp, skip, grads.clean, wide, spread(backend, factor, leaf)), (0,))
+            total = total / leaf.given.shape[0] if mean else total
+            new[leaf.number] = cast(backend.xp, total, leaf.array.dtype)
+    return grads.tree.rebuild(new)
+
+
 def _times(xp: Any, skip: bool, clean: bool, array: Any, factor: Any) -> Any:  # noqa: FBT001
     """Return ``array · factor``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)

@@ -98,6 +98,7 @@ class FanIn:
 
 each_entry = Scope(axes=())
 each_leaf = Scope()
+each_row = Scope(axes=all_but_first)
 each_example = Scope(axes=all_but_first, join=everything)
 all_leaves = Scope(join=everything)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -147,8 +146,8 @@ class Relative(uc.Limit):
 
     ratio: float
 
-    def __call__(self, norms: list[Any], state: Any, reference: Callable[[], list[Any]]) -> tuple[list[Any], Any]:
-        return [self.ratio * n for n in reference()], state
+    def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> tuple[list[Any], Any]:
+        return [self.ratio * n for n in given.reference()], state
 
 
 class Seen(NamedTuple):
@@ -163,10 +162,10 @@ class Previous(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: list[Any]) -> Seen:
+    def init(self, norms: list[Any], given: uc.Given) -> Seen:
         return Seen([norm + 1 for norm in norms])
 
-    def __call__(self, norms: list[Any], state: Seen, reference: Callable[[], list[Any]]) -> tuple[list[Any], Seen]:
+    def __call__(self, norms: list[Any], state: Seen, given: uc.Given) -> tuple[list[Any], Seen]:
         return [2 * last for last in state.last], Seen(norms)
 
 
@@ -395,7 +394,7 @@ def test_a_traced_limit_that_is_none(fw: Framework) -> None:
 class Half(uc.Limit):
     """A limit of one's own that is made of this step's norms."""
 
-    def __call__(self, norms: list[Any], state: Any, reference: Callable[[], list[Any]]) -> tuple[list[Any], Any]:
+    def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> tuple[list[Any], Any]:
         return [0.5 * n for n in norms], state
 
 
@@ -424,7 +423,7 @@ def test_a_limit_that_returns_none(answer: Any, error: type[Exception], message:
     """What a limit of one's own returns is checked."""
 
     class Wrong(uc.Limit):
-        def __call__(self, norms: list[Any], state: Any, reference: Any) -> Any:
+        def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> Any:
             return answer
 
     with pytest.raises(error, match=message):

@@ -53,11 +53,11 @@ class Usual(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: list[Any]) -> Seen:
+    def init(self, norms: list[Any], given: uc.Given) -> Seen:
         """Nothing is seen yet."""
         return Seen([0 * n for n in norms], [0 * n for n in norms])
 
-    def __call__(self, norms: list[Any], state: Seen, reference: Any) -> Any:
+    def __call__(self, norms: list[Any], state: Seen, given: uc.Given) -> Any:
         """Take the norms in first."""
         total = [t + n for t, n in zip(state.total, norms, strict=True)]
         count = [c + 1 for c in state.count]
@@ -67,9 +67,9 @@ class Usual(uc.Limit):
 class Relative(uc.Limit):
     """Allow a hundredth of the parameters' norm."""
 
-    def __call__(self, norms: list[Any], state: Any, reference: Any) -> Any:
+    def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> Any:
         """Ask for the parameters."""
-        return [0.01 * norm + 1e-3 for norm in reference()], state
+        return [0.01 * norm + 1e-3 for norm in given.reference()], state
 
 
 RULES = {

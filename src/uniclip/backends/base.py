@@ -137,6 +137,10 @@ class Backend:
         """Return an array as it is, computed once although every leaf uses it."""
         return array
 
+    def detached(self, array: Array) -> Array:
+        """Return an array to remember, without the computation that it came from."""
+        return array
+
     def to_device_of(self, other: Array, array: Array) -> Array:  # noqa: ARG002
         """Return ``array`` on the device of ``other``."""
         return array

@@ -307,6 +307,9 @@ class _Torch(Backend):
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
 
+    def detached(self, array: Array) -> Array:
+        return array.detach()
+
     def to_device_of(self, other: Array, array: Array) -> Array:
         return array.to(other.device)
 

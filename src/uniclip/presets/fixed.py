@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: MIT
-"""Every published rule, each one expression."""
+"""The published rules with a limit that is given: by value, by norm, for groups, and normalized."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from numbers import Real
 from typing import Any
 
+from uniclip.curves import hard, normalize
+from uniclip.limits import PerGroup
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import AVERAGE, L2, RMS, Norm
-from uniclip.rules import ByValue, Rule, check
-from uniclip.scopes import Scope, all_leaves, axes, each_leaf
+from uniclip.rules import ByValue, Curve, Rule, check
+from uniclip.scopes import Label, Scope, all_leaves, axes, each_leaf, groups
 
 
 def by_value(lo: Any, hi: Any = None) -> ByValue:
@@ -42,7 +45,12 @@ def by_value(lo: Any, hi: Any = None) -> ByValue:
 
 
 def by_norm(
-    c: Any, axis: int | tuple[int, ...] | None = None, ord: float = 2, *, nonfinite: NonFinite = "propagate"
+    c: Any,
+    axis: int | tuple[int, ...] | None = None,
+    ord: float = 2,
+    *,
+    curve: Curve = hard,
+    nonfinite: NonFinite = "propagate",
 ) -> Rule:
     """Scale each leaf, or each slice along ``axis``, to norm ``c`` at most: ``g · min(1, c/‖g‖)``.
 
@@ -57,6 +65,8 @@ def by_norm(
         The axes that one norm covers; all if not given.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
+    curve : callable, default hard
+        What happens above the limit; `soft`, `smooth` and `tanh` have no corner there.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -71,7 +81,7 @@ def by_norm(
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord), nonfinite=nonfinite)
+    return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
 def by_average_norm(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -99,7 +109,7 @@ def by_average_norm(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
     return Rule(c, scope=each_leaf, norm=AVERAGE, nonfinite=nonfinite)
 
 
-def by_global_norm(c: Any, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
+def by_global_norm(c: Any, ord: float = 2, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale all leaves by one factor to joint norm ``c`` at most, which keeps the direction.
 
     Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
@@ -110,6 +120,8 @@ def by_global_norm(c: Any, ord: float = 2, *, nonfinite: NonFinite = "propagate"
         How large the joint norm may be, at least 0.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
+    curve : callable, default hard
+        What happens above the limit; `soft`, `smooth` and `tanh` have no corner there.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -123,7 +135,7 @@ def by_global_norm(c: Any, ord: float = 2, *, nonfinite: NonFinite = "propagate"
     >>> uc.clip([np.asarray([3.0, 4.0]), np.asarray([12.0])], uc.by_global_norm(6.5))[0]
     [array([1.5, 2. ]), array([6.])]
     """
-    return Rule(c, scope=all_leaves, norm=L2 if ord == L2.p else Norm(ord), nonfinite=nonfinite)
+    return Rule(c, scope=all_leaves, norm=L2 if ord == L2.p else Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
 def by_block_rms(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -149,6 +161,65 @@ def by_block_rms(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
     array([1.4, 0.2])
     """
     return Rule(c, scope=each_leaf, norm=RMS, nonfinite=nonfinite)
+
+
+def by_group_norm(
+    limits: Mapping[Hashable, Any], label_of: Label, ord: float = 2, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
+    """Scale the leaves of each group by one factor to the group's own joint norm at most.
+
+    Parameters
+    ----------
+    limits : mapping of label to float, 0-d array, or Limit
+        One for each label; ``math.inf`` leaves a group alone.
+    label_of : callable
+        ``label_of(path, leaf)`` names the group of a leaf; ``path`` is the tuple of keys that leads to
+        it, such as ``("encoder", 0, "weight")``.
+    ord : float, default 2
+        The order of the norm, at least 1.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a limit is negative or NaN, or, when gradients are clipped, if a label has none.
+
+    Examples
+    --------
+    >>> rule = uc.by_group_norm({"body": 1.0, "head": 6.0}, lambda path, leaf: path[0])
+    >>> uc.clip({"body": np.asarray([3.0, 4.0]), "head": np.asarray([12.0])}, rule)[0]
+    {'body': array([0.6, 0.8]), 'head': array([6.])}
+    """
+    return Rule(PerGroup(limits), scope=groups(label_of), norm=Norm(ord), nonfinite=nonfinite)
+
+
+def normalized(c: Any = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale all leaves by one factor to joint norm ``c``, smaller gradients too: ``g · c/‖g‖``; zeros stay zeros.
+
+    Source: Hazan, Levy and Shalev-Shwartz, *Beyond convexity*, arXiv:1507.02030; with momentum, Cutkosky and
+    Mehta, arXiv:2002.03305. The size of the gradient is lost: the learning rate alone says how long steps are.
+
+    Parameters
+    ----------
+    c : float, 0-d array, or Limit, default 1
+        The joint norm, at least 0.
+    ord : float, default 2
+        The order of the norm, at least 1.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN, or ``ord`` below 1.
+
+    Examples
+    --------
+    >>> uc.clip([np.asarray([0.3, 0.4])], uc.normalized(1.0))[0]
+    [array([0.6, 0.8])]
+    """
+    return Rule(c, scope=all_leaves, norm=Norm(ord), curve=normalize, nonfinite=nonfinite)
 
 
 def _along(axis: int | tuple[int, ...]) -> Scope:

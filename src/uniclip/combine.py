@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: MIT
+"""Rules made of rules: one after the other, or for some of the leaves only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
+from typing import Any, ClassVar
+
+from uniclip import core
+from uniclip._repr import Printed
+from uniclip.backends import backend_of
+from uniclip.decide import Report, kept
+from uniclip.limits import NoState
+from uniclip.measure import AllReduce
+from uniclip.rules import check
+from uniclip.scopes import Path
+from uniclip.tree import Tree, flatten
+
+
+def chain(*rules: Any) -> Chain:
+    """Return a rule that runs the given rules and functions of one gradient array, one after the other.
+
+    Each sees what the one before made of the gradients. Where one of them meets gradients that are not
+    finite, the state of every one stays as it was.
+
+    Parameters
+    ----------
+    *rules : Rule, ByValue, Chain, Masked, or callable
+        A callable gets one gradient array and returns the array to put in its place.
+
+    Returns
+    -------
+    Chain
+        Its reports hold, as ``norms``, ``limits`` and ``factors``, a tuple of each rule's own; as
+        ``clipped`` whether any of them clipped, as ``finite`` whether all found finite gradients.
+
+    Raises
+    ------
+    TypeError
+        If one of them is neither a rule nor a function.
+
+    Examples
+    --------
+    >>> rule = uc.chain(uc.by_value(10.0), uc.by_global_norm(1.0))
+    >>> uc.clip(np.asarray([3000.0, 10.0]), rule)[0].round(3)
+    array([0.707, 0.707])
+    """
+    return Chain(tuple(map(as_rule, rules)))
+
+
+def masked(rule: Any, where: Callable[[Path, Any], bool]) -> Masked:
+    """Return a rule that clips only the leaves for which ``where(path, leaf)`` is true.
+
+    The other leaves come back as they are, and stay out of all norms.
+
+    Parameters
+    ----------
+    rule : Rule, ByValue, Chain, Masked, or callable
+    where : callable
+        Of the tuple of keys that leads to a leaf, such as ``("encoder", 0, "weight")``, and the leaf.
+
+    Returns
+    -------
+    Masked
+
+    Raises
+    ------
+    TypeError
+        If ``rule`` is neither a rule nor a function, or ``where`` is no function.
+
+    Examples
+    --------
+    >>> rule = uc.masked(uc.by_global_norm(1.0), lambda path, leaf: path[0] != "head")
+    >>> uc.clip({"body": np.asarray([3.0, 4.0]), "head": np.asarray([12.0])}, rule)[0]
+    {'body': array([0.6, 0.8]), 'head': array([12.])}
+    """
+    return Masked(as_rule(rule), where)
+
+
+@dataclass(frozen=True, repr=False)
+class Function(Printed):
+    """A function of one gradient array as a rule; its report is empty."""
+
+    function: Callable[[Any], Any]
+    memory: ClassVar[bool] = False
+
+    def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
+        """Return the empty state."""
+        return NoState()
+
+    def update(
+        self,
+        grads: Any,
+        state: NoState,
+        params: Any = None,  # noqa: ARG002 - every rule has it
+        all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
+        *,
+        in_place: bool = False,
+        loss: Any = None,  # noqa: ARG002 - every rule has it
+    ) -> tuple[Any, NoState, Report]:
+        """Call the function on each gradient; see `Rule.update`."""
+        clipped, report = core.apply_function(grads, self.function, in_place=in_place)
+        return clipped, state, report
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Printed):
+    """What `chain` returns."""
+
+    rules: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        """Return source text that evaluates to an equal rule."""
+        return f"chain({', '.join(map(_source, self.rules))})"
+
+    @property
+    def memory(self) -> bool:
+        """Whether one of the rules remembers earlier steps."""
+        return any(rule.memory for rule in self.rules)
+
+    def init(self, grads: Any) -> tuple[Any, ...]:
+        """Return the states of the rules before the first step; see `Rule.init`."""
+        return tuple(rule.init(grads) for rule in self.rules)
+
+    def update(
+        self,
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        in_place: bool = False,
+        loss: Any = None,
+    ) -> tuple[Any, Any, Report]:
+        """Run the rules; see `Rule.update`."""
+        states, new, reports = state or [NoState()] * len(self.rules), [], []
+        for rule, old in zip(self.rules, states, strict=True):
+            grads, after, report = rule.update(grads, old, params, all_reduce, in_place=in_place, loss=loss)
+            new.append(after)
+            reports.append(report)
+        return grads, _together(reports, tuple(new), state) if state else state, _joined(reports)
+
+
+@dataclass(frozen=True, repr=False)
+class Masked(Printed):
+    """What `masked` returns."""
+
+    rule: Any
+    where: Callable[[Path, Any], bool]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no function of a path and a leaf."""
+        check("where", self.where, callable(self.where), "a function of (path, leaf)")
+
+    def __repr__(self) -> str:
+        """Return source text that evaluates to an equal rule, if the function has a name."""
+        return f"masked({_source(self.rule)}, {self.where.__qualname__})"
+
+    @property
+    def memory(self) -> bool:
+        """Whether the rule remembers earlier steps."""
+        return bool(self.rule.memory)
+
+    def init(self, grads: Any) -> Any:
+        """Return the rule's state before the first step; see `Rule.init`."""
+        return self.rule.init(self._chosen(flatten(grads))[0])
+
+    def update(
+        self,
+        grads: Any,
+        state: Any,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        in_place: bool = False,
+        loss: Any = None,
+    ) -> tuple[Any, Any, Report]:
+        """Run the rule on the chosen leaves; see `Rule.update`."""
+        tree = flatten(grads)
+        some, chosen = self._chosen(tree)
+        clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
+        if in_place:
+            return tree.rebuild(tree.leaves), state, report
+        new = iter(flatten(clipped).leaves)
+        return tree.rebuild(_merged(tree.leaves, chosen, new)), state, report
+
+    def _chosen(self, tree: Tree) -> tuple[Any, list[bool]]:
+        """Return the tree with ``None`` for the leaves that are left out, and which ones are in."""
+        chosen = [bool(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
+        return tree.rebuild(_merged([None] * len(chosen), chosen, iter(_picked(tree, chosen)))), chosen
+
+
+def as_rule(rule: Any) -> Any:
+    """Return a rule as it is, a function of one gradient array as a rule."""
+    fits = not isinstance(rule, type) and (hasattr(rule, "memory") or callable(rule))
+    check("rule", rule, fits, "a rule, such as uc.by_global_norm(1.0), or a function of one array")
+    return rule if hasattr(rule, "memory") else Function(rule)
+
+
+def _source(rule: Any) -> str:
+    return str(rule.function.__qualname__) if isinstance(rule, Function) else repr(rule)
+
+
+def _picked(tree: Tree, chosen: list[bool]) -> list[Any]:
+    return [leaf for leaf, one in zip(tree.leaves, chosen, strict=True) if one]
+
+
+def _merged(rest: list[Any], chosen: list[bool], new: Iterator[Any]) -> list[Any]:
+    return [next(new) if one else leaf for leaf, one in zip(rest, chosen, strict=True)]
+
+
+def _together(reports: list[Report], new: Any, old: Any) -> Any:
+    """Return the new states, the old ones if one of the rules found what is not finite."""
+    finite = _joined(reports).finite
+    backend = backend_of(finite)
+    return new if backend is None else kept(backend, finite, new, old)
+
+
+def _joined(reports: list[Report]) -> Report:
+    """Return the report on all rules."""
+    measured = [report for report in reports if report.finite is not None]
+    if not measured:
+        return Report()
+    norms, limits, factors = (tuple(report[i] for report in reports) for i in range(3))
+    return Report(
+        norms,
+        limits,
+        factors,
+        reduce(or_, [report.clipped for report in measured]),
+        reduce(and_, [report.finite for report in measured]),
+    )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: MIT
+"""Every published rule by its name, each one expression over the four choices.
+
+===========  ===========================================================================
+module       rules
+===========  ===========================================================================
+`fixed`      with a limit that is given: by value, by norm, for groups, normalized
+`relative`   that compare a gradient with its parameters
+`adaptive`   that learn from the norms of earlier steps
+`examples`   for gradients of single examples
+===========  ===========================================================================
+"""
+
+from uniclip.presets.adaptive import (
+    adagc,
+    adagn,
+    autoclip,
+    log_zscore,
+    norm_growth,
+    percentile,
+    skip_spikes,
+    spam,
+    zclip,
+)
+from uniclip.presets.examples import auto_s, by_example_layer_norm, by_example_norm, by_example_quantile, psac
+from uniclip.presets.fixed import (
+    by_average_norm,
+    by_block_rms,
+    by_global_norm,
+    by_group_norm,
+    by_norm,
+    by_value,
+    normalized,
+)
+from uniclip.presets.relative import agc, cow_clip, larc
+
+__all__ = [
+    "adagc",
+    "adagn",
+    "agc",
+    "auto_s",
+    "autoclip",
+    "by_average_norm",
+    "by_block_rms",
+    "by_example_layer_norm",
+    "by_example_norm",
+    "by_example_quantile",
+    "by_global_norm",
+    "by_group_norm",
+    "by_norm",
+    "by_value",
+    "cow_clip",
+    "larc",
+    "log_zscore",
+    "norm_growth",
+    "normalized",
+    "percentile",
+    "psac",
+    "skip_spikes",
+    "spam",
+    "zclip",
+]

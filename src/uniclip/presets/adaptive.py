@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: MIT
+"""The published rules that remember: they learn from the norms of earlier steps.
+
+A step that is not finite changes nothing that they have learned.
+"""
+
+from __future__ import annotations
+
+from uniclip.adaptive import (
+    Ema,
+    LogZScore,
+    MeanOverRms,
+    Percentile,
+    PercentileOfAll,
+    RollingZScore,
+    SecondMoment,
+    Target,
+    ZScore,
+)
+from uniclip.curves import normalize, skip
+from uniclip.nonfinite import NonFinite
+from uniclip.rules import Rule
+from uniclip.scopes import all_leaves, each_entry, each_leaf
+
+
+def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale all leaves to a percentile of the joint norms so far, this step's among them.
+
+    Source: Seetharaman, Wichern, Pardo and Le Roux, *AutoClip*, arXiv:2007.14469.
+
+    Parameters
+    ----------
+    percentile : float, default 10
+        The paper's 10 clips nine of ten steps: close to normalizing. 90 to 99 only cuts spikes, 100
+        is off.
+    window : int or None, default 10000
+        How many norms count, the newest. The paper keeps all: with ``None`` all count, to half a percent.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``percentile`` is not from 0 to 100, or ``window`` below 1.
+
+    Notes
+    -----
+    The published code keeps NaN in its history for ever, and saves it in no checkpoint; its port to
+    TensorFlow takes the percentile of joint norms, but clips each tensor by itself.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.autoclip())
+    >>> [clipper(np.asarray([n]))[0].item() for n in (4.0, 3.0, 2.0, 1.0)][:2]
+    [4.0, 3.0]
+    """
+    return Rule(
+        PercentileOfAll(percentile) if window is None else Percentile(percentile, window),
+        scope=all_leaves,
+        nonfinite=nonfinite,
+    )
+
+
+def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each leaf to the p-th smallest percent of its own last ``window`` norms, this step's among them.
+
+    Source: Dettmers et al., *8-bit optimizers*, arXiv:2110.02861; ``percentile_clipping`` of bitsandbytes, which
+    0.50 removed.
+
+    Parameters
+    ----------
+    p : int, default 5
+        Which of the norms in order, in percent: 5 clips most steps, 100 is off.
+    window : int, default 100
+        How many norms are kept; the first one fills the window.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``p`` is not from 0 to 100, or ``window`` below 2.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.percentile(50))
+    >>> [clipper(np.asarray([n])).item() for n in (2.0, 2.5, 1.0)]
+    [2.0, 2.0, 1.0]
+    """
+    rank = min(p * window // 100, window - 1)
+    return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
+
+
+def zclip(
+    z: float = 2.5,
+    decay: float = 0.97,
+    target: Target = "reciprocal",
+    warmup: int = 25,
+    *,
+    nonfinite: NonFinite = "propagate",
+) -> Rule:
+    """Scale all leaves back where the joint norm is more than ``z`` standard deviations above its running mean.
+
+    Source: Kumar, Owen, Chowdhury and Güra, *ZClip*, arXiv:2504.02507.
+
+    Parameters
+    ----------
+    z : float, default 2.5
+        The z-score above which a norm is a spike.
+    decay : float, default 0.97
+        Of the running mean and variance, which learn from the norms after clipping.
+    target : {"reciprocal", "mean", "threshold"}, default "reciprocal"
+        What a spike of score s is set back to: mean + z²/s · std (the higher, the lower), the mean, or
+        mean + z · std.
+    warmup : int, default 25
+        For how many steps nothing is clipped, and the statistics are those of all norms.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range, or ``target`` is none of the three.
+
+    Notes
+    -----
+    The reference implementation also limits every norm to 1.0 (``max_grad_norm``): for that,
+    ``uc.chain(uc.zclip(), uc.by_global_norm(1.0))``. There one NaN spoils mean and variance for ever, a norm of ∞
+    makes the gradients NaN, and the statistics are in no checkpoint. What it calls "percentile" is
+    ``target="threshold"``; many ports do only that.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.zclip(warmup=4))
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 100.0)]
+    [1.0, 2.0, 1.0, 2.0, 1.52]
+    """
+    return Rule(ZScore(z, decay, target, warmup), scope=all_leaves, nonfinite=nonfinite)
+
+
+def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale all leaves to the usual joint norm where it is ``z`` standard deviations above, in logarithms.
+
+    Source: Chorowski, Bahdanau, Cho and Bengio, *End-to-end continuous speech recognition*, arXiv:1412.1602,
+    and TensorFlow's former ``adaptive_clipping_fn``.
+
+    Parameters
+    ----------
+    z : float, default 2
+        The z-score of a spike; this step counts, so that none is above 4.4 with the default decay.
+    decay : float, default 0.95
+        Of the running mean and variance of the logarithms; at first all norms count the same.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    TensorFlow's function without its ``global_step`` begins with a mean logarithm of 0, a limit of about 1; here the
+    first norm is the first mean. Its ``static_max_norm`` is ``uc.chain(uc.log_zscore(), uc.by_global_norm(c))``.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.log_zscore())
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 50.0)][-1]
+    2.35
+    """
+    return Rule(LogZScore(z, decay), scope=all_leaves, nonfinite=nonfinite)
+
+
+def adagc(
+    ratio: float = 1.05,
+    decay: float = 0.98,
+    warmup: int = 100,
+    warmup_norm: float = 1.0,
+    *,
+    nonfinite: NonFinite = "propagate",
+) -> Rule:
+    """Scale each leaf to ``ratio`` times the running average of its own norms after clipping.
+
+    Source: Wang et al., *AdaGC*, arXiv:2502.11034.
+
+    Parameters
+    ----------
+    ratio, decay : float, defaults 1.05 and 0.98
+        Later code of the authors has 1.03 and 0.98, and 1.04 and 0.99.
+    warmup : int, default 100
+        For how many steps all leaves are scaled together, to the joint norm ``warmup_norm``; each
+        average begins with the smallest of its norms in that time.
+    warmup_norm : float, default 1.0
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    No filter of spikes: since the averages learn from clipped norms, they sink (norms that vary by a fifth
+    are clipped at two of three steps) and rise by (1 - decay)·(ratio - 1), 0.1 %, at a step at most. That is
+    harmless with Adam, which divides by the scale, not with SGD. The published code learns from the norms
+    before clipping in the warm-up; here, as in the paper, after it.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.adagc(warmup=0))
+    >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 2.0)]
+    [1.0, 1.05]
+    """
+    return Rule(Ema(ratio, decay, warmup, warmup_norm), scope=each_leaf, nonfinite=nonfinite)
+
+
+def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each leaf to ``ratio`` times what its norm was after the step before.
+
+    Source: Chen et al., *Fira*, arXiv:2410.01623, which limits a part of its update so.
+
+    Parameters
+    ----------
+    ratio : float, default 1.01
+        How much a norm may grow from step to step.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``ratio`` is negative or NaN.
+
+    Notes
+    -----
+    After one tiny gradient the next ones stay tiny for long; after a zero one there is no limit.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.norm_growth(1.5))
+    >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 10.0, 10.0)]
+    [1.0, 1.5, 2.25]
+    """
+    return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
+
+
+def skip_spikes(z: float = 6.0, window: int = 128, least: int = 64, *, nonfinite: NonFinite = "skip") -> Rule:
+    """Make all gradients 0 where their joint norm, or the loss, is ``z`` standard deviations above its last mean.
+
+    Source: the ``SkipStep`` optimizers of OLMo-core; compare PaLM, arXiv:2204.02311. Give the loss to
+    ``update(..., loss=loss)`` or ``clipper(grads, loss=loss)``, or leave it out.
+
+    Parameters
+    ----------
+    z : float, default 6
+    window : int, default 128
+        How many norms and losses count, spikes too, before this step's.
+    least : int, default 64
+        How many there have to be before anything is a spike.
+    nonfinite : str, default "skip"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    An optimizer with momentum or weight decay moves on gradients of 0 too: look at ``report.factors``, and
+    take no step where it is 0 (`uniclip.integrations.torch.attach` takes none). The windows are in the
+    state: in the reference implementation they are in no checkpoint, and every restart has 64 blind steps.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.skip_spikes(least=3))
+    >>> [clipper(np.asarray([n])).item() for n in (1.0, 1.1, 0.9, 100.0, 1.0)]
+    [1.0, 1.1, 0.9, 0.0, 1.0]
+    """
+    return Rule(RollingZScore(z, window, least), scope=all_leaves, curve=skip, nonfinite=nonfinite)
+
+
+def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Clip each entry to ``±√(factor · v)``, v the running mean of its squares after clipping.
+
+    Source: the clipping of Huang et al., *SPAM*, arXiv:2501.06842. That optimizer's momentum reset is not clipping;
+    make a new state where you reset.
+
+    Parameters
+    ----------
+    factor : float, default 5000
+    decay : float, default 0.999
+        Of v, which begins with 0 and is not corrected for it, as Adam's second moment inside of SPAM.
+    warmup : int, default 20
+        For how many steps nothing is clipped.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    It remembers as many numbers as the gradients have entries. Since v begins with 0, an entry is clipped at ten
+    times its usual size after 20 steps, at 22 times after 100, in the end at 71 times. An entry that was always
+    0 is not limited; in the reference implementation it stays 0 for ever.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.spam(factor=4.0, decay=0.5, warmup=1))
+    >>> [clipper(np.asarray([1.0, n])).round(3).tolist() for n in (1.0, 100.0)]
+    [[1.0, 1.0], [1.0, 1.414]]
+    """
+    return Rule(SecondMoment(factor, decay, warmup), scope=each_entry, nonfinite=nonfinite)
+
+
+def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each leaf to the running mean of its norms divided by their root mean square, which is 1 or less.
+
+    Source: AdaGN in Huang et al., *Stable-SPAM* (now *GradientStabilizer*), arXiv:2502.17055.
+
+    Parameters
+    ----------
+    mean_decay, square_decay : float, defaults 0.7 and 0.9
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    The size of the gradient is lost, which matters to SGD, and the steps after a spike are too small, too.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.adagn())
+    >>> [round(clipper([np.asarray([n])])[0].item(), 4) for n in (1.0, 1.0, 1.0, 100.0, 1.0)]
+    [1.0, 1.0, 1.0, 0.7433, 0.5543]
+    """
+    return Rule(MeanOverRms(mean_decay, square_decay), scope=each_leaf, curve=normalize, nonfinite=nonfinite)

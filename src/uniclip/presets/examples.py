@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: MIT
+"""The published rules for gradients of single examples, with the examples along the first axis of every leaf.
+
+`uniclip.clip_and_sum` and `uniclip.clip_and_mean` clip and add up in one go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uniclip.adaptive import Quantile
+from uniclip.curves import NonMonotonic, Regularized, hard
+from uniclip.limits import Shared
+from uniclip.nonfinite import NonFinite
+from uniclip.rules import Curve, Rule
+from uniclip.scopes import each_example, each_row
+
+
+def by_example_norm(c: Any, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient, over all leaves, to norm ``c`` at most.
+
+    Source: Abadi et al., *Deep learning with differential privacy*, arXiv:1607.00133.
+
+    Parameters
+    ----------
+    c : float, 0-d array, or Limit
+        At least 0.
+    curve : callable, default hard
+        What happens above the limit; `skip` leaves such examples out, `normalize` is AUTO-V.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN, or, when gradients are clipped, if leaves differ in their number of
+        examples.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
+    >>> uc.clip(grads, uc.by_example_norm(6.5))[0]
+    [array([[1.5, 2. ],
+           [0.3, 0.4]]), array([[6.],
+           [0.]])]
+    """
+    return Rule(c, scope=each_example, curve=curve, nonfinite=nonfinite)
+
+
+def by_example_layer_norm(c: Any, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient leaf by leaf, so that its norm over all leaves is ``c`` at most.
+
+    Source: McMahan, Ramage, Talwar and Zhang, *Learning differentially private recurrent language models*,
+    arXiv:1710.06963.
+
+    Parameters
+    ----------
+    c : float or 0-d array
+        At least 0. Each of K leaves may have the norm c/√K.
+    by_size : bool, default False
+        Let each leaf have c·√(D/ΣD) instead, D its number of entries for an example.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
+    >>> uc.clip(grads, uc.by_example_layer_norm(2**0.5))[0]
+    [array([[0.6, 0.8],
+           [0.3, 0.4]]), array([[1.],
+           [0.]])]
+    """
+    return Rule(Shared(c, by_size), scope=each_row, nonfinite=nonfinite)
+
+
+def by_example_quantile(
+    quantile: float = 0.5, rate: float = 0.2, start: float = 0.1, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
+    """Scale each example's gradient to a limit that follows a quantile of the examples' norms.
+
+    After each step ``c ← c · exp(-rate · (share - quantile))``, share being that of the examples within c. Source:
+    Andrew, Thakkar, McMahan and Ramaswamy, *Differentially private learning with adaptive clipping*,
+    arXiv:1905.03871; what Opacus calls AdaClip.
+
+    Parameters
+    ----------
+    quantile : float, default 0.5
+    rate : float, default 0.2
+    start : float, default 0.1
+        The first limit, above 0.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of range.
+
+    Notes
+    -----
+    The share is exact. To be private it needs noise, which uniclip adds to nothing: take the paper's
+    update of c with your own noisy share, and give c to `by_example_norm`.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.by_example_quantile(start=1.0))
+    >>> grads = clipper([np.asarray([[0.5], [0.1]])])
+    >>> print(round(clipper.state.limits[0], 6))
+    0.904837
+    """
+    return Rule(Quantile(quantile, rate, start), scope=each_example, nonfinite=nonfinite)
+
+
+def auto_s(c: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient by ``c/(‖g‖ + gamma)``: automatic clipping, for which no limit has to be found.
+
+    Source: Bu, Wang, Zha and Karypis, *Automatic clipping*, arXiv:2206.07136. With ``gamma=r`` and c = 1 it is the
+    normalization of Yang et al., arXiv:2206.13033.
+
+    Parameters
+    ----------
+    c : float or 0-d array, default 1
+        What every norm is just below.
+    gamma : float, default 0.01
+        Above 0: what keeps small gradients small.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN, or ``gamma`` is not above 0.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([[0.6, 0.8]]), uc.auto_s())[0].round(4)
+    array([[0.5941, 0.7921]])
+    """
+    return Rule(c, scope=each_example, curve=Regularized(gamma), nonfinite=nonfinite)
+
+
+def psac(c: Any = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient by ``c/(‖g‖ + r/(‖g‖ + r))``: tiny gradients do not become large.
+
+    Source: Xia et al., *Differentially private learning with per-sample adaptive clipping*, arXiv:2212.00328.
+
+    Parameters
+    ----------
+    c : float or 0-d array, default 1
+    r : float, default 0.1
+        Above 0; the paper tries 0.01 to 0.1.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``c`` is negative or NaN, or ``r`` is not above 0.
+
+    Notes
+    -----
+    A fork of Opacus multiplies by the weight where it should divide: there large gradients end near 0, here near c.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([[0.6, 0.8]]), uc.psac())[1].factors.round(5)
+    array([0.91667])
+    """
+    return Rule(c, scope=each_example, curve=NonMonotonic(r), nonfinite=nonfinite)

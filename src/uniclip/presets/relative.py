@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: MIT
+"""The published rules that compare a gradient with its parameters, which they need as ``params``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uniclip.limits import Relative, TrustRatio
+from uniclip.nonfinite import NonFinite
+from uniclip.rules import Rule
+from uniclip.scopes import each_leaf, each_row, unit
+
+
+def agc(ratio: Any = 0.01, eps: float = 1e-3, axis: int | None = None, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each output unit's gradient to ``ratio · max(‖w‖, eps)`` at most, w the unit's weights.
+
+    Source: Brock, De, Smith and Simonyan, *High-performance large-scale image recognition without
+    normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does:
+    ``uc.masked(uc.agc(), lambda path, leaf: path != ("head", "kernel"))``.
+
+    Parameters
+    ----------
+    ratio : float or 0-d array, default 0.01
+        The paper's is for batches of 4,096 and SGD; up to 0.16 for small ones. With Adam 0.01 is often
+        far too strong.
+    eps : float, default 1e-3
+        The least norm of weights that counts, or weights that begin with zeros could never change.
+    axis : int, optional
+        The axis of a weight that counts its output units; without it the framework's convention: 0 in
+        PyTorch, the last one elsewhere. A vector or a scalar is one unit.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        If ``ratio`` or ``eps`` is negative or NaN, or, when gradients are clipped, without ``params``.
+
+    Notes
+    -----
+    Embedding tables, transposed and depthwise convolutions have their units elsewhere: use `masked` and
+    ``axis``. The reference implementation takes (n, 1, 1, 1) as one unit, other ports clip whole leaves.
+
+    Examples
+    --------
+    >>> params, grads = np.asarray([[1.0], [1.0]]), np.asarray([[3.0], [4.0]])
+    >>> uc.clip(grads, uc.agc(0.1, axis=0), params=params)[0]
+    array([[0.1],
+           [0.1]])
+    """
+    return Rule(Relative(ratio, eps), scope=unit(axis), nonfinite=nonfinite)
+
+
+def cow_clip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each row of an embedding table's gradient to ``ratio · count · max(‖row‖, eps)`` at most.
+
+    Source: Zheng et al., *CowClip*, arXiv:2204.06240. Only for the embedding table: clip it by itself, or
+    use `masked`. The table's gradient has to be dense.
+
+    Parameters
+    ----------
+    counts : array, of shape (rows,)
+        How often each row's id occurs in the batch; 1 for those that do not. Make a new rule at each step.
+    ratio : float, default 1
+    eps : float, default 1e-5
+        The least norm of a row that counts; the paper has 1e-5 for Criteo, 1e-4 to 1e-3 for Avazu.
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        When gradients are clipped: without ``params``, or if ``counts`` does not fit the rows.
+
+    Examples
+    --------
+    >>> table, grads = np.asarray([[3.0, 4.0], [0.0, 1.0]]), np.asarray([[30.0, 40.0], [0.3, 0.4]])
+    >>> uc.clip(grads, uc.cow_clip(np.asarray([2.0, 1.0])), params=table)[0]
+    array([[6. , 8. ],
+           [0.3, 0.4]])
+    """
+    return Rule(Relative(counts * ratio, eps), scope=each_row, nonfinite=nonfinite)
+
+
+def larc(lr: Any, trust: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each leaf so that a step at the learning rate ``lr`` is at most ``trust · ‖w‖`` long.
+
+    The factor is ``min(1, trust·‖w‖ / (lr·(‖g‖ + weight_decay·‖w‖)))``. Source: the clipping mode of LARC in
+    NVIDIA's apex, after You, Gitman and Ginsburg, *Large batch training of convolutional networks*,
+    arXiv:1708.03888. There the weight decay is added to the gradient before it is multiplied; here the
+    optimizer adds it afterwards, so it is not scaled.
+
+    Parameters
+    ----------
+    lr : float or 0-d array
+        The learning rate of this step; make a new rule when it changes.
+    trust : float, default 0.02
+        How long a step may be beside its parameter.
+    weight_decay : float, default 0
+    nonfinite : str, default "propagate"
+        What happens to gradients with NaN or ∞; see `Rule`.
+
+    Raises
+    ------
+    ValueError
+        When gradients are clipped without ``params``.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([30.0, 40.0]), uc.larc(lr=0.1), params=np.asarray([3.0, 4.0]))[0]
+    array([0.6, 0.8])
+    """
+    return Rule(TrustRatio(lr, trust, weight_decay), scope=each_leaf, nonfinite=nonfinite)
