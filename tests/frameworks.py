@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,9 +57,16 @@ class Framework:
         """Whether the array is the framework's own."""
         return isinstance(array, (np.ndarray, np.generic))
 
+    steps = 1000
+    """How many steps a long training has."""
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function as the framework's users call it many times; arguments are trees of arrays."""
+        return function
+
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function as the framework's users do; arguments are trees of arrays."""
-        return function(*args)
+        """Call the function as the framework's users do, once."""
+        return self.compiled(function)(*args)
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         """Return the derivative of a scalar function at ``x``."""
@@ -171,6 +179,7 @@ class Dask(Framework):
     family = "Dask"
     cost = 5
     many = 100
+    steps = 12  # the graph grows with each
     writes = False
     missing = MappingProxyType({"bfloat16": "Dask does not know the types of ml_dtypes"})
     same_objects = False
@@ -243,11 +252,11 @@ class TorchCompile(Torch):
     traced = True
     many = 100
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         torch._dynamo.reset()
-        return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)(*args)
+        return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
 
 
 class TensorFlow(Framework):
@@ -311,16 +320,21 @@ class TensorFlowFunction(TensorFlow):
     many = 100
     jit_compile = False
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import tensorflow as tf
 
-        log, heard = logging.getLogger("tensorflow"), []
-        listen = lambda record: bool(heard.append(record.getMessage())) or True
-        log.addFilter(listen)
-        result = tf.function(function, jit_compile=self.jit_compile)(*args)
-        log.removeFilter(listen)
-        assert not [line for line in heard if "AutoGraph could not transform" in line], heard
-        return result
+        log, compiled = logging.getLogger("tensorflow"), tf.function(function, jit_compile=self.jit_compile)
+
+        def call(*args: Any) -> Any:
+            heard: list[str] = []
+            listen = lambda record: bool(heard.append(record.getMessage())) or True
+            log.addFilter(listen)
+            result = compiled(*args)
+            log.removeFilter(listen)
+            assert not [line for line in heard if "AutoGraph could not transform" in line], heard
+            return result
+
+        return call
 
 
 class TensorFlowXLA(TensorFlowFunction):
@@ -334,8 +348,12 @@ class TensorFlowGraph(TensorFlowFunction):
     """A TensorFlow 1 graph, run in a session."""
 
     name = "tensorflow-graph"
+    steps = 30  # each has a graph of its own
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(self._in_session, function)
+
+    def _in_session(self, function: Callable[..., Any], *args: Any) -> Any:
         import tensorflow as tf
 
         flat = tf.nest.flatten(args, expand_composites=True)
@@ -399,10 +417,10 @@ class JAXJit(JAX):
     traced = True
     many = 100
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import jax
 
-        return jax.jit(function)(*args)
+        return jax.jit(function)
 
 
 class JAXx64(JAXJit):

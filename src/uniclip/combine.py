@@ -9,9 +9,11 @@ from functools import reduce
 from operator import and_, or_
 from typing import Any, ClassVar
 
+import optree
+
 from uniclip import core
 from uniclip._repr import Printed
-from uniclip.backends import backend_of
+from uniclip.backends import DEFAULT, backend_of
 from uniclip.decide import Report, kept
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
@@ -214,9 +216,8 @@ def _merged(rest: list[Any], chosen: list[bool], new: Iterator[Any]) -> list[Any
 
 def _together(reports: list[Report], new: Any, old: Any) -> Any:
     """Return the new states, the old ones if one of the rules found what is not finite."""
-    finite = _joined(reports).finite
-    backend = backend_of(finite)
-    return new if backend is None else kept(backend, finite, new, old)
+    finite, backends = _joined(reports).finite, [backend_of(array) for array in optree.tree_leaves(old)]
+    return new if finite is None or not backends[:1] else kept(backends[0] or DEFAULT, finite, new, old)
 
 
 def _joined(reports: list[Report]) -> Report:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from uniclip.backends.scalars import NUMBERS
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
+from uniclip.limits import Constant
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
 
 
 def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) -> Any:
-    """Return the curve's factor; 1 where the limit is infinite, NaN (or the policy's 0) where norm or limit is none."""
+    """Return the curve's factor; 1 where the limit is infinite, NaN (or the policy's 0) where norm or limit is none.
+
+    A constant infinite limit only measures, so it leaves alone what is not finite, too.
+    """
     xp, one = backend.xp, backend.xp.ones_like(norm)
+    measures = type(rule.limit) is Constant
     if isinstance(limit, NUMBERS):
-        factor = one
+        factor = one if measures else xp.where(xp.isfinite(norm), one, one * math.nan)
         if limit != math.inf:
             curved = rule.curve(xp, norm, xp.asarray(limit, dtype=norm.dtype))
             factor = xp.where(xp.isfinite(norm), xp.asarray(curved, dtype=norm.dtype), one * math.nan)
@@ -28,7 +33,7 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) 
         unlimited = xp.isinf(limit)
         curved = rule.curve(xp, norm, xp.where(unlimited, one, limit))
         factor = xp.where(xp.isfinite(norm) & (limit >= 0), curved, one * math.nan)
-        factor = xp.where(unlimited, one, factor)
+        factor = xp.where(unlimited if measures else unlimited & xp.isfinite(norm), one, factor)
     if rule.nonfinite in {"skip", "zero"}:
         kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
         factor = xp.where(kept, factor, xp.zeros_like(factor))

@@ -1,0 +1,403 @@
+"""The published rules: golden numbers, where reference implementations go wrong, and what happens at the ends."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import uniclip as uc
+from frameworks import Framework
+from uniclip.adaptive import Averages, Moments
+from uniclip.backends import backend_of
+
+CLOSE = 1e-5  # of golden numbers that are printed with so many digits
+
+
+def clipped(fw: Framework, grads: Any, rule: uc.Rule, params: Any = None) -> tuple[Any, uc.Report]:
+    """Clip a tree of lists of numbers; return lists of NumPy's arrays."""
+    arrays = [fw.array(values) for values in grads]
+    weights = None if params is None else [fw.array(values) for values in params]
+    result, report = fw.run(lambda g, p: uc.clip(g, rule, params=p), arrays, weights)
+    return [fw.numpy(array) for array in result], report
+
+
+def after(fw: Framework, rule: uc.Rule, state: Any, grads: Any) -> tuple[Any, Any, Any]:
+    """Return the factor, the limit and the state after one step from a state of numbers."""
+    count = fw.array(100, "int32")
+    new, report = fw.run(lambda g, s: rule.update(g, s)[1:], fw.array(grads), state(fw.array, count))
+    return float(fw.numpy(report.factors)), float(fw.numpy(report.limits)), new
+
+
+def test_agc(fw: Framework) -> None:
+    """Brock et al.: a unit is a row in PyTorch and a column elsewhere; weights of 0 may grow still."""
+    weights, grads = [[1.0, 1.0], [0.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]
+    rows, columns = [[0.00848528, 0.0113137], [6e-6, 8e-6]], np.full((2, 2), 0.00707107)
+    own = rows if fw.family == "PyTorch" else columns
+    for rule, wanted in ((uc.agc(axis=0), rows), (uc.agc(axis=1), columns), (uc.agc(), own)):
+        result, _ = uc.clip(fw.array(grads), rule, params=fw.array(weights))
+        np.testing.assert_allclose(fw.numpy(result), wanted, rtol=CLOSE)
+    [bias], _ = clipped(fw, [[3.0, 4.0]], uc.agc(0.1), [[0.0, 0.0]])
+    np.testing.assert_allclose(bias, [6e-5, 8e-5], rtol=CLOSE)  # one unit; not 0, as without eps
+    with pytest.raises(ValueError, match=r"agc|Relative.*pass params="):
+        uc.clip(fw.array([1.0]), uc.agc())
+
+
+def test_agc_without_the_head(fw: Framework) -> None:
+    """The last layer's weight is left out, its bias is not; params may be given for all."""
+    rule = uc.masked(uc.agc(0.01), lambda path, leaf: path != ("head", "kernel"))
+    grads = {"body": fw.array([3.0, 4.0]), "head": {"kernel": fw.array([[5.0]]), "bias": fw.array([5.0])}}
+    params = {"body": fw.array([3.0, 4.0]), "head": {"kernel": fw.array([[1.0]]), "bias": fw.array([1.0])}}
+    result, _ = fw.run(lambda g, p: uc.clip(g, rule, params=p), grads, params)
+    np.testing.assert_allclose(fw.numpy(result["body"]), [0.03, 0.04], rtol=CLOSE)
+    np.testing.assert_allclose(fw.numpy(result["head"]["kernel"]), [[5.0]])
+    np.testing.assert_allclose(fw.numpy(result["head"]["bias"]), [0.01], rtol=CLOSE)
+
+
+def test_cow_clip(fw: Framework) -> None:
+    """Zheng et al.: w = [3, 4] whose id occurs twice allows 10."""
+    counts, grads, params = map(fw.array, ([2.0, 1.0], [[30.0, 40.0], [0.3, 0.4]], [[3.0, 4.0], [0.0, 1.0]]))
+    result, report = fw.run(lambda n, g, p: uc.clip(g, uc.cow_clip(n), params=p), counts, grads, params)
+    np.testing.assert_allclose(fw.numpy(result), [[6.0, 8.0], [0.3, 0.4]], rtol=CLOSE)
+    np.testing.assert_allclose(fw.numpy(report.limits), [10.0, 1.0], rtol=CLOSE)
+
+
+def test_larc(fw: Framework) -> None:
+    """The factor min(trust·‖w‖ / (‖g‖ + decay·‖w‖) / lr, 1); weights of 0 limit nothing."""
+    weights, grads = [[3.0, 4.0], [0.0]], [[30.0, 40.0], [7.0]]
+    for decay in (0.0, 0.5):
+        results, _ = clipped(fw, grads, uc.larc(0.1, weight_decay=decay), weights)
+        factor = 0.02 * 5 / (50 + decay * 5) / 0.1
+        np.testing.assert_allclose(results[0], np.asarray([30.0, 40.0]) * factor, rtol=CLOSE)
+        np.testing.assert_allclose(results[1], [7.0])
+    lr, grad, param = map(fw.array, (0.1, [0.3, 0.4], [3.0, 4.0]))
+    small, _ = fw.run(lambda lr, g, p: uc.clip(g, uc.larc(lr), params=p), lr, grad, param)
+    np.testing.assert_array_equal(fw.numpy(small), np.float32([0.3, 0.4]))
+
+
+def test_percentile_of_four_norms(fw: Framework) -> None:
+    """AutoClip: of 1, 2, 3, 4 the tenth percentile is 1.3; the first step is never clipped."""
+    rule = uc.autoclip(window=5)
+    state, limits = rule.init(fw.array([1.0])), []
+    for norm in (1.0, 2.0, 3.0, 4.0):
+        _, state, report = rule.update(fw.array([norm]), state)
+        limits.append(float(fw.numpy(report.limits)))
+    np.testing.assert_allclose(limits, [1.0, 1.1, 1.2, 1.3], rtol=1e-6)
+
+
+def test_autoclip_clips_what_it_measures(fw: Framework) -> None:
+    """The joint norm is clipped to the percentile: TensorFlow's port, which clips each tensor, leaves 5."""
+    rule = uc.autoclip(0)
+    state = rule.init([fw.array([1.0]), fw.array([1.0])])
+    _, state, _ = rule.update([fw.array([4.0]), fw.array([0.0])], state)
+    result, _, _ = rule.update([fw.array([3.0]), fw.array([4.0])], state)
+    np.testing.assert_allclose(float(fw.numpy(uc.global_norm(result))), 4.0, rtol=1e-6)
+
+
+def test_zclip_step(fw: Framework) -> None:
+    """Kumar et al.: mean 1, variance 0.25, z 2 and the norm 3 give the limit 1.500001 and learn from 1.5."""
+    state = lambda array, count: Moments([array(1.0)], [array(0.25)], count)
+    targets = {"reciprocal": 1.500001, "mean": 1.0, "threshold": 2.0}
+    for target, limit in targets.items():
+        _, found, new = after(fw, uc.zclip(2.0, target=target), state, [3.0])
+        assert found == pytest.approx(limit, rel=1e-6)
+        if target == "reciprocal":
+            assert float(fw.numpy(new.means[0])) == pytest.approx(1.0150, rel=CLOSE)
+            assert float(fw.numpy(new.variances[0])) == pytest.approx(0.249557, rel=CLOSE)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_spoils_no_memory(fw: Framework, bad: float) -> None:
+    """After NaN or ∞ the state is the one before: the code of ZClip, AutoClip and OLMo does not recover soon."""
+    for rule in (uc.zclip(warmup=2), uc.autoclip(window=4), uc.skip_spikes(window=4, least=2), uc.adagc(warmup=1)):
+        state = rule.init([fw.array([1.0])])
+        for norm in (1.0, 1.1, bad):
+            before = state
+            result, state, report = rule.update([fw.array([norm])], state)
+        assert not fw.numpy(report.finite)
+        plain = [uc.Clipper(rule), uc.Clipper(rule)]
+        for clipper, one in zip(plain, (before, state), strict=True):
+            clipper.state = one
+        assert json.dumps(plain[0].state_dict()) == json.dumps(plain[1].state_dict())
+        assert fw.numpy(result[0]).item() == 0.0 if rule.nonfinite == "skip" else math.isnan(fw.numpy(result[0]).item())
+        [result], _, _ = rule.update([fw.array([1.05])], state)
+        assert 1.0 <= fw.numpy(result).item() <= 1.06
+
+
+def test_log_zscore_of_seven_norms(fw: Framework) -> None:
+    """Chorowski et al., as TensorFlow had it: after 1, 2, 1, 2, 1, 2 a norm of 50 becomes 2.3535."""
+    rule = uc.log_zscore()
+    state = rule.init(fw.array([1.0]))
+    for norm in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 50.0):
+        result, state, report = rule.update(fw.array([norm]), state)
+    assert float(fw.numpy(report.factors)) == pytest.approx(0.04707, rel=1e-4)
+    assert float(fw.numpy(result)[0]) == pytest.approx(2.3535, rel=1e-4)
+    _, same, _ = rule.update(fw.array([0.0]), state)  # which has no logarithm
+    np.testing.assert_array_equal(fw.numpy(same.means[0]), fw.numpy(state.means[0]))
+
+
+def test_adagc_step(fw: Framework) -> None:
+    """Wang et al.: an average of 1 and the norm 2 give the factor 0.525 and the average 1.001."""
+    rule = uc.Rule(uc.Ema(1.05, 0.98))
+    factor, _, new = after(fw, rule, lambda array, count: Averages([array(1.0)], count), [2.0])
+    assert factor == pytest.approx(0.525, rel=1e-6)
+    assert float(fw.numpy(new.averages[0])) == pytest.approx(1.001, rel=1e-6)
+
+
+def test_spam_step(fw: Framework) -> None:
+    """Huang et al.: a second moment of 1e-4 lets 2 be 0.70711; an entry that was always 0 may grow."""
+    rule, count = uc.spam(), fw.array(100, "int32")
+    state = Averages([fw.array([1e-4, 0.0])], count)
+    result, _ = fw.run(lambda g, s: rule.update([g], s)[0:2], fw.array([-2.0, 3.0]), state)
+    np.testing.assert_allclose(fw.numpy(result[0]), [-0.70711, 3.0], rtol=CLOSE)
+
+
+def test_adagn_of_five_norms(fw: Framework) -> None:
+    """Huang et al.: norms 1, 1, 1, 100, 1 become 1, 1, 1, 0.7433, 0.5543."""
+    rule = uc.adagn()
+    state, found = rule.init([fw.array([1.0])]), []
+    for norm in (1.0, 1.0, 1.0, 100.0, 1.0):
+        [result], state, _ = rule.update([fw.array([norm])], state)
+        found.append(fw.numpy(result).item())
+    np.testing.assert_allclose(found, [1, 1, 1, 0.7433, 0.5543], rtol=1e-4)
+
+
+def test_norms_that_begin_with_zero(fw: Framework) -> None:
+    """A gradient of zeros, as of a layer that others mask at first, does not hold down all later ones."""
+    for rule in (uc.norm_growth(), uc.adagc(warmup=0), uc.adagc(warmup=1)):
+        state = rule.init([fw.array([1.0])])
+        for norm in (0.0, 0.0, 3.0):
+            [result], state, _ = rule.update([fw.array([norm])], state)
+        assert fw.numpy(result).item() == 3.0
+
+
+def test_quantile_step(fw: Framework) -> None:
+    """Andrew et al.: a limit of 1 that all norms are within becomes exp(-0.1); half of them leave it."""
+    rule = uc.by_example_quantile(start=1.0)
+    for values, wanted in (([[0.5], [0.1]], 0.904837), ([[0.5], [2.0]], 1.0), ([[3.0], [2.0]], math.exp(0.1))):
+        state = rule.init([fw.array(values)])
+        _, new, _ = rule.update([fw.array(values)], state)
+        assert float(fw.numpy(new.limits[0])) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_automatic_clipping(fw: Framework) -> None:
+    """AUTO-S, NSGD and PSAC of a norm of 1; PSAC's large gradients end near c, not near 0 as in a fork of Opacus."""
+    for rule, wanted in ((uc.auto_s(), 0.9901), (uc.auto_s(gamma=1.0), 0.5), (uc.psac(), 0.91667)):
+        [result], _ = clipped(fw, [[[0.6, 0.8]]], rule)
+        np.testing.assert_allclose(np.linalg.norm(result), wanted, rtol=CLOSE)
+    [result], _ = clipped(fw, [[[6.0, 8.0], [0.0, 0.0]]], uc.psac())
+    np.testing.assert_allclose(np.linalg.norm(result, axis=1), [0.999, 0.0], rtol=1e-4)
+
+
+EXAMPLES = [[[0.0, -0.5], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [[0.0], [5.0], [-3.0], [0.0]]]
+
+
+def test_examples(fw: Framework) -> None:
+    """Abadi et al.: each example's gradient over all leaves is clipped, then they are added."""
+    rows = np.concatenate([np.asarray(leaf) for leaf in EXAMPLES], axis=1)
+    wanted = (rows / np.maximum(np.linalg.norm(rows, axis=1), 1)[:, None]).sum(0)
+    arrays = [fw.array(leaf) for leaf in EXAMPLES]
+    total, report = fw.run(lambda g: uc.clip_and_sum(g, uc.by_example_norm(1.0)), arrays)
+    np.testing.assert_allclose(np.concatenate([fw.numpy(t) for t in total]), wanted, rtol=1e-6)
+    assert (fw.numpy(report.factors) < 1).sum() == 2
+    mean, _ = fw.run(lambda g: uc.clip_and_mean(g, uc.by_example_norm(1.0)), arrays)
+    np.testing.assert_allclose(np.concatenate([fw.numpy(m) for m in mean]), wanted / 4, rtol=1e-6)
+    each, _ = fw.run(lambda g: uc.clip(g, uc.by_example_norm(1.0)), arrays)
+    np.testing.assert_allclose(np.concatenate([fw.numpy(e).sum(0) for e in each]), wanted, rtol=1e-6)
+
+
+def test_examples_layer_by_layer(fw: Framework) -> None:
+    """McMahan et al.: the limit is shared among the leaves, evenly or by their size."""
+    ones = [np.ones((1, 2)), np.ones((1, 1, 17)) * 9]
+    total, _ = clipped(fw, ones, uc.by_example_layer_norm(2**0.5))
+    np.testing.assert_allclose([np.linalg.norm(t) for t in total], [1, 1], rtol=1e-6)
+    total, _ = clipped(fw, [ones[0] * 9, ones[1]], uc.by_example_layer_norm(19**0.5, by_size=True))
+    np.testing.assert_allclose([np.linalg.norm(t) ** 2 for t in total], [2, 17], rtol=1e-5)
+
+
+def test_examples_that_differ_in_number(fw: Framework) -> None:
+    """Leaves with other numbers of examples are refused, and both shapes are named."""
+    grads = {"w": fw.array(np.ones((4, 2))), "b": fw.array(np.ones((3,)))}
+    for call in (uc.clip, uc.clip_and_sum):
+        with pytest.raises(ValueError, match=r"grads\['b'\].*\(3,\).*grads\['w'\].*\(4, 2\)|\[\(3,\), \(4, 2\)\]"):
+            call(grads, uc.by_example_norm(1.0))
+    with pytest.raises(ValueError, match=r"\[\(3,\), \(4, 2\)\]"):
+        uc.clip_and_sum(grads, uc.by_norm(1.0))
+    with pytest.raises(ValueError, match=r"no example axis|along the first axis"):
+        uc.clip_and_sum([fw.array(1.0)], uc.by_example_norm(1.0))
+
+
+def test_sums_of_examples_keep_the_dtype(fw: Framework) -> None:
+    """Half precision is added in float32; absent gradients stay absent; a batch of none gives zeros."""
+    for dtype in {"float16", "bfloat16", "float32"} & set(fw.dtypes):
+        grads = {"w": fw.array(np.full((3000, 2), 0.01), dtype), "none": None}
+        total, _ = fw.run(lambda g: uc.clip_and_sum(g, uc.by_example_norm(1.0)), grads)
+        assert total["none"] is None
+        assert fw.dtype(total["w"]) == dtype
+        np.testing.assert_allclose(fw.numpy(total["w"]).astype("float64"), [30, 30], rtol=5e-3)
+
+
+def test_normalized(fw: Framework) -> None:
+    """Every gradient gets the norm c, small ones too, and zeros stay zeros."""
+    for values, wanted in (([3e-4, 4e-4], [0.6, 0.8]), ([30.0, 40.0], [0.6, 0.8]), ([0.0, 0.0], [0.0, 0.0])):
+        [result], _ = clipped(fw, [values], uc.normalized(1.0))
+        np.testing.assert_allclose(result, wanted, rtol=1e-6)
+
+
+def test_groups_with_limits_of_their_own(fw: Framework) -> None:
+    """Each label has its limit, one that remembers too; a label without one is refused by name."""
+    label = lambda path, leaf: path[0]
+    grads = {"a": [fw.array([3.0]), fw.array([4.0])], "b": fw.array([12.0]), "c": fw.array([7.0])}
+    rule = uc.by_group_norm({"a": 1.0, "b": 6.0, "c": math.inf}, label)
+    result, report = fw.run(lambda g: uc.clip(g, rule), grads)
+    np.testing.assert_allclose([fw.numpy(x).item() for x in result["a"]], [0.6, 0.8], rtol=1e-6)
+    assert [float(fw.numpy(result[k])[0]) for k in "bc"] == [6.0, 7.0]
+    assert [float(fw.numpy(report.norms[k])) for k in "abc"] == [5.0, 12.0, 7.0]
+    mixed = uc.by_group_norm({"a": uc.Ema(2.0, 0.0, 0), "b": uc.Relative(0.5), "c": 1.0}, label)
+    state = mixed.init(grads)
+    for _ in range(2):
+        grads["a"] = [10 * x for x in grads["a"]]
+        result, state, report = mixed.update(grads, state, params={**grads, "b": fw.array([8.0])})
+    assert [float(fw.numpy(report.limits[k])) for k in "abc"] == pytest.approx([100.0, 4.0, 1.0])
+    with pytest.raises(ValueError, match=r"group 'c' has no limit: add it to \['a'\]"):
+        uc.clip({"c": fw.array([1.0])}, uc.by_group_norm({"a": 1.0}, label))
+
+
+def test_schedule(fw: Framework) -> None:
+    """A schedule gets the step, and compiles once."""
+    rule = uc.by_global_norm(uc.Schedule(lambda step: 1.0 + 4.0 * 0.5**step))
+    update = fw.compiled(lambda g, s: rule.update(g, s))
+    state, found = rule.init(fw.array([1.0])), []
+    for _ in range(4):
+        result, state, _ = update(fw.array([30.0, 40.0]), state)
+        found.append(float(np.linalg.norm(fw.numpy(result))))
+    np.testing.assert_allclose(found, [5, 3, 2, 1.5], rtol=1e-6)
+
+
+CURVES = {
+    "hard": (uc.hard, lambda r: min(1.0, 1 / r)),
+    "soft": (uc.soft, lambda r: 1 / (1 + r)),
+    "smooth": (uc.smooth, lambda r: 1 / math.hypot(1, r)),
+    "tanh": (uc.tanh, lambda r: math.tanh(r) / r),
+    "normalize": (uc.normalize, lambda r: 1 / r),
+    "skip": (uc.skip, lambda r: float(r <= 1)),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_curves(fw: Framework, name: str) -> None:
+    """Each curve is its formula, as far as float32 reaches; a limit of 0 and a norm of 0 give numbers."""
+    curve, formula = CURVES[name]
+    call = fw.compiled(lambda g, c: uc.clip(g, uc.by_global_norm(c, curve=curve)))
+
+    def clip(norm: float, limit: float) -> tuple[float, float]:
+        result, report = call(fw.array([norm]), fw.array(limit))
+        return float(fw.numpy(result)[0]), float(fw.numpy(report.factors))
+
+    for norm, limit in [(2.0, 1.0), (1.0, 1.0), (0.3, 1.0), (1e-20, 1e10), (1e20, 1e-10), (3e38, 1.0), (1e-3, 1e30)]:
+        wanted = formula(norm / limit)
+        result, factor = clip(norm, limit)
+        if 1e-37 < wanted < 1e37 and norm * wanted > 1e-37:
+            np.testing.assert_allclose([factor, result], [wanted, norm * wanted], rtol=3e-6)
+    for norm, limit in [(0.0, 1.0), (0.0, 0.0), (5.0, 0.0)]:
+        assert clip(norm, limit)[0] == 0.0
+    assert clip(5.0, math.inf) == (5.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["soft", "smooth", "tanh", "normalize", "skip"])
+def test_derivatives_of_curves(fw: Framework, name: str) -> None:
+    """The derivative through every curve is finite, at zero and at the limit too."""
+    if fw.family in {"PyTorch", "TensorFlow", "JAX"} and not fw.traced:
+        rule = uc.by_global_norm(1.0, curve=CURVES[name][0])
+        for values in ([0.0, 0.0], [0.6, 0.8], [3.0, 4.0], [1e-4, 0.0]):
+            slope = fw.gradient(partial(_product, rule), fw.array(values))
+            assert np.isfinite(fw.numpy(slope)).all(), values
+
+
+def _product(rule: uc.Rule, x: Any) -> Any:
+    return backend_of(x).xp.sum(uc.clip(x, rule)[0] * x)
+
+
+def double(g: Any) -> Any:
+    """Stand for a function of one's own."""
+    return 2 * g
+
+
+def test_chain(fw: Framework) -> None:
+    """Rules and functions run one after the other; the report has the norms that each of them saw."""
+    rule = uc.chain(double, uc.by_norm(4.0), uc.by_global_norm(1.0))
+    result, report = fw.run(lambda g: uc.clip(g, rule), [fw.array([3.0]), fw.array([0.5])])
+    np.testing.assert_allclose([fw.numpy(x).item() for x in result], np.asarray([4, 1]) / 17**0.5, rtol=1e-6)
+    assert report.norms[0] is None
+    assert [float(fw.numpy(n)) for n in report.norms[1]] == [6.0, 1.0]
+    assert float(fw.numpy(report.norms[2])) == pytest.approx(17**0.5)
+    assert fw.numpy(report.clipped)
+    assert fw.numpy(report.finite)
+
+
+def test_chain_remembers_together(fw: Framework) -> None:
+    """What one rule finds not finite teaches none of them: not the zeros that a skipped step consists of."""
+    rule = uc.chain(uc.by_global_norm(1.0, nonfinite="skip"), uc.autoclip(50, window=3))
+    update = fw.compiled(lambda g, s: rule.update(g, s))
+    state = rule.init(fw.array([1.0]))
+    for norm in (0.5, math.nan, 0.7):
+        result, state, report = update(fw.array([norm]), state)
+    assert float(fw.numpy(report.limits[1])) == pytest.approx(0.6)
+    np.testing.assert_allclose(fw.numpy(result), [0.6], rtol=1e-6)
+
+
+def test_masked(fw: Framework) -> None:
+    """What is left out comes back as it is and does not count; any rule or function can be masked."""
+    where = lambda path, leaf: "b" not in path
+    grads = {"a": [fw.array([3.0]), None, fw.array([4.0])], "b": fw.array([math.nan])}
+    result, report = fw.run(lambda g: uc.clip(g, uc.masked(uc.by_global_norm(1.0), where)), grads)
+    np.testing.assert_allclose([fw.numpy(x).item() for x in result["a"] if x is not None], [0.6, 0.8], rtol=1e-6)
+    assert result["a"][1] is None
+    assert np.isnan(fw.numpy(result["b"]))
+    assert float(fw.numpy(report.norms)) == 5.0
+    result, _ = fw.run(lambda g: uc.clip(g, uc.masked(double, where)), grads)
+    assert float(fw.numpy(result["a"][0])[0]) == 6.0
+    rule = uc.masked(uc.chain(uc.zclip(), uc.by_norm(1.0)), where)
+    state = rule.init(grads)
+    result, state, _ = rule.update(grads, state)
+    assert float(fw.numpy(result["a"][0])[0]) == 1.0
+
+
+def test_in_place(fw: Framework) -> None:
+    """Chains and masks clip in place too, each memory once."""
+    if fw.writes:
+        a, b = fw.array([3.0]), fw.array([5.0])
+        one = uc.masked(uc.by_norm(2.0), lambda path, leaf: path != (1,))
+        report = uc.clip_([a, b, a], uc.chain(one, lambda g: g / 2))
+        assert [fw.numpy(x).item() for x in (a, b)] == [1.0, 2.5]
+        assert [float(fw.numpy(n)) for n in (report.norms[0][0],)] == [3.0]
+
+
+def test_rules_that_are_none() -> None:
+    """Wrong choices are refused by name and value when the rule is made."""
+    for make, message in [
+        (lambda: uc.autoclip(101), "q must be from 0 to 100, got 101"),
+        (lambda: uc.autoclip(10, window=0), "window must be from 1"),
+        (lambda: uc.zclip(target="median"), "target must be one of 'reciprocal', 'mean', 'threshold', got 'median'"),
+        (lambda: uc.zclip(decay=1.5), "decay must be from 0 to 1, got 1.5"),
+        (lambda: uc.agc(-0.1), "ratio must be 0 or more"),
+        (lambda: uc.skip_spikes(window=10), "least must be from 2 to 10, got 64"),
+        (lambda: uc.auto_s(gamma=0.0), "gamma must be above 0"),
+        (lambda: uc.by_group_norm({"a": -1.0}, str), "limit must be 0 or more"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+    for make, message in [
+        (lambda: uc.chain(1.0), "rule must be a rule"),
+        (lambda: uc.masked(uc.by_norm(1.0), True), "where must be a function"),
+        (lambda: uc.Schedule(1.0), "fn must be a function"),
+        (lambda: uc.clip_and_sum(np.ones((2, 2)), uc.by_value(1.0)), "rule must be one of norms"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            make()
+    with pytest.raises(ValueError, match=r"remembers earlier steps.*Clipper"):
+        uc.clip(np.ones(2), uc.chain(uc.zclip(), uc.by_norm(1.0)))
