@@ -37,7 +37,7 @@ def chain(*rules: Any) -> Chain:
     -------
     Chain
         Its reports hold, as ``norms``, ``limits`` and ``factors``, a tuple of each rule's own; as
-        ``clipped`` whether any of them clipped, as ``finite`` whether all found finite gradients.
+        ``clipped`` and ``skipped`` whether any of them did, as ``finite`` whether all found finite gradients.
 
     Raises
     ------
@@ -184,6 +184,7 @@ class Masked(Printed):
         tree = flatten(grads)
         some, chosen = self._chosen(tree)
         clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
+        report = report._replace(skipped=None)  # the other leaves are not left out
         if in_place:
             return tree.rebuild(tree.leaves), state, report
         new = iter(flatten(clipped).leaves)
@@ -226,10 +227,12 @@ def _joined(reports: list[Report]) -> Report:
     if not measured:
         return Report()
     norms, limits, factors = (tuple(report[i] for report in reports) for i in range(3))
+    skipped = [report.skipped for report in measured if report.skipped is not None]
     return Report(
         norms,
         limits,
         factors,
         reduce(or_, [report.clipped for report in measured]),
         reduce(and_, [report.finite for report in measured]),
+        reduce(or_, skipped) if skipped else None,
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 
 from uniclip.backends.scalars import NUMBERS, SCALARS
-from uniclip.curves import ON_SCALARS
+from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
 from uniclip.limits import Constant, Given
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
@@ -45,12 +45,15 @@ class Report(NamedTuple):
     """Whether any factor differs from 1 (a boolean 0-d array)."""
     finite: Any = None
     """Whether every gradient, as it was given, and every norm was finite (a boolean 0-d array)."""
+    skipped: Any = None
+    """Whether the rule left the whole step out, for the optimizer to do so too (a boolean 0-d array; ``None`` if the
+    rule neither has the curve `uniclip.skip` nor the policy ``"skip"``)."""
 
     def __repr__(self) -> str:
         """Say that the norms are those before clipping."""
         return (
             f"Report(norms={self.norms!r} (before clipping), limits={self.limits!r}, factors={self.factors!r}, "
-            f"clipped={self.clipped!r}, finite={self.finite!r})"
+            f"clipped={self.clipped!r}, finite={self.finite!r}, skipped={self.skipped!r})"
         )
 
 
@@ -66,6 +69,8 @@ class Decision(NamedTuple):
     ones: list[Any]
     """Whether each factor is 1."""
     finite: Any
+    skipped: Any
+    """Whether the step is left out, ``None`` if the rule leaves none out."""
     state: Any
 
     def report(self) -> Report:
@@ -76,6 +81,7 @@ class Decision(NamedTuple):
             grads.arrange(grads.as_arrays([self._typed(*pair) for pair in zip(some, self.norms, strict=True)]))
             for some in (self.limits, self.factors)
         ]
+        flags += [] if self.skipped is None else [self.skipped]
         return Report(self.arranged_norms(), *values, *grads.as_arrays(flags))
 
     def _typed(self, value: Any, norm: Any) -> Any:
@@ -126,7 +132,18 @@ def decide(
         ones.append(small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))))
     if new_state is not state:
         state = kept(small, finite, optree.tree_map(backend.detached, new_state), state)
-    return Decision(grads, norms, small, limits, factors, ones, finite, state)
+    return Decision(grads, norms, small, limits, factors, ones, finite, _skipped(small, rule, factors, finite), state)
+
+
+def _skipped(backend: Backend, rule: Rule, factors: list[Any], finite: Any) -> Any:
+    """Return whether the whole step is left out, ``None`` if the rule leaves none out."""
+    xp, skipped = backend.xp, None
+    if rule.nonfinite == "skip":
+        skipped = xp.logical_not(finite)
+    if rule.curve is skip:
+        none_left = all_of(backend, [xp.all(xp.equal(factor, xp.zeros_like(factor))) for factor in factors])
+        skipped = none_left if skipped is None else skipped | none_left
+    return skipped
 
 
 def _readable(

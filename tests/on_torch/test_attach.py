@@ -756,3 +756,47 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "uniclip.integrations.torch needs PyTorch: pip install torch\n"
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "rule", [uc.skip_spikes(least=3), uc.chain(uc.skip_spikes(least=3), uc.by_norm(1.0))], ids=repr
+)
+def test_a_spike_is_no_step(make: Any, rule: Any) -> None:
+    """A step that the rule leaves out moves nothing: no weight decay, no momentum, no count."""
+    net = model()
+    optimizer = make(net.parameters())
+    handle = attach(optimizer, rule)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(net, 0, 1e6 if step == 4 else 1.0).backward()
+        before = copy.deepcopy([net.state_dict(), optimizer.state_dict()["state"]])
+        optimizer.step()
+    assert handle.report.skipped
+    for old, new in zip(before, [net.state_dict(), optimizer.state_dict()["state"]], strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0)
+
+
+def test_other_rules_can_be_attached() -> None:
+    """Chains, masks, groups and rules that remember are attached, and saved, as any other."""
+    rule = uc.chain(
+        uc.masked(uc.zclip(warmup=2), lambda path, leaf: path[0] == 0),
+        uc.by_group_norm({0: 1.0, 1: uc.Ema(1.1, 0.9, 0)}, lambda path, leaf: path[0]),
+    )
+    nets = [model(), model()]
+    optimizers = [SGD(groups_of(net), lr=0.1) for net in nets]
+    handle = attach(optimizers[0], rule)
+    for step in range(6):
+        if step == 3:
+            nets[1].load_state_dict(nets[0].state_dict())
+            attach(optimizers[1], rule)
+            file = io.BytesIO()
+            torch.save(optimizers[0].state_dict(), file)
+            file.seek(0)
+            optimizers[1].load_state_dict(torch.load(file))
+        for net, optimizer in list(zip(nets, optimizers, strict=True))[: 1 if step < 3 else 2]:
+            optimizer.zero_grad()
+            loss_of(net, step, 100.0).backward()
+            optimizer.step()
+    assert handle.report.clipped
+    torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), rtol=0, atol=0)

@@ -61,7 +61,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
 
     Notes
     -----
-    With the policy ``nonfinite="skip"`` a step on gradients that are not finite is not taken:
+    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
     parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
 
@@ -159,7 +159,7 @@ class Attached:
                 self._fold(grads, scale)
             else:
                 self._scale(params, grads, scale)
-        if policy == "skip":
+        if self.report.skipped is not None:
             self._skip(params, found_inf, fused=fused)
 
     def _fold(self, grads: list[Any], scale: Any) -> None:
@@ -206,13 +206,13 @@ class Attached:
             raise ValueError(msg)
 
     def _skip(self, params: list[Any], found_inf: Any, *, fused: bool) -> None:
-        """Have a step on gradients that are not finite skipped."""
-        finite = self.report.finite
+        """Have a step skipped that the rule leaves out."""
+        skipped = self.report.skipped
         # The fused SGD leaves its momentum uninitialized in a first step that is skipped.
-        if fused and not BACKEND.readable(finite) and not isinstance(self._optimizer, torch.optim.SGD):
-            flag = torch.logical_not(finite).to(torch.float32)
+        if fused and not BACKEND.readable(skipped) and not isinstance(self._optimizer, torch.optim.SGD):
+            flag = skipped.to(torch.float32)
             self._set("found_inf", flag if found_inf is None else torch.maximum(flag, found_inf.to(flag.device)))
-        elif not bool(finite):
+        elif bool(skipped):
             self._hide(params)
 
     def _hide(self, params: list[Any]) -> None:

@@ -269,8 +269,8 @@ def skip_spikes(z: float = 6.0, window: int = 128, least: int = 64, *, nonfinite
 
     Notes
     -----
-    An optimizer with momentum or weight decay moves on gradients of 0 too: look at ``report.factors``, and
-    take no step where it is 0 (`uniclip.integrations.torch.attach` takes none). The windows are in the
+    An optimizer with momentum or weight decay moves on gradients of 0 too: take no step where ``report.skipped``
+    (`uniclip.integrations.torch.attach` takes none). The windows are in the
     state: in the reference implementation they are in no checkpoint, and every restart has 64 blind steps.
 
     Examples
