@@ -32,10 +32,10 @@ def test_no_framework_is_imported(code: str) -> None:
 
 
 def test_importing_takes_no_time() -> None:
-    """Importing uniclip takes 60 ms at most beyond NumPy, in time of the processor: other programs do not count."""
+    """Importing uniclip takes 80 ms at most beyond NumPy, in time of the processor: other programs do not count."""
     code = "import numpy, time\nstart = time.process_time()\nimport uniclip\nprint(time.process_time() - start)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(7)]
-    assert statistics.median(float(run.stdout) for run in runs) < 0.060
+    assert statistics.median(float(run.stdout) for run in runs) < 0.080
 
 
 def test_the_algorithm_names_no_framework() -> None:
