@@ -250,7 +250,7 @@ class TorchCompile(Torch):
     same_objects = False
     raises = False
     traced = True
-    many = 100
+    many = 30
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
