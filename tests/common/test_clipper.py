@@ -93,10 +93,10 @@ def negative(array: Any) -> Any:
 
 def steps_of(fw: Framework) -> list[Any]:
     """Return the gradients of some steps; their norms vary by a factor of a hundred."""
-    rng, count = np.random.default_rng(3), 5 if fw.family == "Dask" else 8  # it takes long
+    rng, count = np.random.default_rng(3), 5 if fw.family == "Dask" else 8  # which takes long
     return [
         {"b": fw.array(size * rng.standard_normal(3)), "none": None, "w": fw.array(size * rng.standard_normal((3, 2)))}
-        for size in 10 ** rng.uniform(-1, 1, count)
+        for size in 10 ** rng.uniform(-1, 1, 8)[:count]
     ]
 
 
@@ -329,8 +329,8 @@ def test_from_one_framework_to_another(fw: Framework, rule: Any, back: bool) -> 
     clipper = uc.Clipper(rule)
     train(clipper, steps_of(before)[:3])
     again = loaded(json.loads(json.dumps(clipper.state_dict())), rule)
-    wanted = train(clipper, steps_of(before)[3:])
-    clipped = train(again, steps_of(after)[3:])
+    wanted = train(clipper, steps_of(before)[3:5])
+    clipped = train(again, steps_of(after)[3:5])
     same(after, clipped, wanted, like=before, rtol=1e-5)
     same(after, again.state, clipper.state, like=before, rtol=1e-5)
     assert all(after.owns(leaf) for leaf in optree.tree_leaves((clipped, again.state)))
