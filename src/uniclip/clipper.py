@@ -55,8 +55,8 @@ class Clipper:
 
     def __init__(self, rule: Any) -> None:
         self.rule = as_rule(rule)
-        self._saved: Any = None
-        self._last: tuple[Any, Report | None] = (None, None)  # one attribute: other threads see both or neither
+        # What was loaded, the state and the report in one attribute: other threads see those of one step.
+        self._last: tuple[dict[str, Any], Any, Report | None] = ({}, None, None)
 
     def __repr__(self) -> str:
         """Return source text."""
@@ -65,16 +65,16 @@ class Clipper:
     @property
     def report(self) -> Report | None:
         """What the last step saw and did."""
-        return self._last[1]
+        return self._last[2]
 
     @property
     def state(self) -> Any:
         """What the rule remembers."""
-        return self._last[0]
+        return self._last[1]
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._saved, self._last = None, (state, None)
+        self._last = ({}, state, None)
 
     def __call__(self, grads: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Any = None) -> Any:
         """Clip the gradients of a step.
@@ -105,7 +105,7 @@ class Clipper:
 
     def init(self, grads: Any) -> None:
         """Make the state now, not at the first step: from gradients, or from parameters of the same shapes."""
-        self._last = (self._first(grads), None)
+        self._last = ({}, self._first(grads), None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers as plain numbers and lists, which any file format and framework can hold.
@@ -115,9 +115,10 @@ class Clipper:
         dict
             It can be passed to ``json.dumps``, too. Before the first step it is empty.
         """
-        if self.state is None:
-            return dict(self._saved or {})
-        paths, arrays, _ = optree.tree_flatten_with_path(self.state)
+        saved, state, _ = self._last
+        if state is None:
+            return dict(saved)
+        paths, arrays, _ = optree.tree_flatten_with_accessor(state)
         return {_name(path): _plain(array) for path, array in zip(paths, arrays, strict=True)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -136,7 +137,7 @@ class Clipper:
         if not isinstance(saved, dict):
             msg = f"saved must be what state_dict() returned, got {saved!r}"
             raise TypeError(msg)
-        self._saved, self._last = dict(saved), (None, None)
+        self._last = (dict(saved), None, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: nothing of a framework."""
@@ -148,18 +149,18 @@ class Clipper:
         self.load_state_dict(held["saved"])
 
     def _first(self, grads: Any) -> Any:
-        new = self.rule.init(grads)
-        if not self._saved:
+        new, saved = self.rule.init(grads), self._last[0]
+        if not saved:
             return new
-        paths, arrays, spec = optree.tree_flatten_with_path(new)
+        paths, arrays, spec = optree.tree_flatten_with_accessor(new)
         names = [_name(path) for path in paths]
-        if set(names) != set(self._saved):
+        if set(names) != set(saved):
             msg = (
-                f"the saved state, of {sorted(self._saved)}, is not one of {self.rule!r} on these gradients, which has "
+                f"the saved state, of {sorted(saved)}, is not one of {self.rule!r} on these gradients, which has "
                 f"{sorted(names)}: load it into a Clipper of the rule that it was saved from"
             )
             raise ValueError(msg)
-        loaded = [_loaded(self._saved[name], array, name) for name, array in zip(names, arrays, strict=True)]
+        loaded = [_loaded(saved[name], array, name) for name, array in zip(names, arrays, strict=True)]
         return optree.tree_unflatten(spec, loaded)
 
     def _step(
@@ -170,19 +171,24 @@ class Clipper:
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
             state = self._first(grads)
+        self._refuse_traced(state)  # a graph of TensorFlow 1 cannot even use what was learned outside
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
+        self._refuse_traced(state)
+        self._last = ({}, optree.tree_map(_computed, state), report)
+        return clipped, report
+
+    def _refuse_traced(self, state: Any) -> None:
         if any(_traced(array) for array in optree.tree_leaves(state)):
             msg = (
                 f"{self!r} would remember values of code that is being compiled, which runs once: use "
                 "state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
             )
             raise TypeError(msg)
-        self._saved, self._last = None, (state, report)
-        return clipped, report
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
+    """Return the fields, keys and numbers that lead to an array: what is in a file should say what it is."""
+    return ".".join([str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path])
 
 
 def _plain(array: Any) -> Any:
@@ -200,6 +206,14 @@ def _loaded(value: Any, like: Any, name: str) -> Any:
         )
         raise ValueError(msg)
     return backend.to_device_of(like, backend.xp.asarray(values, dtype=like.dtype))
+
+
+def _computed(array: Any) -> Any:
+    """Return an array with its values: a lazy one (Dask's) would hold all gradients since the first step."""
+    if not hasattr(array, "persist"):
+        return array
+    with np.errstate(all="ignore"):
+        return array.persist()
 
 
 def _traced(array: Any) -> bool:
