@@ -55,6 +55,7 @@ napoleon_use_param = False  # types such as "array or tree of arrays" are prose,
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
+nitpick_ignore = [("py:class", "tree"), ("py:class", "arrays")]  # the type of an attribute is prose, too
 
 html_theme = "furo"
 html_title = "uniclip"
