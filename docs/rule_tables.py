@@ -146,7 +146,7 @@ def facts(name: str) -> str:
     """Return a row of what a preset is: its defaults, its four choices, and how often it clips."""
     made_of = " · ".join(f"`{choice}`" for choice in choices(made(name)) if choice)
     row = [f"{{py:func}}`{signature(name)} <uniclip.{name}>`", made_of, *map(percent, shares(name))]
-    return table(["defaults", "scope · norm · limit · curve", *NORMS], [row])
+    return table(["defaults", "scope · norm · limit · curve", *(f"clips, {norms}" for norms in NORMS)], [row])
 
 
 def signature(name: str) -> str:
