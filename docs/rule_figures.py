@@ -239,10 +239,11 @@ def curves() -> Figure:
     left, right = figure.subplots(1, 2)
     named = CURVES | {"Regularized(0.3)": uc.Regularized(0.3), "NonMonotonic(0.1)": uc.NonMonotonic(0.1)}
     looks = zip([*COLORS, "#8a5cc9", ORANGE, GREEN], ["-"] * 6 + [":"] * 2, strict=True)
-    for (name, curve), (color, style) in zip(named.items(), looks, strict=True):
+    for (name, curve), (color, line) in zip(named.items(), looks, strict=True):
         factor = curve(np, NORM, np.ones_like(NORM))
-        left.plot(NORM, factor, color=color, linestyle=style, linewidth=1.5, label=name)
-        right.plot(NORM, NORM * factor, color=color, linestyle=style, linewidth=1.5)
+        wide = {"linewidth": 5, "alpha": 0.5} if name == "hard" else {"linewidth": 1.5}
+        left.plot(NORM, factor, color=color, linestyle=line, label=name, **wide)
+        right.plot(NORM, NORM * factor, color=color, linestyle=line, **wide)
     left.set(xlabel="norm / limit", ylabel="factor", ylim=(0, 2), xlim=(0, 4))
     right.set(xlabel="norm / limit", ylabel="norm after / limit", ylim=(0, 1.25), xlim=(0, 4))
     figure.legend(*left.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=4)
