@@ -21,6 +21,8 @@ sys.path += [str(HERE), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
 import performance_figures  # noqa: E402 - needs the path above
+import rule_figures  # noqa: E402 - needs the path above
+import rule_tables  # noqa: E402 - needs the path above
 
 import how_others_behave  # noqa: E402 - needs the path above
 import promises  # noqa: E402 - needs the path above
@@ -53,6 +55,7 @@ napoleon_use_param = False  # types such as "array or tree of arrays" are prose,
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
+nitpick_ignore = [("py:class", "tree"), ("py:class", "arrays")]  # the type of an attribute is prose, too
 
 html_theme = "furo"
 html_title = "uniclip"
@@ -85,6 +88,9 @@ write(HERE / "_generated" / "promises.md", promises.table())
 write(HERE / "_generated" / "dtypes.md", promises.dtypes())
 write(HERE / "_generated" / "others.md", "\n\n".join(side_by_side.blocks(how_others_behave.GROUPS)))
 figures.draw(HERE / "_static" / "generated")
+rule_figures.draw(HERE / "_static" / "generated")
+for name, text in rule_tables.parts():
+    write(HERE / "_generated" / f"{name}.md", text)
 
 measured = json.loads((HERE / "performance.json").read_text(encoding="utf-8"))
 for name, text in speed_tables.parts(measured).items():

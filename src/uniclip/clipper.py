@@ -174,7 +174,7 @@ class Clipper:
         self._refuse_traced(state)  # a graph of TensorFlow 1 cannot even use what was learned outside
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
-        self._last = ({}, optree.tree_map(_computed, state), report)
+        self._last = ({}, state, report)
         return clipped, report
 
     def _refuse_traced(self, state: Any) -> None:
@@ -206,14 +206,6 @@ def _loaded(value: Any, like: Any, name: str) -> Any:
         )
         raise ValueError(msg)
     return backend.to_device_of(like, backend.xp.asarray(values, dtype=like.dtype))
-
-
-def _computed(array: Any) -> Any:
-    """Return an array with its values: a lazy one (Dask's) would hold all gradients since the first step."""
-    if not hasattr(array, "persist"):
-        return array
-    with np.errstate(all="ignore"):
-        return array.persist()
 
 
 def _traced(array: Any) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from uniclip._repr import Printed
+from uniclip.limits import positive
 
 
 def hard(xp: Any, norm: Any, limit: Any) -> Any:
@@ -79,7 +80,7 @@ class Regularized(Printed):
 
     def __post_init__(self) -> None:
         """Refuse what would divide by zero."""
-        _positive("gamma", self.gamma)
+        positive("gamma", self.gamma)
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
         """Return the factor."""
@@ -100,7 +101,7 @@ class NonMonotonic(Printed):
 
     def __post_init__(self) -> None:
         """Refuse what would divide by zero."""
-        _positive("r", self.r)
+        positive("r", self.r)
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
         """Return the factor."""
@@ -117,9 +118,3 @@ def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
     above, one = norm > limit, xp.ones_like(norm)
     larger = xp.where(above, norm, limit * one)
     return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, one)
-
-
-def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        msg = f"{name} must be above 0, got {value!r}"
-        raise ValueError(msg)

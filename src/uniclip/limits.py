@@ -116,6 +116,21 @@ def nonnegative(name: str, value: T) -> T:
     return value
 
 
+def within(name: str, value: float, low: float, high: float) -> None:
+    """Refuse a number that is out of range."""
+    if not low <= value <= high:
+        allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+        msg = f"{name} must be {allowed}, got {value!r}"
+        raise ValueError(msg)
+
+
+def positive(name: str, value: float) -> None:
+    """Refuse a number that is not above 0."""
+    if not value > 0:
+        msg = f"{name} must be above 0, got {value!r}"
+        raise ValueError(msg)
+
+
 @dataclass(frozen=True, repr=False)
 class Constant(Printed, Limit):
     """Allow the same norm at every step.
@@ -148,14 +163,17 @@ class Relative(Printed, Limit):
 
     Parameters
     ----------
-    ratio : float or array
-        At least 0; an array of the norms' shape gives each its own.
+    ratio : float or 0-d array
+        At least 0.
     eps : float or 0-d array, default 1e-3
         The least norm of a parameter that counts, or one that is zero could never change.
+    counts : array, optional
+        One number for each norm, of the norms' shape, to multiply its limit by.
     """
 
     ratio: Any
     eps: Any = 1e-3
+    counts: Any = None
 
     def __post_init__(self) -> None:
         """Refuse what is no ratio."""
@@ -169,8 +187,18 @@ class Relative(Printed, Limit):
         given: Given,
     ) -> tuple[Arrays, NoState]:
         """Measure the parameters."""
-        xp, sizes = given.xp, given.reference()
-        return [self.ratio * xp.where(n > self.eps, n, xp.ones_like(n) * self.eps) for n in sizes], state
+        xp = given.xp
+        limits = [self.ratio * xp.where(n > self.eps, n, xp.ones_like(n) * self.eps) for n in given.reference()]
+        return [limit * self._counted(given, limit) for limit in limits], state
+
+    def _counted(self, given: Given, limit: Any) -> Any:
+        if self.counts is None:
+            return 1
+        counts = given.place([limit], given.xp.asarray(self.counts, dtype=limit.dtype))
+        if tuple(counts.shape) != tuple(limit.shape):
+            msg = f"counts of shape {tuple(counts.shape)} do not fit norms of shape {tuple(limit.shape)}"
+            raise ValueError(msg)
+        return counts
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,6 +218,11 @@ class TrustRatio(Printed, Limit):
     lr: Any
     trust: float = 0.02
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is negative."""
+        for name in ("lr", "trust", "weight_decay"):
+            nonnegative(name, getattr(self, name))
 
     def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
         """Measure the parameters; one that is zero limits nothing."""

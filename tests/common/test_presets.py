@@ -64,6 +64,10 @@ def test_cow_clip(fw: Framework) -> None:
     result, report = fw.run(lambda n, g, p: uc.clip(g, uc.cow_clip(n), params=p), counts, grads, params)
     np.testing.assert_allclose(fw.numpy(result), [[6.0, 8.0], [0.3, 0.4]], rtol=CLOSE)
     np.testing.assert_allclose(fw.numpy(report.limits), [10.0, 1.0], rtol=CLOSE)
+    result, _ = uc.clip(grads, uc.cow_clip(np.asarray([2, 1])), params=params)
+    np.testing.assert_allclose(fw.numpy(result), [[6.0, 8.0], [0.3, 0.4]], rtol=CLOSE)
+    with pytest.raises(ValueError, match=r"counts of shape \(3,\) do not fit norms of shape \(2,\)"):
+        uc.clip(grads, uc.cow_clip(np.ones(3)), params=params)
 
 
 def test_larc(fw: Framework) -> None:
@@ -381,9 +385,14 @@ def test_rules_that_are_none() -> None:
     """Wrong choices are refused by name and value when the rule is made."""
     for make, message in [
         (lambda: uc.autoclip(101), "q must be from 0 to 100, got 101"),
-        (lambda: uc.autoclip(10, window=0), "window must be from 1"),
+        (lambda: uc.autoclip(10, window=0), "window must be at least 1, got 0"),
         (lambda: uc.zclip(target="median"), "target must be one of 'reciprocal', 'mean', 'threshold', got 'median'"),
         (lambda: uc.zclip(decay=1.5), "decay must be from 0 to 1, got 1.5"),
+        (lambda: uc.zclip(warmup=1), "warmup must be at least 2, got 1"),
+        (lambda: uc.percentile(150), "p must be from 0 to 100, got 150"),
+        (lambda: uc.percentile(5, window=1), "window must be at least 2, got 1"),
+        (lambda: uc.by_example_quantile(start=0.0), "start must be above 0"),
+        (lambda: uc.larc(0.1, trust=-1.0), "trust must be 0 or more"),
         (lambda: uc.agc(-0.1), "ratio must be 0 or more"),
         (lambda: uc.skip_spikes(window=10), "least must be from 2 to 10, got 64"),
         (lambda: uc.auto_s(gamma=0.0), "gamma must be above 0"),

@@ -139,7 +139,7 @@ class Backend:
 
     def detached(self, array: Array) -> Array:
         """Return an array to remember, without the computation that it came from."""
-        return array
+        return array.persist() if hasattr(array, "persist") else array  # one that is lazy would hold all gradients
 
     def to_device_of(self, other: Array, array: Array) -> Array:  # noqa: ARG002
         """Return ``array`` on the device of ``other``."""

@@ -6,6 +6,8 @@ A step that is not finite changes nothing that they have learned.
 
 from __future__ import annotations
 
+import math
+
 from uniclip.adaptive import (
     Ema,
     LogZScore,
@@ -18,6 +20,7 @@ from uniclip.adaptive import (
     ZScore,
 )
 from uniclip.curves import normalize, skip
+from uniclip.limits import within
 from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_entry, each_leaf
@@ -50,9 +53,9 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
 
     Examples
     --------
-    >>> clipper = uc.Clipper(uc.autoclip())
-    >>> [clipper(np.asarray([n]))[0].item() for n in (4.0, 3.0, 2.0, 1.0)][:2]
-    [4.0, 3.0]
+    >>> clipper = uc.Clipper(uc.autoclip(percentile=50))
+    >>> [clipper(np.asarray([n])).item() for n in (1.0, 2.0, 3.0, 100.0)]
+    [1.0, 1.5, 2.0, 2.5]
     """
     return Rule(
         PercentileOfAll(percentile) if window is None else Percentile(percentile, window),
@@ -87,6 +90,8 @@ def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propaga
     >>> [clipper(np.asarray([n])).item() for n in (2.0, 2.5, 1.0)]
     [2.0, 2.0, 1.0]
     """
+    within("p", p, 0, 100)
+    within("window", window, 2, math.inf)
     rank = min(p * window // 100, window - 1)
     return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
 
@@ -113,7 +118,7 @@ def zclip(
         What a spike of score s is set back to: mean + z²/s · std (the higher, the lower), the mean, or
         mean + z · std.
     warmup : int, default 25
-        For how many steps nothing is clipped, and the statistics are those of all norms.
+        For how many steps, at least 2, nothing is clipped, and the statistics are those of all norms.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -127,7 +132,8 @@ def zclip(
     The reference implementation also limits every norm to 1.0 (``max_grad_norm``): for that,
     ``uc.chain(uc.zclip(), uc.by_global_norm(1.0))``. There one NaN spoils mean and variance for ever, a norm of ∞
     makes the gradients NaN, and the statistics are in no checkpoint. What it calls "percentile" is
-    ``target="threshold"``; many ports do only that.
+    ``target="threshold"``; many ports do only that. Norms that were all the same have no deviation: then any higher
+    one is a spike, for good.
 
     Examples
     --------

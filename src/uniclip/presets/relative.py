@@ -60,7 +60,7 @@ def cow_clip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: N
     Parameters
     ----------
     counts : array, of shape (rows,)
-        How often each row's id occurs in the batch; 1 for those that do not. Make a new rule at each step.
+        Of any dtype; how often each row's id occurs in the batch; 1 for those that do not. Make a new rule at each step.
     ratio : float, default 1
     eps : float, default 1e-5
         The least norm of a row that counts; the paper has 1e-5 for Criteo, 1e-4 to 1e-3 for Avazu.
@@ -79,7 +79,7 @@ def cow_clip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: N
     array([[6. , 8. ],
            [0.3, 0.4]])
     """
-    return Rule(Relative(counts * ratio, eps), scope=each_row, nonfinite=nonfinite)
+    return Rule(Relative(ratio, eps, counts), scope=each_row, nonfinite=nonfinite)
 
 
 def larc(lr: Any, trust: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate") -> Rule:
