@@ -60,7 +60,8 @@ def cow_clip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: N
     Parameters
     ----------
     counts : array, of shape (rows,)
-        Of any dtype; how often each row's id occurs in the batch; 1 for those that do not. Make a new rule at each step.
+        How often each row's id occurs in the batch, 1 for those that do not; of any real dtype, NumPy's too.
+        Make a new rule at each step.
     ratio : float, default 1
     eps : float, default 1e-5
         The least norm of a row that counts; the paper has 1e-5 for Criteo, 1e-4 to 1e-3 for Avazu.
