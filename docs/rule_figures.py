@@ -34,7 +34,7 @@ MEASURED = {
     "by_group_norm": "joint norm of the group",
     "normalized": "joint norm",
     "agc": "norm of the unit",
-    "cow_clip": "norm of the row",
+    "cowclip": "norm of the row",
     "larc": "norm of the leaf",
     "by_example_norm": "norm of the example",
     "by_example_layer_norm": "norm of the example's leaf",
@@ -116,8 +116,8 @@ FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
     "by_group_norm": by_group,
     "normalized": lambda: {"": of_norm(uc.normalized(1.0))},
     "agc": lambda: relative(uc.agc(0.01), (50.0, 100.0, 200.0)),
-    "cow_clip": lambda: {
-        f"count {n}, ‖w‖ = 0.5": of_norm(uc.cow_clip(np.asarray([float(n)])), (1, 1), np.full((1, 1), 0.5))
+    "cowclip": lambda: {
+        f"count {n}, ‖w‖ = 0.5": of_norm(uc.cowclip(np.asarray([float(n)])), (1, 1), np.full((1, 1), 0.5))
         for n in (1, 2, 4)
     },
     "larc": lambda: {

@@ -62,7 +62,7 @@ PRESETS = {
     "by_group_norm": Preset("each group by its own limit", ({0: 1.0, 1: 1.0}, label)),
     "normalized": Preset("every gradient to the same length"),
     "agc": Preset("each output unit beside its weights"),
-    "cow_clip": Preset("each row of an embedding beside its weights", (np.ones(2),)),
+    "cowclip": Preset("each row of an embedding beside its weights", (np.ones(2),)),
     "larc": Preset("each leaf's step beside its weights", (0.1,)),
     "autoclip": Preset("at a percentile of all norms so far"),
     "percentile": Preset("each leaf at a percentile of its last norms"),
@@ -194,7 +194,7 @@ def share_of_steps(name: str, draw: Draw) -> float:
     """
     early, late = list(_gradients(draw, 1, LOGGED)), list(_gradients(draw, 2, LATER))
     if family(name) == "relative":
-        rule = {"cow_clip": uc.cow_clip(np.ones(5)), "agc": uc.agc(axis=0)}.get(name) or made(name)
+        rule = {"cowclip": uc.cowclip(np.ones(5)), "agc": uc.agc(axis=0)}.get(name) or made(name)
         params = [np.ones((5, 10)), np.ones((5, 10))]
         limit, norm = (_flat(rule.measure(grads, (), params)[1][i] for grads in early[:100]) for i in (1, 0))
         params = [np.median(norm) / np.median(limit) * 2 * w for w in params]

@@ -14,30 +14,35 @@ limit      how large may it be?               `uniclip.limits`
 curve      what happens above it?             `uniclip.curves`
 =========  =================================  ==============================
 
-`uniclip.rules` puts them together, `uniclip.presets` names the published ones, `uniclip.core` runs them.
-`uniclip.adaptive` has the limits that learn from earlier steps, `uniclip.clipper` remembers for them, and
-`uniclip.combine` makes rules of rules.
+`uniclip.rules` puts them together, `uniclip.presets` names the published ones, `uniclip.verbs` and
+`uniclip.core` run them.
+`uniclip.clipper` remembers for rules that learn from earlier steps, and `uniclip.combine` makes rules of rules.
 """
 
-from uniclip.adaptive import (
+from uniclip.clipper import Clipper
+from uniclip.combine import Chain, Masked, chain, masked
+from uniclip.curves import NonMonotonic, Regularized, hard, normalize, skip, smooth, soft, tanh
+from uniclip.decide import Report
+from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
+from uniclip.limits import (
+    Constant,
     Ema,
+    Given,
+    Limit,
     LogZScore,
     MeanOverRms,
     Percentile,
     PercentileOfAll,
-    Quantile,
+    PerGroup,
+    Relative,
     RollingZScore,
     Schedule,
     SecondMoment,
+    Split,
+    TrackedQuantile,
+    TrustRatio,
     ZScore,
 )
-from uniclip.clipper import Clipper
-from uniclip.combine import Chain, Masked, chain, masked
-from uniclip.core import clip, clip_, clip_and_mean, clip_and_sum
-from uniclip.curves import NonMonotonic, Regularized, hard, normalize, skip, smooth, soft, tanh
-from uniclip.decide import Report
-from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
-from uniclip.limits import Constant, Given, Limit, PerGroup, Relative, Shared, TrustRatio
 from uniclip.norms import AVERAGE, L1, L2, MEAN, RMS, Linf, Norm
 from uniclip.presets import (
     adagc,
@@ -54,7 +59,7 @@ from uniclip.presets import (
     by_group_norm,
     by_norm,
     by_value,
-    cow_clip,
+    cowclip,
     larc,
     log_zscore,
     norm_growth,
@@ -67,6 +72,7 @@ from uniclip.presets import (
 )
 from uniclip.rules import ByValue, Rule
 from uniclip.scopes import Scope, all_leaves, axes, each_entry, each_example, each_leaf, each_row, groups, unit
+from uniclip.verbs import clip, clip_, clip_and_mean, clip_and_sum
 
 __all__ = [
     "AVERAGE",
@@ -90,7 +96,6 @@ __all__ = [
     "PerGroup",
     "Percentile",
     "PercentileOfAll",
-    "Quantile",
     "Regularized",
     "Relative",
     "Report",
@@ -99,7 +104,8 @@ __all__ = [
     "Schedule",
     "Scope",
     "SecondMoment",
-    "Shared",
+    "Split",
+    "TrackedQuantile",
     "TrustRatio",
     "ZScore",
     "adagc",
@@ -127,7 +133,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",
-    "cow_clip",
+    "cowclip",
     "each_entry",
     "each_example",
     "each_leaf",

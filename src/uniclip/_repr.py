@@ -8,8 +8,14 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 
-def _source(value: object) -> str:
+def source(value: object) -> str:
+    """Return the name of a function or class, else what the value prints as."""
     return value.__qualname__ if hasattr(value, "__qualname__") else repr(value)
+
+
+def _differs(value: Any, default: Any) -> bool:
+    """Whether a field is not its default; an array is none, and its comparison no boolean."""
+    return hasattr(value, "shape") or bool(value != default)
 
 
 class Printed:
@@ -27,7 +33,7 @@ class Printed:
         me: Any = self
         defaults = [(f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(me)]
         return [
-            _source(getattr(self, name)) if default is MISSING else f"{name}={_source(getattr(self, name))}"
+            source(getattr(self, name)) if default is MISSING else f"{name}={source(getattr(self, name))}"
             for name, default in defaults
-            if default is MISSING or getattr(self, name) != default
+            if default is MISSING or _differs(getattr(self, name), default)
         ]

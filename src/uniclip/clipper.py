@@ -9,9 +9,9 @@ import numpy as np
 import optree
 
 from uniclip.backends import backend_of
-from uniclip.combine import as_rule
 from uniclip.decide import Report
 from uniclip.measure import AllReduce
+from uniclip.rules import as_rule
 from uniclip.tree import flatten
 
 
@@ -171,7 +171,7 @@ class Clipper:
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
             state = self._first(grads)
-        self._refuse_traced(state)  # a graph of TensorFlow 1 cannot even use what was learned outside
+        self._refuse_traced(state)  # a graph cannot even use what was learned outside of it
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
         self._last = ({}, state, report)

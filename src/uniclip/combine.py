@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import Any, ClassVar
+from typing import Any
 
 import optree
 
-from uniclip import core
-from uniclip._repr import Printed
+from uniclip._checks import check
+from uniclip._repr import Printed, source
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.decide import Report, kept
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
-from uniclip.rules import check
+from uniclip.rules import Function, as_rule
 from uniclip.scopes import Path
 from uniclip.tree import Tree, flatten
 
@@ -26,7 +26,7 @@ def chain(*rules: Any) -> Chain:
     """Return a rule that runs the given rules and functions of one gradient array, one after the other.
 
     Each sees what the one before made of the gradients. Where one of them meets gradients that are not
-    finite, the state of every one stays as it was.
+    finite, the state of every one stays as it was; where one skips the step, the states of those after it.
 
     Parameters
     ----------
@@ -83,32 +83,6 @@ def masked(rule: Any, where: Callable[[Path, Any], bool]) -> Masked:
 
 
 @dataclass(frozen=True, repr=False)
-class Function(Printed):
-    """A function of one gradient array as a rule; its report is empty."""
-
-    function: Callable[[Any], Any]
-    memory: ClassVar[bool] = False
-
-    def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
-        """Return the empty state."""
-        return NoState()
-
-    def update(
-        self,
-        grads: Any,
-        state: NoState,
-        params: Any = None,  # noqa: ARG002 - every rule has it
-        all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
-        *,
-        in_place: bool = False,
-        loss: Any = None,  # noqa: ARG002 - every rule has it
-    ) -> tuple[Any, NoState, Report]:
-        """Call the function on each gradient; see `Rule.update`."""
-        clipped, report = core.apply_function(grads, self.function, in_place=in_place)
-        return clipped, state, report
-
-
-@dataclass(frozen=True, repr=False)
 class Chain(Printed):
     """What `chain` returns."""
 
@@ -138,12 +112,17 @@ class Chain(Printed):
         loss: Any = None,
     ) -> tuple[Any, Any, Report]:
         """Run the rules; see `Rule.update`."""
-        states, new, reports = state or [NoState()] * len(self.rules), [], []
+        states, new = state if self.memory else [NoState()] * len(self.rules), []
+        reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
+            skipped = _joined(reports).skipped
             grads, after, report = rule.update(grads, old, params, all_reduce, in_place=in_place, loss=loss)
-            new.append(after)
+            new.append(after if skipped is None else _where(skipped, old, after))  # its zeros teach nothing
             reports.append(report)
-        return grads, _together(reports, tuple(new), state) if state else state, _joined(reports)
+        report = _joined(reports)
+        if not self.memory:
+            return grads, state, report
+        return grads, tuple(new) if report.finite is None else _where(report.finite, tuple(new), state), report
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,7 +138,7 @@ class Masked(Printed):
 
     def __repr__(self) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
-        return f"masked({_source(self.rule)}, {self.where.__qualname__})"
+        return f"masked({_source(self.rule)}, {source(self.where)})"
 
     @property
     def memory(self) -> bool:
@@ -196,15 +175,8 @@ class Masked(Printed):
         return tree.rebuild(_merged([None] * len(chosen), chosen, iter(_picked(tree, chosen)))), chosen
 
 
-def as_rule(rule: Any) -> Any:
-    """Return a rule as it is, a function of one gradient array as a rule."""
-    fits = not isinstance(rule, type) and (hasattr(rule, "memory") or callable(rule))
-    check("rule", rule, fits, "a rule, such as uc.by_global_norm(1.0), or a function of one array")
-    return rule if hasattr(rule, "memory") else Function(rule)
-
-
 def _source(rule: Any) -> str:
-    return str(rule.function.__qualname__) if isinstance(rule, Function) else repr(rule)
+    return source(rule.function) if isinstance(rule, Function) else repr(rule)
 
 
 def _picked(tree: Tree, chosen: list[bool]) -> list[Any]:
@@ -215,10 +187,10 @@ def _merged(rest: list[Any], chosen: list[bool], new: Iterator[Any]) -> list[Any
     return [next(new) if one else leaf for leaf, one in zip(rest, chosen, strict=True)]
 
 
-def _together(reports: list[Report], new: Any, old: Any) -> Any:
-    """Return the new states, the old ones if one of the rules found what is not finite."""
-    finite, backends = _joined(reports).finite, [backend_of(array) for array in optree.tree_leaves(old)]
-    return new if finite is None or not backends[:1] else kept(backends[0] or DEFAULT, finite, new, old)
+def _where(flag: Any, yes: Any, no: Any) -> Any:
+    """Return one state where a flag holds, else the other one."""
+    arrays = optree.tree_leaves(no)
+    return kept(backend_of(arrays[0]) or DEFAULT, flag, yes, no) if arrays else yes
 
 
 def _joined(reports: list[Report]) -> Report:

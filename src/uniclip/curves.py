@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from uniclip._checks import positive
 from uniclip._repr import Printed
-from uniclip.limits import positive
 
 
 def hard(xp: Any, norm: Any, limit: Any) -> Any:
@@ -89,7 +89,7 @@ class Regularized(Printed):
 
 @dataclass(frozen=True, repr=False)
 class NonMonotonic(Printed):
-    """Return ``limit/(norm + r/(norm + r))``: `normalize` for large gradients, the limit itself for tiny ones (PSAC).
+    """Return ``limit/(norm + r/(norm + r))``: `normalize`, but the tiniest are multiplied by ``limit`` (PSAC).
 
     Parameters
     ----------

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from uniclip import core
-from uniclip.limits import nonnegative
+from uniclip._checks import LIMIT, nonnegative
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
 from uniclip.rules import ByValue
 from uniclip.scopes import all_leaves
+from uniclip.verbs import clip
 
 
 def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
@@ -47,7 +48,7 @@ def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
     >>> uc.clip_by_value({"w": np.asarray([-3.0, 0.5]), "b": None}, -1, 1)
     {'w': array([-1. ,  0.5]), 'b': None}
     """
-    return core.clip(grads, ByValue(min, max))[0]
+    return clip(grads, ByValue(min, max))[0]
 
 
 def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Any:
@@ -81,7 +82,7 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    return core.clip(grads, by_norm(nonnegative("max_norm", max_norm), axis=axis, ord=ord))[0]
+    return clip(grads, by_norm(nonnegative("max_norm", max_norm, LIMIT), axis=axis, ord=ord))[0]
 
 
 def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
@@ -113,7 +114,7 @@ def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    return core.clip(grads, by_average_norm(nonnegative("max_norm", max_norm)))[0]
+    return clip(grads, by_average_norm(nonnegative("max_norm", max_norm, LIMIT)))[0]
 
 
 def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any = None) -> tuple[Any, Any]:
@@ -155,7 +156,7 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return core.clip_known(by_global_norm(nonnegative("max_norm", max_norm), ord=ord), grads, norm)
+    return core.clip_known(by_global_norm(nonnegative("max_norm", max_norm, LIMIT), ord=ord), grads, norm)
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:

@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from uniclip import core
+from uniclip._checks import check
 from uniclip._repr import Printed
 from uniclip.curves import hard
 from uniclip.decide import Report, given_of
@@ -98,9 +99,9 @@ class Rule(Printed):
         limit: Limit = self.limit
         if not limit.memory:
             return NoState()
-        given = read(grads, self.scope)
-        with given.backend.quiet():
-            return limit.init(zeros(given), given_of(self, given))
+        gradients = read(grads, self.scope)
+        with gradients.backend.quiet():
+            return limit.init(zeros(gradients), given_of(self, gradients))
 
     def update(
         self,
@@ -170,29 +171,10 @@ class Rule(Printed):
         return core.measured(self, grads, state, params, all_reduce, loss=loss)
 
 
-@dataclass(frozen=True, repr=False)
-class ByValue(Printed):
-    """Clip each entry into ``[min, max]``: the one rule that is no norm (it runs ``xp.clip``).
+class EachArray(Printed):
+    """A rule that measures no norm and remembers nothing; its reports are empty."""
 
-    Parameters
-    ----------
-    min, max : float or array
-        The bounds; arrays broadcast against each leaf. Integer gradients need whole bounds.
-    """
-
-    min: Any
-    max: Any
     memory: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Refuse bounds that are no numbers, NaN or the wrong way round."""
-        for name in ("min", "max"):
-            bound = getattr(self, name)
-            fits = isinstance(bound, Real) or hasattr(bound, "dtype")
-            check(name, bound, fits, "a number or an array (math.inf or -math.inf for no bound)")
-        if isinstance(self.min, Real) and isinstance(self.max, Real) and not float(self.min) <= float(self.max):
-            msg = f"min must not be above max, and neither NaN: got min={self.min!r}, max={self.max!r}"
-            raise ValueError(msg)
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""
@@ -209,8 +191,51 @@ class ByValue(Printed):
         loss: Any = None,  # noqa: ARG002 - every rule has it
     ) -> tuple[Any, NoState, Report]:
         """Clip ``grads``; see `Rule.update`. The report is empty."""
-        clipped, report = core.apply(grads, self._bounds, in_place=in_place)
+        clipped, report = self.apply(grads, in_place=in_place)
         return clipped, state, report
+
+    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+        """Replace each array."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class Function(EachArray):
+    """A function of one gradient array as a rule."""
+
+    function: Callable[[Any], Any]
+
+    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+        """Call the function on each gradient array."""
+        return core.apply_function(grads, self.function, in_place=in_place)
+
+
+@dataclass(frozen=True, repr=False)
+class ByValue(EachArray):
+    """Clip each entry into ``[min, max]``: the one rule that is no norm (it runs ``xp.clip``).
+
+    Parameters
+    ----------
+    min, max : float or array
+        The bounds; arrays broadcast against each leaf. Integer gradients need whole bounds.
+    """
+
+    min: Any
+    max: Any
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are no numbers, NaN or the wrong way round."""
+        for name in ("min", "max"):
+            bound = getattr(self, name)
+            fits = isinstance(bound, Real) or hasattr(bound, "dtype")
+            check(name, bound, fits, "a number or an array (math.inf or -math.inf for no bound)")
+        if isinstance(self.min, Real) and isinstance(self.max, Real) and not float(self.min) <= float(self.max):
+            msg = f"min must not be above max, and neither NaN: got min={self.min!r}, max={self.max!r}"
+            raise ValueError(msg)
+
+    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+        """Clip each entry."""
+        return core.apply(grads, self._bounds, in_place=in_place)
 
     def _bounds(self, backend: Backend, array: Any) -> tuple[Any, ...]:
         """Return the function that clips, and the bounds that fit the array."""
@@ -233,11 +258,11 @@ class ByValue(Printed):
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
-def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
-    """Refuse an argument that does not fit."""
-    if not fits:
-        msg = f"{name} must be {wanted}, got {value!r}"
-        raise TypeError(msg)
+def as_rule(rule: Any) -> Any:
+    """Return a rule as it is, a function of one gradient array as a rule."""
+    fits = not isinstance(rule, type) and (hasattr(rule, "memory") or callable(rule))
+    check("rule", rule, fits, "a rule, such as uc.by_global_norm(1.0), or a function of one array")
+    return rule if hasattr(rule, "memory") else Function(rule)
 
 
 def _whole(xp: Any, bound: Any, info: Any) -> Any:

@@ -91,6 +91,12 @@ def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> 
     backend, new = grads.backend, list(grads.tree.leaves)
     first = grads.leaves[0] if new else None
     for leaf in grads.leaves:
+        if leaf.given.shape and (leaf.axes is None or 0 in leaf.axes):
+            msg = (
+                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {grads.scope!r}, "
+                "takes one norm over all of them"
+            )
+            raise ValueError(msg)
         shapes = [tuple(one.given.shape) for one in (first or leaf, leaf)]
         if not all(shapes) or shapes[0][0] != shapes[1][0]:
             places = " and ".join(grads.tree.place(one.number) for one in (first or leaf, leaf))
@@ -100,7 +106,9 @@ def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> 
         for leaf in grads.members(group):
             wide = upcast(backend.xp, leaf.array)
             total = backend.sum(_times(backend.xp, skip, grads.clean, wide, spread(backend, factor, leaf)), (0,))
-            total = total / leaf.given.shape[0] if mean else total
+            if mean:
+                count = backend.xp.asarray(backend.size(leaf.given, (0,)), dtype=total.dtype)
+                total = total / backend.xp.where(count > 0, count, backend.xp.ones_like(count))
             new[leaf.number] = cast(backend.xp, total, leaf.array.dtype)
     return grads.tree.rebuild(new)
 

@@ -97,15 +97,25 @@ class FanIn:
 
 
 each_entry = Scope(axes=())
+"""Every entry has its own norm, its modulus."""
 each_leaf = Scope()
+"""Every leaf has one norm."""
 each_row = Scope(axes=all_but_first)
+"""Every index of a leaf's first axis has one norm, in that leaf: a row of an embedding table, or an example's layer."""
 each_example = Scope(axes=all_but_first, join=everything)
+"""Every index of the first axis has one norm, over all leaves: an example."""
 all_leaves = Scope(join=everything)
+"""All leaves share one norm."""
 
 
 def axes(*axis: int) -> Scope:
     """Give one norm to the entries along the axes ``axis`` of each leaf; negative ones count from the end."""
     return Scope(axes=axis)
+
+
+def along(axis: int | tuple[int, ...]) -> Scope:
+    """Give one norm to the entries along one axis or several."""
+    return axes(axis) if isinstance(axis, int) else axes(*axis)
 
 
 def unit(axis: int | None = None) -> Scope:

@@ -63,11 +63,11 @@ RULES = {
     "log_zscore": uc.log_zscore(z=1.0),
     "adagc": uc.adagc(warmup=2),
     "norm_growth": uc.norm_growth(),
-    "skip_spikes": uc.skip_spikes(z=1.0, window=4, least=2),
+    "skip_spikes": uc.skip_spikes(z=1.0, window=4, warmup=2),
     "spam": uc.spam(factor=2.0, decay=0.5, warmup=1),
     "adagn": uc.adagn(),
     "quantile": uc.by_example_quantile(),
-    "per_group": uc.Rule(uc.PerGroup({"b": uc.Ema(warmup=0), "w": 1.0}), scope=uc.groups(first_key)),
+    "per_group": uc.Rule(uc.PerGroup({"b": uc.Ema(1.05, 0.98), "w": 1.0}), scope=uc.groups(first_key)),
     "masked": uc.masked(uc.chain(np.negative, uc.autoclip(50, window=4)), weight),
     "own": uc.Rule(Largest(), scope=uc.unit(0)),
     "no memory": uc.by_norm(1.0),
@@ -144,7 +144,7 @@ def test_a_clipper_is_the_pure_loop(fw: Framework, rule: Any) -> None:
 def test_it_prints_as_its_source() -> None:
     """What a clipper prints evaluates to a new one of an equal rule."""
     clipper = uc.Clipper(uc.zclip(z=3.0))
-    assert repr(clipper) == "Clipper(Rule(ZScore(z=3.0)))"
+    assert repr(clipper) == "Clipper(Rule(ZScore(3.0, 0.97)))"
     assert eval(repr(clipper), vars(uc).copy()).rule == clipper.rule
 
 
@@ -173,7 +173,7 @@ def test_functions_and_params(fw: Framework) -> None:
 def test_the_loss(fw: Framework) -> None:
     """A spike of the loss alone makes the gradients zero; without a loss nothing does."""
     losses = [1.0, 1.1, 0.9, 100.0, 1.0]
-    with_loss, without = (uc.Clipper(uc.skip_spikes(window=8, least=3)) for _ in range(2))
+    with_loss, without = (uc.Clipper(uc.skip_spikes(window=8, warmup=3)) for _ in range(2))
     for loss in losses:
         grads = [fw.array([3.0, 4.0])]
         clipped = with_loss(grads, loss=fw.array(loss) if loss < 2 else loss)

@@ -32,20 +32,24 @@ def test_no_framework_is_imported(code: str) -> None:
 
 
 def test_importing_takes_no_time() -> None:
-    """Importing uniclip takes 80 ms at most beyond NumPy, in time of the processor: other programs do not count."""
+    """Importing uniclip takes 120 ms at most beyond NumPy, in time of the processor: other programs do not count."""
     code = "import numpy, time\nstart = time.process_time()\nimport uniclip\nprint(time.process_time() - start)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(7)]
-    assert statistics.median(float(run.stdout) for run in runs) < 0.080
+    assert statistics.median(float(run.stdout) for run in runs) < 0.120
 
 
 def test_the_algorithm_names_no_framework() -> None:
-    """Frameworks are named in backends/ and integrations/ only, but for JAX's nodes and an error in tree.py."""
+    """Frameworks are named in backends/ and integrations/ only, but for JAX's nodes, errors, and plain numbers."""
     named = re.compile("numpy|torch|tensorflow|jax|keras|optax|mlx|dask", re.IGNORECASE)
-    allowed = {"__init__.py": set(), "tree.py": {"numpy", "torch", "tensorflow", "jax"}}
-    files = sorted(Path(uniclip.__file__).parent.glob("*.py"))
-    assert {"core.py", "rules.py", "scopes.py", "norms.py", "limits.py", "curves.py", "functional.py"} <= {
+    allowed = {"tree.py": {"numpy", "torch", "tensorflow", "jax"}, "clipper.py": {"numpy"}}
+    root = Path(uniclip.__file__).parent
+    files = [f for f in sorted(root.rglob("*.py")) if f.relative_to(root).parts[0] not in {"backends", "integrations"}]
+    assert {"core.py", "rules.py", "scopes.py", "norms.py", "fixed.py", "zscores.py", "curves.py"} <= {
         f.name for f in files
     }
     for file in files:
-        found = {name.lower() for name in named.findall(file.read_text(encoding="utf-8"))}
+        text = file.read_text(encoding="utf-8")
+        if file.parent.name == "presets":  # which say where a rule comes from
+            text = re.sub('""".*?"""', "", text, flags=re.DOTALL)
+        found = {name.lower() for name in named.findall(text)}
         assert found <= allowed.get(file.name, set()), file

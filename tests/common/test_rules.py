@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ PRESETS = [
     uc.Rule(1.0, scope=uc.each_entry, norm=uc.Linf),
     uc.Rule(uc.Constant(3.0), scope=uc.unit(0)),
     uc.by_global_norm(1.0, curve=uc.soft),
-    uc.by_group_norm({"a": 1.0, "b": uc.Ema()}, max),
+    uc.by_group_norm({"a": 1.0, "b": uc.Ema(1.05, 0.98)}, max),
     uc.normalized(2.0),
     uc.agc(),
     uc.agc(0.1, axis=0),
@@ -67,6 +68,13 @@ def test_a_rule_prints_as_its_source(rule: uc.Rule) -> None:
     assert pickle.loads(pickle.dumps(rule)) == rule
     with pytest.raises(AttributeError):
         rule.limit = 2.0
+
+
+def test_what_has_no_name_prints_too() -> None:
+    """Partial functions, objects that can be called and arrays are in a rule's text, as what they print."""
+    ready = functools.partial(max, 1)
+    assert repr(uc.chain(ready, uc.masked(uc.by_norm(1.0), ready))).count("functools.partial") == 2
+    assert "array([1., 1.])" in repr(uc.cowclip(np.ones(2)))
 
 
 def test_rules_differ_by_their_choices() -> None:

@@ -106,7 +106,7 @@ def test_all_of_history_in_a_histogram(fw: Framework) -> None:
 
 def test_losses_in_a_long_training(fw: Framework) -> None:
     """A spike of the loss skips the step too; a loss that is no number is one, and is not remembered."""
-    rule, steps = uc.skip_spikes(z=4, window=16, least=8), 24
+    rule, steps = uc.skip_spikes(z=4, window=16, warmup=8), 24
     step = fw.compiled(lambda grads, loss, state: rule.update(grads, state, loss=loss))
     state, rng = rule.init(fw.array([1.0])), np.random.default_rng(0)
     losses, kept, skipped = rng.normal(2, 0.1, steps), [], []

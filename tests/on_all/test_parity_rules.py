@@ -30,6 +30,10 @@ def test_agc() -> None:
     transform = optax.adaptive_grad_clip(0.1, eps=1e-3)
     theirs, _ = transform.update(grads, transform.init(params), params)
     close(uc.clip(grads, uc.agc(0.1), params=params)[0], theirs)
+    for axis in (0, 1, (0, 1)):
+        transform = optax.adaptive_grad_clip(0.1, axis=axis)
+        theirs, _ = transform.update(grads["kernel"], transform.init(params["kernel"]), params["kernel"])
+        close(uc.clip(grads["kernel"], uc.agc(0.1, axis=axis), params=params["kernel"])[0], theirs)
 
 
 @pytest.mark.parametrize("c", [0.5, 3.0])

@@ -760,7 +760,7 @@ except ImportError as error:
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(
-    "rule", [uc.skip_spikes(least=3), uc.chain(uc.skip_spikes(least=3), uc.by_norm(1.0))], ids=repr
+    "rule", [uc.skip_spikes(warmup=3), uc.chain(uc.skip_spikes(warmup=3), uc.by_norm(1.0))], ids=repr
 )
 def test_a_spike_is_no_step(make: Any, rule: Any) -> None:
     """A step that the rule leaves out moves nothing: no weight decay, no momentum, no count."""

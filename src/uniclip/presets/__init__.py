@@ -32,7 +32,7 @@ from uniclip.presets.fixed import (
     by_value,
     normalized,
 )
-from uniclip.presets.relative import agc, cow_clip, larc
+from uniclip.presets.relative import agc, cowclip, larc
 
 __all__ = [
     "adagc",
@@ -49,7 +49,7 @@ __all__ = [
     "by_group_norm",
     "by_norm",
     "by_value",
-    "cow_clip",
+    "cowclip",
     "larc",
     "log_zscore",
     "norm_growth",

@@ -6,9 +6,9 @@ A step that is not finite changes nothing that they have learned.
 
 from __future__ import annotations
 
-import math
-
-from uniclip.adaptive import (
+from uniclip._checks import whole, within
+from uniclip.curves import normalize, skip
+from uniclip.limits import (
     Ema,
     LogZScore,
     MeanOverRms,
@@ -19,8 +19,6 @@ from uniclip.adaptive import (
     Target,
     ZScore,
 )
-from uniclip.curves import normalize, skip
-from uniclip.limits import within
 from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_entry, each_leaf
@@ -35,7 +33,7 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     ----------
     percentile : float, default 10
         The paper's 10 clips nine of ten steps: close to normalizing. 90 to 99 only cuts spikes, 100
-        is off.
+        is off (with a window).
     window : int or None, default 10000
         How many norms count, the newest. The paper keeps all: with ``None`` all count, to half a percent.
     nonfinite : str, default "propagate"
@@ -90,8 +88,9 @@ def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propaga
     >>> [clipper(np.asarray([n])).item() for n in (2.0, 2.5, 1.0)]
     [2.0, 2.0, 1.0]
     """
+    whole("p", p, 0)
     within("p", p, 0, 100)
-    within("window", window, 2, math.inf)
+    whole("window", window, 2)
     rank = min(p * window // 100, window - 1)
     return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
 
@@ -252,7 +251,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
 
 
-def skip_spikes(z: float = 6.0, window: int = 128, least: int = 64, *, nonfinite: NonFinite = "skip") -> Rule:
+def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *, nonfinite: NonFinite = "skip") -> Rule:
     """Make all gradients 0 where their joint norm, or the loss, is ``z`` standard deviations above its last mean.
 
     Source: the ``SkipStep`` optimizers of OLMo-core; compare PaLM, arXiv:2204.02311. Give the loss to
@@ -263,8 +262,8 @@ def skip_spikes(z: float = 6.0, window: int = 128, least: int = 64, *, nonfinite
     z : float, default 6
     window : int, default 128
         How many norms and losses count, spikes too, before this step's.
-    least : int, default 64
-        How many there have to be before anything is a spike.
+    warmup : int, optional
+        How many there have to be before anything is a spike: half the window if not given, at least 2.
     nonfinite : str, default "skip"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -281,11 +280,12 @@ def skip_spikes(z: float = 6.0, window: int = 128, least: int = 64, *, nonfinite
 
     Examples
     --------
-    >>> clipper = uc.Clipper(uc.skip_spikes(least=3))
+    >>> clipper = uc.Clipper(uc.skip_spikes(warmup=3))
     >>> [clipper(np.asarray([n])).item() for n in (1.0, 1.1, 0.9, 100.0, 1.0)]
     [1.0, 1.1, 0.9, 0.0, 1.0]
     """
-    return Rule(RollingZScore(z, window, least), scope=all_leaves, curve=skip, nonfinite=nonfinite)
+    enough = max(2, window // 2) if warmup is None else warmup
+    return Rule(RollingZScore(z, window, enough), scope=all_leaves, curve=skip, nonfinite=nonfinite)
 
 
 def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -325,7 +325,7 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
 
 
 def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to the running mean of its norms divided by their root mean square, which is 1 or less.
+    """Scale each leaf to the running mean of its norms divided by their running root mean square, about 1.
 
     Source: AdaGN in Huang et al., *Stable-SPAM* (now *GradientStabilizer*), arXiv:2502.17055.
 
@@ -342,7 +342,8 @@ def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonF
 
     Notes
     -----
-    The size of the gradient is lost, which matters to SGD, and the steps after a spike are too small, too.
+    The size of the gradient is lost, which matters to SGD. The norm is above 1 while norms grow, and too small in the
+    steps after a spike.
 
     Examples
     --------

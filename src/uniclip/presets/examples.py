@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from uniclip.adaptive import Quantile
 from uniclip.curves import NonMonotonic, Regularized, hard
-from uniclip.limits import Shared
+from uniclip.limits import Split, TrackedQuantile
 from uniclip.nonfinite import NonFinite
 from uniclip.rules import Curve, Rule
 from uniclip.scopes import each_example, each_row
@@ -75,7 +74,7 @@ def by_example_layer_norm(c: Any, *, by_size: bool = False, nonfinite: NonFinite
            [0.3, 0.4]]), array([[1.],
            [0.]])]
     """
-    return Rule(Shared(c, by_size), scope=each_row, nonfinite=nonfinite)
+    return Rule(Split(c, by_size), scope=each_row, nonfinite=nonfinite)
 
 
 def by_example_quantile(
@@ -103,8 +102,8 @@ def by_example_quantile(
 
     Notes
     -----
-    The share is exact. To be private it needs noise, which uniclip adds to nothing: take the paper's
-    update of c with your own noisy share, and give c to `by_example_norm`.
+    The share is exact, and each device's own. To be private it needs noise, which uniclip adds to nothing: take the
+    paper's update of c with your own noisy share, and give c to `by_example_norm`.
 
     Examples
     --------
@@ -113,7 +112,7 @@ def by_example_quantile(
     >>> print(round(clipper.state.limits[0], 6))
     0.904837
     """
-    return Rule(Quantile(quantile, rate, start), scope=each_example, nonfinite=nonfinite)
+    return Rule(TrackedQuantile(quantile, rate, start), scope=each_example, nonfinite=nonfinite)
 
 
 def auto_s(c: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:

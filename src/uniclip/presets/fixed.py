@@ -7,12 +7,13 @@ from collections.abc import Hashable, Mapping
 from numbers import Real
 from typing import Any
 
+from uniclip._checks import check
 from uniclip.curves import hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.nonfinite import NonFinite
-from uniclip.norms import AVERAGE, L2, RMS, Norm
-from uniclip.rules import ByValue, Curve, Rule, check
-from uniclip.scopes import Label, Scope, all_leaves, axes, each_leaf, groups
+from uniclip.norms import AVERAGE, RMS, Norm
+from uniclip.rules import ByValue, Curve, Rule
+from uniclip.scopes import Label, all_leaves, along, each_leaf, groups
 
 
 def by_value(lo: Any, hi: Any = None) -> ByValue:
@@ -81,7 +82,7 @@ def by_norm(
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    return Rule(c, scope=each_leaf if axis is None else _along(axis), norm=Norm(ord), curve=curve, nonfinite=nonfinite)
+    return Rule(c, scope=each_leaf if axis is None else along(axis), norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
 def by_average_norm(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -135,7 +136,7 @@ def by_global_norm(c: Any, ord: float = 2, *, curve: Curve = hard, nonfinite: No
     >>> uc.clip([np.asarray([3.0, 4.0]), np.asarray([12.0])], uc.by_global_norm(6.5))[0]
     [array([1.5, 2. ]), array([6.])]
     """
-    return Rule(c, scope=all_leaves, norm=L2 if ord == L2.p else Norm(ord), curve=curve, nonfinite=nonfinite)
+    return Rule(c, scope=all_leaves, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
 def by_block_rms(c: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -220,7 +221,3 @@ def normalized(c: Any = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagat
     [array([0.6, 0.8])]
     """
     return Rule(c, scope=all_leaves, norm=Norm(ord), curve=normalize, nonfinite=nonfinite)
-
-
-def _along(axis: int | tuple[int, ...]) -> Scope:
-    return axes(axis) if isinstance(axis, int) else axes(*axis)

@@ -8,10 +8,16 @@ from typing import Any
 from uniclip.limits import Relative, TrustRatio
 from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
-from uniclip.scopes import each_leaf, each_row, unit
+from uniclip.scopes import along, each_leaf, each_row, unit
 
 
-def agc(ratio: Any = 0.01, eps: float = 1e-3, axis: int | None = None, *, nonfinite: NonFinite = "propagate") -> Rule:
+def agc(
+    ratio: Any = 0.01,
+    eps: float = 1e-3,
+    axis: int | tuple[int, ...] | None = None,
+    *,
+    nonfinite: NonFinite = "propagate",
+) -> Rule:
     """Scale each output unit's gradient to ``ratio · max(‖w‖, eps)`` at most, w the unit's weights.
 
     Source: Brock, De, Smith and Simonyan, *High-performance large-scale image recognition without
@@ -25,9 +31,9 @@ def agc(ratio: Any = 0.01, eps: float = 1e-3, axis: int | None = None, *, nonfin
         far too strong.
     eps : float, default 1e-3
         The least norm of weights that counts, or weights that begin with zeros could never change.
-    axis : int, optional
-        The axis of a weight that counts its output units; without it the framework's convention: 0 in
-        PyTorch, the last one elsewhere. A vector or a scalar is one unit.
+    axis : int or tuple of int, optional
+        The axes that one norm covers, as in optax; without it all but that of the output units, by the framework's
+        convention the first in PyTorch and the last elsewhere. A vector or a scalar is one unit then.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -44,14 +50,14 @@ def agc(ratio: Any = 0.01, eps: float = 1e-3, axis: int | None = None, *, nonfin
     Examples
     --------
     >>> params, grads = np.asarray([[1.0], [1.0]]), np.asarray([[3.0], [4.0]])
-    >>> uc.clip(grads, uc.agc(0.1, axis=0), params=params)[0]
+    >>> uc.clip(grads, uc.agc(0.1, axis=1), params=params)[0]
     array([[0.1],
            [0.1]])
     """
-    return Rule(Relative(ratio, eps), scope=unit(axis), nonfinite=nonfinite)
+    return Rule(Relative(ratio, eps), scope=unit() if axis is None else along(axis), nonfinite=nonfinite)
 
 
-def cow_clip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
+def cowclip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each row of an embedding table's gradient to ``ratio · count · max(‖row‖, eps)`` at most.
 
     Source: Zheng et al., *CowClip*, arXiv:2204.06240. Only for the embedding table: clip it by itself, or
@@ -76,18 +82,20 @@ def cow_clip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: N
     Examples
     --------
     >>> table, grads = np.asarray([[3.0, 4.0], [0.0, 1.0]]), np.asarray([[30.0, 40.0], [0.3, 0.4]])
-    >>> uc.clip(grads, uc.cow_clip(np.asarray([2.0, 1.0])), params=table)[0]
+    >>> uc.clip(grads, uc.cowclip(np.asarray([2.0, 1.0])), params=table)[0]
     array([[6. , 8. ],
            [0.3, 0.4]])
     """
     return Rule(Relative(ratio, eps, counts), scope=each_row, nonfinite=nonfinite)
 
 
-def larc(lr: Any, trust: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf so that a step at the learning rate ``lr`` is at most ``trust · ‖w‖`` long.
+def larc(
+    lr: Any, trust_coefficient: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate"
+) -> Rule:
+    """Scale each leaf so that a step at the learning rate ``lr`` is at most ``trust_coefficient · ‖w‖`` long.
 
-    The factor is ``min(1, trust·‖w‖ / (lr·(‖g‖ + weight_decay·‖w‖)))``. Source: the clipping mode of LARC in
-    NVIDIA's apex, after You, Gitman and Ginsburg, *Large batch training of convolutional networks*,
+    The factor is ``min(1, trust_coefficient·‖w‖ / (lr·(‖g‖ + weight_decay·‖w‖)))``. Source: the clipping mode of LARC
+    in NVIDIA's apex, after You, Gitman and Ginsburg, *Large batch training of convolutional networks*,
     arXiv:1708.03888. There the weight decay is added to the gradient before it is multiplied; here the
     optimizer adds it afterwards, so it is not scaled.
 
@@ -95,7 +103,7 @@ def larc(lr: Any, trust: float = 0.02, weight_decay: float = 0.0, *, nonfinite: 
     ----------
     lr : float or 0-d array
         The learning rate of this step; make a new rule when it changes.
-    trust : float, default 0.02
+    trust_coefficient : float, default 0.02
         How long a step may be beside its parameter.
     weight_decay : float, default 0
     nonfinite : str, default "propagate"
@@ -111,4 +119,4 @@ def larc(lr: Any, trust: float = 0.02, weight_decay: float = 0.0, *, nonfinite: 
     >>> uc.clip(np.asarray([30.0, 40.0]), uc.larc(lr=0.1), params=np.asarray([3.0, 4.0]))[0]
     array([0.6, 0.8])
     """
-    return Rule(TrustRatio(lr, trust, weight_decay), scope=each_leaf, nonfinite=nonfinite)
+    return Rule(TrustRatio(lr, trust_coefficient, weight_decay), scope=each_leaf, nonfinite=nonfinite)

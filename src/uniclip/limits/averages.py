@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: MIT
+"""Limits that follow from running averages of the norms. A step that is not finite changes none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from uniclip._checks import below_one, nonnegative, whole
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most
+
+
+class Averages(NamedTuple):
+    """A running average for each norm, and how many steps were taken."""
+
+    averages: Arrays
+    count: Any
+
+
+class MeansAndSquares(NamedTuple):
+    """Running mean and mean square of each norm, and how many steps were taken."""
+
+    means: Arrays
+    squares: Arrays
+    count: Any
+
+
+@dataclass(frozen=True, repr=False)
+class Ema(Remembers):
+    """Allow ``ratio`` times the running average of the norms after clipping.
+
+    Parameters
+    ----------
+    ratio : float
+        How far above its average a norm may be.
+    decay : float
+        Of the average; 0 compares with the step before.
+    warmup : int, default 0
+        For how many steps all norms are scaled together, to the joint norm ``warmup_norm`` at most,
+        while the average is the smallest norm so far.
+    warmup_norm : float, default 1.0
+        The largest joint norm in the warm-up.
+
+    Notes
+    -----
+    The average begins with the first norm. One that is 0 limits nothing, or no gradient could ever
+    grow again.
+    """
+
+    ratio: float
+    decay: float
+    warmup: int = 0
+    warmup_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such choice."""
+        nonnegative("ratio", self.ratio)
+        nonnegative("warmup_norm", self.warmup_norm)
+        below_one("decay", self.decay)
+        whole("warmup", self.warmup, 0)
+
+    def init(self, norms: Arrays, given: Given) -> Averages:
+        """Begin with nothing known."""
+        return Averages([n + math.inf for n in norms], given.counter(norms))
+
+    def __call__(self, norms: Arrays, state: Averages, given: Given) -> tuple[Arrays, Averages]:
+        """Compare with the averages, then learn from what is left."""
+        xp, limits, averages = given.xp, [], []
+        warm = state.count < self.warmup
+        joint = _joint(given, norms) if self.warmup and norms else None
+        for n, average in zip(norms, state.averages, strict=True):
+            endless = xp.ones_like(n) * math.inf
+            limit = xp.where(average > 0, self.ratio * average, endless)
+            if joint is not None:
+                whole = xp.astype(given.place(n, joint), n.dtype)
+                above = whole > self.warmup_norm
+                shared = n * (self.warmup_norm / xp.where(above, whole, xp.ones_like(whole)))
+                limit = xp.where(warm, xp.where(above, shared, endless), limit)
+            left = at_most(xp, n, limit)
+            first = warm | xp.isinf(average)
+            before = xp.where(first, xp.zeros_like(n), average)
+            smallest = at_most(xp, left, average)
+            limits.append(limit)
+            averages.append(xp.where(first, smallest, self.decay * before + (1 - self.decay) * left))
+        return limits, Averages(averages, state.count + 1)
+
+
+@dataclass(frozen=True, repr=False)
+class SecondMoment(Remembers):
+    """Allow ``√(factor · v)``, v the running mean square of the norms after clipping.
+
+    With the scope `uniclip.each_entry` it is the second moment of each entry.
+
+    Parameters
+    ----------
+    factor : float
+        How far a square may be above the mean square.
+    decay : float
+        Of the mean square, which begins with 0.
+    warmup : int, default 0
+        For how many steps nothing is limited.
+
+    Notes
+    -----
+    A mean square of 0 limits nothing, or an entry that begins with zeros could never grow.
+    """
+
+    factor: float
+    decay: float
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such choice."""
+        nonnegative("factor", self.factor)
+        below_one("decay", self.decay)
+        whole("warmup", self.warmup, 0)
+
+    def init(self, norms: Arrays, given: Given) -> Averages:
+        """Begin with 0."""
+        return Averages([n * 0 for n in norms], given.counter(norms))
+
+    def __call__(self, norms: Arrays, state: Averages, given: Given) -> tuple[Arrays, Averages]:
+        """Compare with the mean square, then learn from what is left."""
+        xp, limits, averages = given.xp, [], []
+        for n, v in zip(norms, state.averages, strict=True):
+            limits.append(xp.where((state.count < self.warmup) | (v <= 0), n + math.inf, xp.sqrt(self.factor * v)))
+            left = at_most(xp, at_most(xp, n, limits[-1]), xp.ones_like(n) * LARGEST)
+            averages.append(self.decay * v + (1 - self.decay) * left * left)
+        return limits, Averages(averages, state.count + 1)
+
+
+@dataclass(frozen=True, repr=False)
+class MeanOverRms(Remembers):
+    """Allow the running mean of the norms divided by their running root mean square: about 1, more while norms grow.
+
+    Both learn from every norm, this step's included, and are corrected for beginning with 0. It is made
+    for the curve `uniclip.normalize`.
+
+    Parameters
+    ----------
+    mean_decay, square_decay : float
+        From 0 to below 1, of the mean and of the mean square.
+    eps : float, default 1e-8
+        Added to the root mean square.
+    """
+
+    mean_decay: float
+    square_decay: float
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such choice."""
+        below_one("mean_decay", self.mean_decay)
+        below_one("square_decay", self.square_decay)
+
+    def init(self, norms: Arrays, given: Given) -> MeansAndSquares:
+        """Begin with nothing known."""
+        return MeansAndSquares([n * 0 for n in norms], [n * 0 for n in norms], given.counter(norms))
+
+    def __call__(self, norms: Arrays, state: MeansAndSquares, given: Given) -> tuple[Arrays, MeansAndSquares]:
+        """Learn, then divide."""
+        xp, count, limits, means, squares = given.xp, state.count + 1, [], [], []
+        for norm, mean, square in zip(norms, state.means, state.squares, strict=True):
+            n = at_most(xp, norm, xp.ones_like(norm) * LARGEST)
+            means.append(self.mean_decay * mean + (1 - self.mean_decay) * n)
+            squares.append(self.square_decay * square + (1 - self.square_decay) * n * n)
+            steps = xp.astype(count, n.dtype)
+            m = means[-1] / (1 - self.mean_decay**steps)
+            v = squares[-1] / (1 - self.square_decay**steps)
+            limits.append(m / (xp.sqrt(v) + self.eps))
+        return limits, MeansAndSquares(means, squares, count)
+
+
+def _joint(given: Given, norms: Arrays) -> Any:
+    """Return the norm of all norms, in units of the largest one."""
+    xp, dtype = given.xp, given.xp.result_type(*(n.dtype for n in norms))
+    flat = xp.concat([xp.reshape(xp.astype(given.place(norms[0], n), dtype), (-1,)) for n in norms], axis=0)
+    top = xp.max(flat)
+    unit = xp.where(top > 0, top, xp.ones_like(top))
+    return unit * xp.sqrt(xp.sum((flat / unit) ** 2))

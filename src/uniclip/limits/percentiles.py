@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: MIT
+"""Limits that are percentiles of the norms so far, or follow one. A step that is not finite changes none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+from uniclip._checks import nonnegative, positive, whole, within
+from uniclip.limits.base import Arrays, Given, Remembers, empty, pushed
+
+
+class History(NamedTuple):
+    """The last norms along a new first axis, newest first, ∞ where there is none yet; and how many there are."""
+
+    norms: Arrays
+    count: Any
+
+
+class Histogram(NamedTuple):
+    """How many norms had at most each of the logarithms, along a new first axis; and how many there were."""
+
+    below: Arrays
+    count: Any
+
+
+class Thresholds(NamedTuple):
+    """The limit of each norm, 0-d."""
+
+    limits: Arrays
+
+
+@dataclass(frozen=True, repr=False)
+class Percentile(Remembers):
+    """Allow a percentile of the last norms, this step's among them; in between two of them, linearly.
+
+    Parameters
+    ----------
+    q : float
+        From 0, the smallest norm, to 100, the largest.
+    window : int
+        How many norms are kept.
+    filled : bool, default False
+        Whether the first norm fills the window, as if it had been there all along.
+    """
+
+    q: float
+    window: int
+    filled: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no percentile, and windows that hold nothing."""
+        within("the percentile q", self.q, 0, 100)
+        whole("window", self.window, 1)
+
+    def init(self, norms: Arrays, given: Given) -> History:
+        """Begin with an empty window."""
+        return History([empty(given, n, self.window) for n in norms], given.counter(norms))
+
+    def __call__(self, norms: Arrays, state: History, given: Given) -> tuple[Arrays, History]:
+        """Take the norms in, and look the percentiles up."""
+        xp, limits = given.xp, []
+        histories = [pushed(xp, old, n) for old, n in zip(state.norms, norms, strict=True)]
+        full = xp.ones_like(state.count) * self.window
+        count = xp.where(state.count < full, state.count + 1, full)
+        if self.filled:
+            begins = state.count < 1
+            histories = [xp.where(begins, xp.zeros_like(h) + n, h) for n, h in zip(norms, histories, strict=True)]
+            count = full
+        for n, history in zip(norms, histories, strict=True):
+            in_order = xp.sort(history, axis=0)
+            limits.append(_interpolated(xp, self.q, n, count, partial(_at, xp, in_order)))
+        return limits, History(histories, count)
+
+
+@dataclass(frozen=True, repr=False)
+class PercentileOfAll(Remembers):
+    """Allow a percentile of all norms so far, this step's among them, to half a percent.
+
+    The norms are counted by their logarithms, in steps of a hundredth: a state of 77 kB for each norm.
+
+    Parameters
+    ----------
+    q : float
+        From 0, the smallest norm, to 100, the largest.
+
+    Notes
+    -----
+    Source of the way of counting: Masson, Rim and Lee, *DDSketch*, arXiv:1908.10693.
+    """
+
+    q: float
+
+    first: ClassVar[float] = -103.5
+    """The least logarithm; float32 numbers have none below."""
+    step: ClassVar[float] = 0.01
+    bins: ClassVar[int] = 19_250
+
+    def __post_init__(self) -> None:
+        """Refuse what is no percentile."""
+        within("the percentile q", self.q, 0, 100)
+
+    def init(self, norms: Arrays, given: Given) -> Histogram:
+        """Begin with nothing counted."""
+        xp = given.xp
+        below = [given.place(n, xp.zeros((self.bins, *tuple(n.shape)), dtype=xp.int32)) for n in norms]
+        return Histogram(below, given.counter(norms))
+
+    def __call__(self, norms: Arrays, state: Histogram, given: Given) -> tuple[Arrays, Histogram]:
+        """Count the norms, and look the percentiles up."""
+        xp, count, limits, counts = given.xp, state.count + 1, [], []
+        for n, old in zip(norms, state.below, strict=True):
+            numbers = given.place(n, xp.reshape(xp.arange(self.bins), (self.bins,) + (1,) * len(n.shape)))
+            below = old + xp.astype(xp.log(n) <= self.first + self.step * xp.astype(numbers, n.dtype), xp.int32)
+
+            def value(rank: Any, below: Any = below, dtype: Any = n.dtype) -> Any:
+                bin_ = xp.astype(xp.sum(xp.astype(below <= rank, xp.int32), axis=0), dtype)
+                return xp.exp(self.first + self.step * (bin_ - 0.5))
+
+            limits.append(_interpolated(xp, self.q, n, count, value))
+            counts.append(below)
+        return limits, Histogram(counts, count)
+
+
+@dataclass(frozen=True, repr=False)
+class TrackedQuantile(Remembers):
+    """Allow a limit that moves until the share of norms within it is ``quantile``.
+
+    After each step ``limit ← limit · exp(-rate · (share - quantile))``, where the share is that of the
+    norms of one group (the examples of a batch, say) within the limit.
+
+    Parameters
+    ----------
+    quantile : float
+        Which share of the norms is to be within the limit.
+    rate : float
+        How fast the limit moves.
+    start : float
+        The first limit, above 0.
+
+    Notes
+    -----
+    The share is counted exactly, and on each device by itself: differential privacy needs noise, and several
+    devices need a share that they agree on.
+    """
+
+    quantile: float
+    rate: float
+    start: float
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such choice."""
+        within("quantile", self.quantile, 0, 1)
+        nonnegative("rate", self.rate)
+        positive("start", self.start)
+
+    def init(self, norms: Arrays, given: Given) -> Thresholds:
+        """Begin with the first limit."""
+        xp = given.xp
+        return Thresholds([given.place(n, xp.zeros((), dtype=n.dtype)) + self.start for n in norms])
+
+    def __call__(self, norms: Arrays, state: Thresholds, given: Given) -> tuple[Arrays, Thresholds]:
+        """Count the norms within the limit."""
+        xp = given.xp
+        shares = [xp.mean(xp.astype(n <= limit, n.dtype)) for n, limit in zip(norms, state.limits, strict=True)]
+        moved = [
+            limit * xp.exp(-self.rate * (share - self.quantile))
+            for limit, share in zip(state.limits, shares, strict=True)
+        ]
+        return state.limits, Thresholds(moved)
+
+
+def _at(xp: Any, in_order: Any, rank: Any) -> Any:
+    return xp.take(in_order, xp.reshape(rank, (1,)), axis=0)[0, ...]
+
+
+def _interpolated(xp: Any, q: float, n: Any, count: Any, at: Callable[[Any], Any]) -> Any:
+    """Return the ``q``-th percentile of ``count`` values, ``at(rank)`` the one that so many are below."""
+    position = xp.astype(count - 1, n.dtype) * (q / 100)
+    low = xp.floor(position)
+    rank = xp.astype(low, xp.int32)
+    lower, upper = at(rank), at(xp.where(rank + 1 < count, rank + 1, rank))
+    return lower + (position - low) * (upper - lower)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: MIT
+"""Limits in standard deviations above the mean of the norms so far. A step that is not finite changes neither."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from uniclip._checks import below_one, nonnegative, whole, within
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed
+
+Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
+
+
+class Moments(NamedTuple):
+    """Mean and variance for each norm, and how many steps were taken (in `LogZScore`, by each norm)."""
+
+    means: Arrays
+    variances: Arrays
+    count: Any
+
+
+class NormsAndLosses(NamedTuple):
+    """The last norms and losses along a new first axis, newest first, ∞ where there is none yet."""
+
+    norms: Arrays
+    losses: Any
+
+
+@dataclass(frozen=True, repr=False)
+class ZScore(Remembers):
+    """Allow ``z`` standard deviations above the running mean; a norm above that is set back to a target.
+
+    Parameters
+    ----------
+    z : float
+        The z-score above which a norm is a spike.
+    decay : float
+        Of the running mean and variance. They learn from the norms after clipping.
+    target : {"reciprocal", "mean", "threshold"}, default "reciprocal"
+        What a spike is set back to: ``mean + z²/score · std`` (the higher the spike, the lower),
+        the mean, or ``mean + z · std``.
+    warmup : int, default 25
+        For how many steps, at least 2, nothing is limited, and the statistics are those of all norms so far.
+    eps : float, default 1e-6
+        Added to the standard deviation in the z-score.
+    """
+
+    z: float
+    decay: float
+    target: Target = "reciprocal"
+    warmup: int = 25
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such choice."""
+        nonnegative("z", self.z)
+        below_one("decay", self.decay)
+        whole("warmup", self.warmup, 2)  # without a deviation every norm would be a spike
+        if self.target not in get_args(Target):
+            msg = f"target must be one of {', '.join(map(repr, get_args(Target)))}, got {self.target!r}"
+            raise ValueError(msg)
+
+    def init(self, norms: Arrays, given: Given) -> Moments:
+        """Begin with nothing known."""
+        return Moments(norms, norms, given.counter(norms))
+
+    def __call__(self, norms: Arrays, state: Moments, given: Given) -> tuple[Arrays, Moments]:
+        """Compare with what is known, then learn from what is left."""
+        xp, limits, means, variances = given.xp, [], [], []
+        warm = state.count < self.warmup
+        for norm, mean, variance in zip(norms, state.means, state.variances, strict=True):
+            n = at_most(xp, norm, xp.ones_like(norm) * LARGEST)
+            std = xp.sqrt(variance)
+            spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
+            target = self._target(mean, std, xp.where(spike, n - mean, xp.ones_like(n)))
+            weight = _weight(xp, n, state.count, warm, 1 - self.decay)
+            change = xp.where(spike, target, n) - mean
+            # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
+            square = weight * change**2 * xp.where(warm, xp.ones_like(n), 1 - weight)
+            limits.append(xp.where(spike, target, xp.ones_like(n) * math.inf))
+            means.append(mean + weight * change)
+            variances.append((1 - weight) * (variance + square))
+        return limits, Moments(means, variances, state.count + 1)
+
+    def _target(self, mean: Any, std: Any, excess: Any) -> Any:
+        if self.target == "mean":
+            return mean
+        return mean + self.z * std * (1 if self.target == "threshold" else self.z * (std + self.eps) / excess)
+
+
+@dataclass(frozen=True, repr=False)
+class LogZScore(Remembers):
+    """Allow ``z`` standard deviations above the mean in logarithms; a norm above that is set back to exp(mean).
+
+    Parameters
+    ----------
+    z : float
+        The z-score above which a norm is a spike.
+    decay : float
+        Of the running mean and variance of the logarithms. They learn from every norm, this step's
+        included, before it is compared; at first all norms count the same.
+    eps : float, default 1e-8
+        The least variance.
+
+    Notes
+    -----
+    Since this step's norm counts, no z-score is above ``√(decay/(1 - decay))``, 4.4 for a decay of 0.95. A norm of
+    0, which has no logarithm, is not learned from.
+    """
+
+    z: float
+    decay: float
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        """Refuse what is no such choice."""
+        nonnegative("z", self.z)
+        below_one("decay", self.decay)
+
+    def init(self, norms: Arrays, given: Given) -> Moments:
+        """Begin with nothing known."""
+        return Moments(norms, norms, [given.xp.astype(n, given.xp.int32) for n in norms])
+
+    def __call__(self, norms: Arrays, state: Moments, given: Given) -> tuple[Arrays, Moments]:
+        """Learn from the logarithms, then compare with them."""
+        xp, limits, means, variances, counts = given.xp, [], [], [], []
+        for n, mean, variance, count in zip(norms, *state, strict=True):
+            positive, early = n > 0, count < round(1 / (1 - self.decay))
+            log = xp.log(xp.where(positive, n, xp.ones_like(n)))
+            weight = _weight(xp, n, count, early, 1 - self.decay)
+            change = xp.where(positive, log - mean, xp.zeros_like(n))
+            weight = xp.where(positive, weight, xp.zeros_like(n))
+            counts.append(xp.where(positive, count + 1, count))
+            means.append(mean + weight * change)
+            variances.append((1 - weight) * (variance + weight * change**2))
+            least = xp.ones_like(n) * self.eps
+            std = xp.sqrt(xp.where(variances[-1] > least, variances[-1], least))
+            spike = positive & (log - means[-1] > self.z * std)
+            limits.append(xp.where(spike, xp.exp(means[-1]), xp.ones_like(n) * math.inf))
+        return limits, Moments(means, variances, counts)
+
+
+@dataclass(frozen=True, repr=False)
+class RollingZScore(Remembers):
+    """Allow ``z`` standard deviations above the mean of the last norms; 0 where the loss is as far above its own.
+
+    Parameters
+    ----------
+    z : float
+        The z-score above which a norm, or the loss, is a spike.
+    window : int
+        How many norms and losses are kept, spikes too; this step's are compared before they are.
+    warmup : int
+        How many norms, or losses, at least 2, have to be there before one is a spike.
+
+    Notes
+    -----
+    The standard deviation is the unbiased one. After the warm-up a loss of NaN or ∞ is a spike; it is not kept.
+    """
+
+    z: float
+    window: int
+    warmup: int
+
+    def __post_init__(self) -> None:
+        """Refuse windows in which nothing can be a spike."""
+        nonnegative("z", self.z)
+        whole("window", self.window, 2)
+        whole("warmup", self.warmup, 2)
+        within("warmup", self.warmup, 2, self.window)
+
+    def init(self, norms: Arrays, given: Given) -> NormsAndLosses:
+        """Begin with empty windows."""
+        losses = given.xp.zeros((self.window,), dtype=given.xp.float32) + math.inf
+        return NormsAndLosses(
+            [empty(given, n, self.window) for n in norms], given.place(norms[0], losses) if norms else losses
+        )
+
+    def __call__(self, norms: Arrays, state: NormsAndLosses, given: Given) -> tuple[Arrays, NormsAndLosses]:
+        """Compare with the windows, then keep."""
+        xp, losses = given.xp, state.losses
+        usual = [self._threshold(xp, history) for history in state.norms]
+        if given.loss is not None:
+            loss = given.place(losses, xp.astype(xp.asarray(given.loss), xp.float32))
+            bound = self._threshold(xp, losses)
+            calm = (loss <= bound) | (xp.isinf(bound) & xp.isnan(loss))
+            usual = [xp.where(calm, limit, xp.zeros_like(limit)) for limit in usual]
+            losses = xp.where(xp.isfinite(loss), pushed(xp, losses, loss), losses)
+        limited = [at_most(xp, n, xp.ones_like(n) * LARGEST) for n in norms]
+        histories = [pushed(xp, old, n) for old, n in zip(state.norms, limited, strict=True)]
+        return usual, NormsAndLosses(histories, losses)
+
+    def _threshold(self, xp: Any, history: Any) -> Any:
+        there = xp.isfinite(history)
+        count = xp.sum(xp.astype(there, history.dtype), axis=0)
+        enough = count >= self.warmup
+        count = xp.where(enough, count, xp.ones_like(count) * 2)
+        mean = xp.sum(xp.where(there, history, xp.zeros_like(history)), axis=0) / count
+        square = xp.sum(xp.where(there, history - mean, xp.zeros_like(history)) ** 2, axis=0) / (count - 1)
+        return xp.where(enough, mean + self.z * xp.sqrt(square), xp.ones_like(mean) * math.inf)
+
+
+def _weight(xp: Any, n: Any, count: Any, early: Any, weight: float) -> Any:
+    """Return the weight of a new value in an average: the same for each one early on, then ``weight``."""
+    return xp.where(early, xp.ones_like(n) / xp.astype(count + 1, n.dtype), xp.ones_like(n) * weight)

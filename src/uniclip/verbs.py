@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""What is done with a rule that remembers nothing: clip, in place too, and add up the clipped gradients of examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uniclip import core
+from uniclip._checks import check
+from uniclip.decide import Report
+from uniclip.limits import NoState
+from uniclip.measure import AllReduce
+from uniclip.rules import Rule, as_rule
+
+
+def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
+    """Clip gradients by a rule that remembers nothing, or by a function of one gradient array.
+
+    Parameters
+    ----------
+    grads : array or tree of arrays
+        Of one framework. ``None`` leaves are absent gradients and keep their place.
+    rule : Rule, ByValue, or callable
+        A callable gets one gradient array and returns the array to put in its place.
+    params : tree, optional
+        The parameters, for limits that compare with them; a tree of the same paths as ``grads``.
+    all_reduce : callable, optional
+        ``all_reduce(array, op)`` joins partial norms across devices; ``op`` is ``"sum"`` or ``"max"``.
+
+    Returns
+    -------
+    clipped : tree
+        Like ``grads``: every leaf keeps its dtype, shape, device and sparsity (integers become the
+        framework's default float under a rule that measures norms).
+    report : Report
+
+    Raises
+    ------
+    TypeError
+        If a leaf is no array, leaves belong to two frameworks, a function returns no array, or
+        ``rule`` is neither a rule nor a function.
+    ValueError
+        If the rule remembers earlier steps, a limit is negative or NaN, or an iterator is spent.
+    FloatingPointError
+        If the rule's policy for gradients that are not finite is ``"raise"``, and they are not.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([3.0, 4.0]), np.asarray([12.0])]
+    >>> clipped, report = uc.clip(grads, uc.by_global_norm(6.5))
+    >>> clipped
+    [array([1.5, 2. ]), array([6.])]
+    >>> float(report.norms), float(report.factors)
+    (13.0, 0.5)
+    >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
+    array([ 1., -1.])
+    """
+    return _clip(grads, rule, params, all_reduce, in_place=False)
+
+
+def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> Report:
+    """Clip gradients in place, piece by piece: no second set of gradients is made.
+
+    Parameters
+    ----------
+    grads, rule, params, all_reduce
+        As in `clip`; of a framework whose arrays can be changed. An array that is given twice is
+        one gradient: it counts once and is scaled once.
+
+    Returns
+    -------
+    report : Report
+
+    Raises
+    ------
+    TypeError
+        As `clip`; and if an array cannot be changed: its framework allows none, it is read-only, or holds
+        several entries in one place; or if it holds integers and the rule measures norms.
+    ValueError
+        As `clip`; and if two arrays overlap.
+    FloatingPointError
+        As `clip`. After any error of uniclip's no array is changed.
+
+    Notes
+    -----
+    A function of an array, the scope `each_entry`, and tensors that record derivatives need memory of
+    the array's own size.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([3.0, 4.0]), np.asarray([12.0])]
+    >>> report = uc.clip_(grads, uc.by_global_norm(6.5))
+    >>> grads, float(report.norms)
+    ([array([1.5, 2. ]), array([6.])], 13.0)
+    """
+    return _clip(grads, rule, params, all_reduce, in_place=True)[1]
+
+
+def clip_and_sum(grads: Any, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
+    """Clip the gradients of single examples and add them up, without keeping the clipped ones.
+
+    Parameters
+    ----------
+    grads : array or tree of arrays
+        The examples along the first axis of every leaf, as ``jax.vmap(jax.grad(loss), (None, 0))`` and
+        ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
+    rule : Rule
+        One that remembers nothing, such as `uniclip.by_example_norm`.
+    params, all_reduce
+        As in `clip`.
+
+    Returns
+    -------
+    total : tree
+        Like ``grads``, without the first axis; added in float32 or wider.
+    report : Report
+
+    Raises
+    ------
+    TypeError
+        As `clip`; and if ``rule`` measures no norms.
+    ValueError
+        As `clip`; and if leaves have no first axis or differ in its length.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
+    >>> uc.clip_and_sum(grads, uc.by_example_norm(6.5))[0]
+    [array([1.8, 2.4]), array([6.])]
+    """
+    return _clip_and_reduce(grads, rule, params, all_reduce, mean=False)
+
+
+def clip_and_mean(
+    grads: Any, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None
+) -> tuple[Any, Report]:
+    """Clip the gradients of single examples and take their mean: `clip_and_sum` divided by their number.
+
+    Parameters
+    ----------
+    grads, rule, params, all_reduce
+        As in `clip_and_sum`.
+
+    Returns
+    -------
+    mean : tree
+        Like ``grads``, without the first axis.
+    report : Report
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `clip_and_sum`.
+
+    Notes
+    -----
+    With differential privacy and batches of random size, divide the sum by the expected size instead.
+
+    Examples
+    --------
+    >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
+    >>> uc.clip_and_mean(grads, uc.by_example_norm(6.5))[0]
+    [array([0.9, 1.2]), array([3.])]
+    """
+    return _clip_and_reduce(grads, rule, params, all_reduce, mean=True)
+
+
+def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[Any, Report]:
+    rule = as_rule(rule)
+    _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")
+    clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
+    return clipped, report
+
+
+def _clip_and_reduce(
+    grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool
+) -> tuple[Any, Report]:
+    check("rule", rule, isinstance(rule, Rule), "one of norms, such as uc.by_example_norm(1.0)")
+    _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
+    return core.reduced(rule, grads, params, all_reduce, mean=mean)
+
+
+def _refuse_memory(rule: Any, update: str) -> None:
+    if rule.memory:
+        msg = f"{rule!r} remembers earlier steps: use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
+        raise ValueError(msg)
