@@ -49,7 +49,7 @@ def test_the_algorithm_names_no_framework() -> None:
     }
     for file in files:
         text = file.read_text(encoding="utf-8")
-        if file.parent.name == "presets":  # which say where a rule comes from
+        if file.parent.name == "presets" or file.name == "verbs.py":  # whose docstrings say where things come from
             text = re.sub('""".*?"""', "", text, flags=re.DOTALL)
         found = {name.lower() for name in named.findall(text)}
         assert found <= allowed.get(file.name, set()), file

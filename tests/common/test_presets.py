@@ -423,7 +423,7 @@ def test_rules_that_are_none() -> None:
         (lambda: uc.by_example_quantile(start=0.0), "start must be above 0"),
         (lambda: uc.larc(0.1, trust_coefficient=-1.0), "trust_coefficient must be 0 or more"),
         (lambda: uc.agc(-0.1), "ratio must be 0 or more"),
-        (lambda: uc.skip_spikes(window=10), "least must be from 2 to 10, got 64"),
+        (lambda: uc.skip_spikes(window=10, warmup=20), "warmup must be from 2 to 10, got 20"),
         (lambda: uc.auto_s(gamma=0.0), "gamma must be above 0"),
         (lambda: uc.by_group_norm({"a": -1.0}, str), "limit must be 0 or more"),
     ]:
