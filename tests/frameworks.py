@@ -185,6 +185,13 @@ class Dask(Framework):
     same_objects = False
     raises = False
 
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        import dask
+
+        with dask.config.set(scheduler="synchronous"):  # threads take longer than such small arrays
+            yield
+
     def array(self, values: Any, dtype: str = "float32") -> Any:
         import dask.array as da
 

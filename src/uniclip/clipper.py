@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from uniclip.backends import backend_of
 from uniclip.decide import Report
 from uniclip.measure import AllReduce
 from uniclip.rules import as_rule
-from uniclip.tree import flatten
+from uniclip.tree import Tree, flatten, place
 
 
 class Clipper:
@@ -55,6 +56,7 @@ class Clipper:
 
     def __init__(self, rule: Any) -> None:
         self.rule = as_rule(rule)
+        self._paths: list[str] | None = None
         # What was loaded, the state and the report in one attribute: other threads see those of one step.
         self._last: tuple[dict[str, Any], Any, Report | None] = ({}, None, None)
 
@@ -145,7 +147,7 @@ class Clipper:
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Go on from a copy or a pickle."""
-        self.rule = held["rule"]
+        self.rule, self._paths = held["rule"], None
         self.load_state_dict(held["saved"])
 
     def _first(self, grads: Any) -> Any:
@@ -167,15 +169,32 @@ class Clipper:
         self, grads: Any, params: Any, all_reduce: AllReduce | None, loss: Any, *, in_place: bool
     ) -> tuple[Any, Report]:
         state = self.state
-        if state is None:
+        if state is None or self.rule.by_leaf:
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
-            state = self._first(grads)
+            if not tree.leaves and self.rule.memory:
+                return grads, Report()  # there is nothing to learn, and no framework to learn in
+            self._refuse_others(tree)
+            state = self._first(grads) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use what was learned outside of it
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
         self._last = ({}, state, report)
         return clipped, report
+
+    def _refuse_others(self, tree: Tree) -> None:
+        """Refuse gradients of other leaves than those of the first step, if the state knows them by their order."""
+        if not self.rule.by_leaf:
+            return
+        paths = [place("grads", path) for path in tree.paths()]
+        others = sorted(set(paths) ^ set(self._paths or paths))
+        if others:
+            msg = (
+                f"{self.rule!r} remembers each leaf by itself, and {', '.join(others[:5])} had a gradient at one step "
+                "and none at another: give the same leaves at every step, zeros if there is no gradient"
+            )
+            raise ValueError(msg)
+        self._paths = paths
 
     def _refuse_traced(self, state: Any) -> None:
         if any(_traced(array) for array in optree.tree_leaves(state)):
@@ -199,6 +218,7 @@ def _plain(array: Any) -> Any:
 def _loaded(value: Any, like: Any, name: str) -> Any:
     """Return plain values as an array like another one."""
     backend, values = backend_of(like), np.asarray(value)
+    values = values.reshape(like.shape) if 0 == values.size == math.prod(like.shape) else values  # [] has no shape
     if backend is None or values.shape != tuple(like.shape):
         msg = (
             f"the saved {name} has shape {values.shape}, but here it is {tuple(like.shape)}: load the state into a "

@@ -27,6 +27,7 @@ def chain(*rules: Any) -> Chain:
 
     Each sees what the one before made of the gradients. Where one of them meets gradients that are not
     finite, the state of every one stays as it was; where one skips the step, the states of those after it.
+    In place, an error in one of them leaves what those before it did.
 
     Parameters
     ----------
@@ -97,6 +98,11 @@ class Chain(Printed):
         """Whether one of the rules remembers earlier steps."""
         return any(rule.memory for rule in self.rules)
 
+    @property
+    def by_leaf(self) -> bool:
+        """Whether one of the rules knows leaves by their order; see `Rule.by_leaf`."""
+        return any(rule.by_leaf for rule in self.rules)
+
     def init(self, grads: Any) -> tuple[Any, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
         return tuple(rule.init(grads) for rule in self.rules)
@@ -145,9 +151,15 @@ class Masked(Printed):
         """Whether the rule remembers earlier steps."""
         return bool(self.rule.memory)
 
+    @property
+    def by_leaf(self) -> bool:
+        """Whether the rule knows leaves by their order; see `Rule.by_leaf`."""
+        return bool(self.rule.by_leaf)
+
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
-        return self.rule.init(self._chosen(flatten(grads))[0])
+        some, chosen = self._chosen(flatten(grads))
+        return self.rule.init(some) if any(chosen) else NoState()
 
     def update(
         self,
@@ -162,6 +174,8 @@ class Masked(Printed):
         """Run the rule on the chosen leaves; see `Rule.update`."""
         tree = flatten(grads)
         some, chosen = self._chosen(tree)
+        if not any(chosen):
+            return tree.rebuild(tree.leaves), state, Report()
         clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
         report = report._replace(skipped=None)  # the other leaves are not left out
         if in_place:

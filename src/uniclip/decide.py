@@ -186,7 +186,12 @@ def _limits(grads: Gradients, rule: Rule, norms: list[Any], state: Any, given: G
         return [rule.limit.value] * len(norms), state
     # It sees ∞ as NaN: as a limit, ∞ would leave alone.
     xp = grads.backend.xp
-    seen = [xp.where(xp.isfinite(n), n, n * math.nan) for n in grads.as_arrays(norms)]
+    # Not n * NaN, whose derivative is NaN also where it is not taken.
+    seen = [xp.where(xp.isfinite(n), n, xp.ones_like(n) * math.nan) for n in grads.as_arrays(norms)]
+    if rule.limit.memory:
+        if not grads.tree.leaves:  # a step without gradients teaches nothing
+            return [math.inf] * len(norms), state
+        _check_state(rule, seen, state)
     answer = rule.limit(seen, state, given)
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
         msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
@@ -198,13 +203,27 @@ def _limits(grads: Gradients, rule: Rule, norms: list[Any], state: Any, given: G
     return list(limits), state
 
 
+def _check_state(rule: Rule, norms: list[Any], state: Any) -> None:
+    """Refuse a state that is one for another number of norms."""
+    for part in state if isinstance(state, tuple) else ():
+        if isinstance(part, list) and len(part) != len(norms):
+            msg = (
+                f"the state of {rule!r} is for {len(part)} norms, but there are {len(norms)}: it was made for other "
+                "gradients, or some are None that were not, or the other way round"
+            )
+            raise ValueError(msg)
+
+
 def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
     """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
     if not optree.tree_leaves(old):
         return new
     if backend.readable(finite):
         return new if bool(finite) else old
-    return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
+    xp = backend.xp
+    zero = xp.zeros_like(xp.astype(finite, xp.float32))
+    finite = backend.once(xp.where(finite, zero + 1, zero)) > 0  # compilers would work it out again for each array
+    return optree.tree_map(lambda a, b: xp.where(backend.to_device_of(a, finite), a, b), new, old)
 
 
 def _known(grads: Gradients, norm: Any) -> list[Any]:

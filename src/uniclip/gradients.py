@@ -165,6 +165,7 @@ def read(grads: Any, scope: Scope, *, in_place: bool = False) -> Gradients:
         groups = {}
         for number, path, leaf in zip(numbers, tree.paths(), tree.leaves, strict=True):
             groups.setdefault(scope.join(path, leaf), []).append(number)
+        groups = dict(sorted(groups.items(), key=lambda item: repr(item[0])))  # whichever leaf comes first, or is None
     return Gradients(backend, scope, groups, tree, special, in_place)
 
 

@@ -84,6 +84,11 @@ class Rule(Printed):
         limit: Limit = self.limit
         return limit.memory
 
+    @property
+    def by_leaf(self) -> bool:
+        """Whether the state knows leaves by their order, so that the same ones must have gradients at every step."""
+        return self.memory and self.scope.join is None
+
     def init(self, grads: Any) -> Any:
         """Return the state before the first step.
 
@@ -175,6 +180,7 @@ class EachArray(Printed):
     """A rule that measures no norm and remembers nothing; its reports are empty."""
 
     memory: ClassVar[bool] = False
+    by_leaf: ClassVar[bool] = False
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""

@@ -98,7 +98,7 @@ def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> 
             )
             raise ValueError(msg)
         shapes = [tuple(one.given.shape) for one in (first or leaf, leaf)]
-        if not all(shapes) or shapes[0][0] != shapes[1][0]:
+        if not all(shapes) or (shapes[0][0] != shapes[1][0] and None not in {shapes[0][0], shapes[1][0]}):
             places = " and ".join(grads.tree.place(one.number) for one in (first or leaf, leaf))
             msg = f"leaves need as many examples along the first axis, but {places} have the shapes {shapes}"
             raise ValueError(msg)

@@ -79,7 +79,7 @@ def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | Non
     ValueError
         As `clip`; and if two arrays overlap.
     FloatingPointError
-        As `clip`. After any error of uniclip's no array is changed.
+        As `clip`. After any error of uniclip's no array is changed (but for what earlier rules of a `chain` did).
 
     Notes
     -----

@@ -19,7 +19,7 @@ import optree
 import pytest
 
 import uniclip as uc
-from frameworks import KNOWN, Framework
+from frameworks import CHOSEN, KNOWN, Framework
 
 NUMPY = KNOWN["numpy"]()
 
@@ -73,6 +73,13 @@ RULES = {
     "no memory": uc.by_norm(1.0),
 }
 SOME = ["autoclip", "zclip", "spam", "own"]
+
+
+@pytest.fixture(params=[one for one in CHOSEN if one.family != "Dask"] or CHOSEN, ids=lambda one: one.name)
+def fw(request: pytest.FixtureRequest) -> Iterator[Framework]:
+    """Each framework this run is for, but Dask if others are, too: it takes long, and the tests of rules have it."""
+    with request.param.context():
+        yield request.param
 
 
 @pytest.fixture(params=RULES)

@@ -177,11 +177,58 @@ def test_adagn_of_five_norms(fw: Framework) -> None:
 
 def test_norms_that_begin_with_zero(fw: Framework) -> None:
     """A gradient of zeros, as of a layer that others mask at first, does not hold down all later ones."""
-    for rule in (uc.norm_growth(), uc.adagc(warmup=0), uc.adagc(warmup=1)):
+    for rule in (uc.norm_growth(), uc.adagc(warmup=0), uc.adagc(warmup=1), uc.adagc(warmup=3, warmup_norm=9.0)):
         state = rule.init([fw.array([1.0])])
-        for norm in (0.0, 0.0, 3.0):
+        for norm in (0.0, 0.0, 3.0, 3.0):
             [result], state, _ = rule.update([fw.array([norm])], state)
-        assert fw.numpy(result).item() == 3.0
+            assert fw.numpy(result).item() == norm
+
+
+def test_a_step_without_gradients(fw: Framework) -> None:
+    """A tree without arrays teaches nothing, first or later; nor does one of which a mask leaves nothing."""
+    for rule in (uc.zclip(warmup=2), uc.autoclip(window=3), uc.adagc(), uc.skip_spikes(window=4)):
+        clipper, plain = uc.Clipper(rule), uc.Clipper(rule)
+        for grads in ({"a": None}, {"a": fw.array([1.0])}, {"a": None}, {"a": fw.array([1.1])}):
+            clipped = clipper(grads)
+            assert (clipped["a"] is None) == (grads["a"] is None)
+            if grads["a"] is not None:
+                plain(grads)
+        assert clipper.state_dict() == plain.state_dict()
+        none = uc.masked(rule, lambda path, leaf: False)
+        state = none.init([fw.array([1.0])])
+        [clipped], state, report = none.update([fw.array([9.0])], state)
+        assert fw.numpy(clipped).item() == 9.0
+        assert report == uc.Report()
+
+
+def test_gradients_that_come_and_go(fw: Framework) -> None:
+    """A state of each leaf is of the same leaves at every step; groups keep theirs whichever leaf comes first."""
+    one, two = fw.array([1.0]), fw.array([1000.0])
+    clipper = uc.Clipper(uc.adagc())
+    clipper({"x": one, "y": None})
+    for grads in ({"x": None, "y": two}, {"x": one, "y": two}):
+        with pytest.raises(ValueError, match=r"grads\['y'\].*had a gradient at one step and none at another"):
+            clipper(grads)
+    rule = uc.adagc()
+    with pytest.raises(ValueError, match=r"the state of .* is for 1 norms, but there are 2"):
+        rule.update([one, two], rule.init([one]))
+    rule = uc.Rule(uc.Ema(1.5, 0.9), scope=uc.groups(lambda path, leaf: "b" if path[0] == "q" else "a"))
+    clipper = uc.Clipper(rule)
+    clipper({"p": one, "q": two, "r": one})
+    clipper({"p": None, "q": two, "r": one})
+    assert not fw.numpy(clipper.report.clipped)
+
+
+def test_ranks_and_ranges(fw: Framework) -> None:
+    """A percentile that is one of the norms is that one exactly; constant norms of any size are no spikes."""
+    clipper = uc.Clipper(uc.percentile(14, 50))
+    for i in range(50):
+        clipper(fw.array([1.0 if 10 <= i < 18 else 1e6]))
+    assert fw.numpy(clipper(fw.array([2.0]))).item() == 1.0
+    for norm in (1e-30, 1.0, 1e19):
+        clipper = uc.Clipper(uc.skip_spikes(window=4))
+        for _ in range(6):
+            assert fw.numpy(clipper(fw.array([norm]))).item() == np.float32(norm)
 
 
 def test_quantile_step(fw: Framework) -> None:
@@ -191,6 +238,8 @@ def test_quantile_step(fw: Framework) -> None:
         state = rule.init([fw.array(values)])
         _, new, _ = rule.update([fw.array(values)], state)
         assert float(fw.numpy(new.limits[0])) == pytest.approx(wanted, rel=1e-6)
+    _, same, _ = rule.update([fw.array(np.zeros((0, 1)))], new)  # a batch of no example
+    assert float(fw.numpy(same.limits[0])) == float(fw.numpy(new.limits[0]))
 
 
 def test_automatic_clipping(fw: Framework) -> None:
@@ -342,6 +391,26 @@ def test_derivatives_of_curves(fw: Framework, name: str) -> None:
         rule = uc.by_global_norm(1.0, curve=CURVES[name][0])
         for values in ([0.0, 0.0], [0.6, 0.8], [3.0, 4.0], [1e-4, 0.0]):
             slope = fw.gradient(partial(_product, rule), fw.array(values))
+            assert np.isfinite(fw.numpy(slope)).all(), values
+
+
+@pytest.mark.parametrize("name", ["adagc", "adagn", "zclip", "autoclip", "log_zscore", "by_example_layer_norm"])
+def test_derivatives_through_limits(fw: Framework, name: str) -> None:
+    """The derivative is finite also where the limit depends on the norm: at a step in the warm-up, and at a spike."""
+    if fw.family in {"PyTorch", "TensorFlow", "JAX"} and not fw.traced:
+        rule = {
+            "adagc": uc.adagc(warmup=3),
+            "adagn": uc.adagn(),
+            "zclip": uc.zclip(warmup=3),
+            "autoclip": uc.autoclip(50, window=4),
+            "log_zscore": uc.log_zscore(z=0.5),
+            "by_example_layer_norm": uc.by_example_layer_norm(1.0),
+        }[name]
+        state = rule.init(fw.array([[1.0, 1.0]]))
+        for values in ([[1.0, 1.0]], [[1.1, 0.9]], [[0.0, 0.0]], [[1.0, 1.1]], [[50.0, 1.0]]):
+            old = state
+            _, state, _ = rule.update(fw.array(values), old)
+            slope = fw.gradient(lambda x, old=old: backend_of(x).xp.sum(rule.update(x, old)[0] * x), fw.array(values))
             assert np.isfinite(fw.numpy(slope)).all(), values
 
 

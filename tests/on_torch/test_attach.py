@@ -800,3 +800,22 @@ def test_other_rules_can_be_attached() -> None:
             optimizer.step()
     assert handle.report.clipped
     torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), rtol=0, atol=0)
+
+
+def test_parameters_without_a_gradient() -> None:
+    """Rules that do not know leaves by themselves do not ask for all of them, also within chains and masks."""
+    rules = [
+        uc.chain(uc.zclip(), uc.by_global_norm(1.0)),
+        uc.masked(uc.zclip(), lambda path, leaf: "0" in str(path[1])),
+        uc.by_group_norm({0: uc.Ema(1.1, 0.9), 1: 1.0}, lambda path, leaf: path[0]),
+    ]
+    for rule in rules:
+        net = model()
+        optimizer = SGD(groups_of(net), lr=0.1)
+        attach(optimizer, rule)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            if step:
+                net[0].bias.grad = None
+            optimizer.step()

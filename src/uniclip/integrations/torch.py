@@ -180,7 +180,7 @@ class Attached:
 
     def _scale(self, params: list[Any], grads: list[Any], scale: Any) -> None:
         """Clip in place; first divide by what a fused kernel would divide by."""
-        if self.rule.memory and getattr(self.rule, "scope", None) != all_leaves:
+        if self.rule.by_leaf:
             self._same(params)
         if scale is not None:
             if any(grad.dtype is torch.float16 for grad in grads):

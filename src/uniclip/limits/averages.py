@@ -44,8 +44,7 @@ class Ema(Remembers):
 
     Notes
     -----
-    The average begins with the first norm. One that is 0 limits nothing, or no gradient could ever
-    grow again.
+    The average begins with the first norm above 0: many a layer's first gradients are zeros.
     """
 
     ratio: float
@@ -71,18 +70,19 @@ class Ema(Remembers):
         joint = _joint(given, norms) if self.warmup and norms else None
         for n, average in zip(norms, state.averages, strict=True):
             endless = xp.ones_like(n) * math.inf
-            limit = xp.where(average > 0, self.ratio * average, endless)
+            unknown = xp.isinf(average)
+            limit = xp.where(unknown, endless, self.ratio * average)
             if joint is not None:
                 whole = xp.astype(given.place(n, joint), n.dtype)
                 above = whole > self.warmup_norm
                 shared = n * (self.warmup_norm / xp.where(above, whole, xp.ones_like(whole)))
                 limit = xp.where(warm, xp.where(above, shared, endless), limit)
             left = at_most(xp, n, limit)
-            first = warm | xp.isinf(average)
+            first = warm | unknown
             before = xp.where(first, xp.zeros_like(n), average)
-            smallest = at_most(xp, left, average)
+            moved = xp.where(first, at_most(xp, left, average), self.decay * before + (1 - self.decay) * left)
             limits.append(limit)
-            averages.append(xp.where(first, smallest, self.decay * before + (1 - self.decay) * left))
+            averages.append(xp.where(first & (n <= 0), average, moved))
         return limits, Averages(averages, state.count + 1)
 
 

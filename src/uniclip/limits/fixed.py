@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from uniclip._checks import LIMIT, check, nonnegative
@@ -218,12 +219,22 @@ class PerGroup(Printed, Limit):
         return [limits[0] for limits, _ in answers], [new for _, new in answers] if self.memory else state
 
     def _parts(self, norms: Arrays, given: Given) -> list[tuple[Limit, Any, Given]]:
-        limits = dict(self.limits)
+        limits: dict[Any, Limit] = dict(self.limits)
+        found: dict[str, Arrays] = {}
+
+        def once(name: str) -> Arrays:  # not anew for each group
+            if name not in found:
+                found[name] = getattr(given, name)()
+            return found[name]
+
+        shared = given._replace(reference=partial(once, "reference"), sizes=partial(once, "sizes"))
         for label in given.labels:
             if label not in limits:
                 msg = f"group {label!r} has no limit: add it to {sorted(map(str, limits))} (math.inf leaves it alone)"
                 raise ValueError(msg)
-        return [(limits[label], n, given.only(i)) for i, (label, n) in enumerate(zip(given.labels, norms, strict=True))]
+        return [
+            (limits[label], n, shared.only(i)) for i, (label, n) in enumerate(zip(given.labels, norms, strict=True))
+        ]
 
 
 def as_limit(value: Any) -> Limit:

@@ -164,11 +164,12 @@ class TrackedQuantile(Remembers):
     def __call__(self, norms: Arrays, state: Thresholds, given: Given) -> tuple[Arrays, Thresholds]:
         """Count the norms within the limit."""
         xp = given.xp
-        shares = [xp.mean(xp.astype(n <= limit, n.dtype)) for n, limit in zip(norms, state.limits, strict=True)]
-        moved = [
-            limit * xp.exp(-self.rate * (share - self.quantile))
-            for limit, share in zip(state.limits, shares, strict=True)
-        ]
+        moved = []
+        for n, limit in zip(norms, state.limits, strict=True):
+            one = xp.ones_like(limit)
+            count = xp.sum(xp.ones_like(n)) * one
+            share = xp.sum(xp.astype(n <= limit, n.dtype)) / xp.where(count > 0, count, one)
+            moved.append(xp.where(count > 0, limit * xp.exp(-self.rate * (share - self.quantile)), limit))
         return state.limits, Thresholds(moved)
 
 
@@ -179,6 +180,8 @@ def _at(xp: Any, in_order: Any, rank: Any) -> Any:
 def _interpolated(xp: Any, q: float, n: Any, count: Any, at: Callable[[Any], Any]) -> Any:
     """Return the ``q``-th percentile of ``count`` values, ``at(rank)`` the one that so many are below."""
     position = xp.astype(count - 1, n.dtype) * (q / 100)
+    nearest = xp.round(position)  # a whole number that was rounded off would take in the next value, which may be huge
+    position = xp.where(xp.abs(position - nearest) <= 1e-6 * (1 + position), nearest, position)
     low = xp.floor(position)
     rank = xp.astype(low, xp.int32)
     lower, upper = at(rank), at(xp.where(rank + 1 < count, rank + 1, rank))

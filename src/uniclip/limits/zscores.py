@@ -75,7 +75,8 @@ class ZScore(Remembers):
             std = xp.sqrt(variance)
             spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
             target = self._target(mean, std, xp.where(spike, n - mean, xp.ones_like(n)))
-            weight = _weight(xp, n, state.count, warm, 1 - self.decay)
+            equal = xp.ones_like(n) / xp.astype(state.count + 1, n.dtype)
+            weight = xp.where(warm, equal, xp.ones_like(n) * (1 - self.decay))
             change = xp.where(spike, target, n) - mean
             # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
             square = weight * change**2 * xp.where(warm, xp.ones_like(n), 1 - weight)
@@ -127,9 +128,10 @@ class LogZScore(Remembers):
         """Learn from the logarithms, then compare with them."""
         xp, limits, means, variances, counts = given.xp, [], [], [], []
         for n, mean, variance, count in zip(norms, *state, strict=True):
-            positive, early = n > 0, count < round(1 / (1 - self.decay))
+            positive = n > 0
             log = xp.log(xp.where(positive, n, xp.ones_like(n)))
-            weight = _weight(xp, n, count, early, 1 - self.decay)
+            equal = xp.ones_like(n) / xp.astype(count + 1, n.dtype)
+            weight = xp.where(equal > 1 - self.decay, equal, xp.ones_like(n) * (1 - self.decay))
             change = xp.where(positive, log - mean, xp.zeros_like(n))
             weight = xp.where(positive, weight, xp.zeros_like(n))
             counts.append(xp.where(positive, count + 1, count))
@@ -183,13 +185,12 @@ class RollingZScore(Remembers):
         xp, losses = given.xp, state.losses
         usual = [self._threshold(xp, history) for history in state.norms]
         if given.loss is not None:
-            loss = given.place(losses, xp.astype(xp.asarray(given.loss), xp.float32))
+            loss = given.place(losses, xp.reshape(xp.astype(xp.asarray(given.loss), xp.float32), ()))
             bound = self._threshold(xp, losses)
             calm = (loss <= bound) | (xp.isinf(bound) & xp.isnan(loss))
             usual = [xp.where(calm, limit, xp.zeros_like(limit)) for limit in usual]
             losses = xp.where(xp.isfinite(loss), pushed(xp, losses, loss), losses)
-        limited = [at_most(xp, n, xp.ones_like(n) * LARGEST) for n in norms]
-        histories = [pushed(xp, old, n) for old, n in zip(state.norms, limited, strict=True)]
+        histories = [pushed(xp, old, n) for old, n in zip(state.norms, norms, strict=True)]
         return usual, NormsAndLosses(histories, losses)
 
     def _threshold(self, xp: Any, history: Any) -> Any:
@@ -197,11 +198,10 @@ class RollingZScore(Remembers):
         count = xp.sum(xp.astype(there, history.dtype), axis=0)
         enough = count >= self.warmup
         count = xp.where(enough, count, xp.ones_like(count) * 2)
-        mean = xp.sum(xp.where(there, history, xp.zeros_like(history)), axis=0) / count
-        square = xp.sum(xp.where(there, history - mean, xp.zeros_like(history)) ** 2, axis=0) / (count - 1)
-        return xp.where(enough, mean + self.z * xp.sqrt(square), xp.ones_like(mean) * math.inf)
-
-
-def _weight(xp: Any, n: Any, count: Any, early: Any, weight: float) -> Any:
-    """Return the weight of a new value in an average: the same for each one early on, then ``weight``."""
-    return xp.where(early, xp.ones_like(n) / xp.astype(count + 1, n.dtype), xp.ones_like(n) * weight)
+        values = xp.where(there, history, xp.zeros_like(history))
+        top = xp.max(xp.abs(values), axis=0)
+        unit = xp.where(top > 0, top, xp.ones_like(top))  # squares of large and of tiny numbers leave the range
+        values = values / unit
+        mean = xp.sum(values, axis=0) / count
+        square = xp.sum(xp.where(there, values - mean, xp.zeros_like(values)) ** 2, axis=0) / (count - 1)
+        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square)), xp.ones_like(mean) * math.inf)

@@ -210,7 +210,8 @@ def adagc(
     No filter of spikes: since the averages learn from clipped norms, they sink (norms that vary by a fifth
     are clipped at two of three steps) and rise by (1 - decay)·(ratio - 1), 0.1 %, at a step at most. That is
     harmless with Adam, which divides by the scale, not with SGD. The published code learns from the norms
-    before clipping in the warm-up; here, as in the paper, after it.
+    before clipping in the warm-up; here, as in the paper, after it. Other than in the paper, norms of 0 do not count in
+    the warm-up: an average of 0 would hold a leaf at 0.
 
     Examples
     --------
@@ -240,7 +241,8 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
 
     Notes
     -----
-    After one tiny gradient the next ones stay tiny for long; after a zero one there is no limit.
+    After one tiny gradient the next ones stay tiny for long, after a zero one they stay zero. The first norm above 0
+    is the first limit.
 
     Examples
     --------
