@@ -109,7 +109,7 @@ def by_example_quantile(
     --------
     >>> clipper = uc.Clipper(uc.by_example_quantile(start=1.0))
     >>> grads = clipper([np.asarray([[0.5], [0.1]])])
-    >>> print(round(clipper.state.limits[0], 6))
+    >>> print(round(float(clipper.state.limits[0]), 6))
     0.904837
     """
     return Rule(TrackedQuantile(quantile, rate, start), scope=each_example, nonfinite=nonfinite)
