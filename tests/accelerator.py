@@ -74,8 +74,18 @@ def close(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
 
 
 def functions(limit: Any) -> list[Callable[[Any], Any]]:
-    """Return calls of the familiar functions, with an array as the limit too, and of a rule that remembers."""
-    rule = uc.Rule(Halving(4.0))
+    """Return calls of the familiar functions, with an array as the limit too, and of rules that remember."""
+    rules = [
+        uc.Rule(Halving(4.0)),
+        uc.autoclip(window=3),
+        uc.autoclip(window=None),
+        uc.zclip(),
+        uc.log_zscore(),
+        uc.adagc(),
+        uc.skip_spikes(window=4),
+        uc.spam(),
+        uc.chain(uc.zclip(), uc.skip_spikes(window=4), uc.adagn()),
+    ]
     return [
         lambda g: uc.clip_by_global_norm(g, 1.0),
         lambda g: uc.clip_by_global_norm(g, limit),
@@ -83,5 +93,5 @@ def functions(limit: Any) -> list[Callable[[Any], Any]]:
         lambda g: uc.clip_by_norm(g, limit),
         lambda g: uc.clip_by_average_norm(g, 1.0),
         lambda g: uc.clip_by_value(g, -0.1, 0.1),
-        lambda g: rule.update(g, rule.init(g)),
+        *[lambda g, rule=rule: rule.update(g, rule.init(g)) for rule in rules],
     ]

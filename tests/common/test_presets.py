@@ -27,6 +27,19 @@ def clipped(fw: Framework, grads: Any, rule: uc.Rule, params: Any = None) -> tup
     return [fw.numpy(array) for array in result], report
 
 
+def test_golden_numbers(fw: Framework) -> None:
+    """The rules with a given limit, by the numbers of the papers' tests."""
+    for grads, rule, wanted in [
+        ([[3.0, 4.0], [12.0]], uc.by_global_norm(6.5), [[1.5, 2.0], [6.0]]),
+        ([[3.0, 4.0]], uc.by_average_norm(1.0), [[1.2, 1.6]]),
+        ([[3.0, 4.0]], uc.by_block_rms(1.0), [[3 / 3.535534, 4 / 3.535534]]),
+        ([[6.0, 8.0]], uc.by_global_norm(10.0, curve=uc.smooth), [[0.6 * 7.07107, 0.8 * 7.07107]]),
+    ]:
+        result, _ = uc.clip([fw.array(g) for g in grads], rule)
+        for new, expected in zip(result, wanted, strict=True):
+            np.testing.assert_allclose(fw.numpy(new), expected, rtol=CLOSE)
+
+
 def after(fw: Framework, rule: uc.Rule, state: Any, grads: Any) -> tuple[Any, Any, Any]:
     """Return the factor, the limit and the state after one step from a state of numbers."""
     count = fw.array(100, "int32")

@@ -236,3 +236,17 @@ def test_every_function_is_compared() -> None:
     public = {key for key in vars(xp) if not key.startswith("_")}
     assert public == compared
     assert all(hasattr(strict, key) for key in public)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 2), (0, 3)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_order(shape: tuple[int, ...], dtype: str) -> None:
+    """Sorting, taking and counting; ∞ is last."""
+    array = random(shape, dtype)
+    if array.size:
+        array.flat[0] = math.inf
+    for axis in range(-len(shape), len(shape)):
+        both(lambda xp, x, axis=axis: xp.sort(x, axis=axis), array)
+        if shape[axis]:
+            both(lambda xp, x, axis=axis: xp.take(x, xp.asarray([0]), axis=axis), array)
+    both(lambda xp, x: xp.arange(5, dtype=xp.int32), array)

@@ -86,6 +86,14 @@ def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return extreme
 
 
+def _sort(x: Array, /, *, axis: int = -1) -> Array:
+    # tf.sort reads its axis to the host, which is a tensor there.
+    order = list(range(x.shape.rank))
+    order.append(order.pop(axis))
+    last = -tf.nn.top_k(-tf.transpose(x, order), x.shape[axis]).values
+    return tf.transpose(last, [order.index(one) for one in range(x.shape.rank)])
+
+
 namespace = SimpleNamespace(
     __name__="uniclip.backends.tensorflow.namespace",
     abs=tf.abs,
@@ -135,7 +143,7 @@ namespace = SimpleNamespace(
     result_type=_result_type,
     round=tf.round,
     sign=tf.sign,
-    sort=lambda x, /, *, axis=-1: tf.sort(x, axis),
+    sort=_sort,
     sqrt=tf.sqrt,
     square=tf.square,
     stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
