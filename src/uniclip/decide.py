@@ -10,6 +10,7 @@ operation on one takes a framework longer than clipping a small gradient does.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -118,7 +119,7 @@ def decide(
     if sound and not (backend.readable(sound[0]) and bool(sound[0])):
         grads = grads._replace(clean=True)
     norms = measure(grads, rule.norm, all_reduce) if norm is None else _known(grads, norm)
-    limits, new_state = _limits(grads, rule, norms, state, given_of(rule, grads, params, all_reduce, loss))
+    limits, new_state = _limits(grads, rule, norms, state, lambda: given_of(rule, grads, params, all_reduce, loss))
     small, norms, limits, sound = _readable(rule, grads, norms, limits, sound)
     seen = norms if small is backend else [small.xp.float64(n) for n in norms]
     finite = all_of(small, [*sound, *[small.xp.all(small.xp.isfinite(n)) for n in seen]])
@@ -180,7 +181,9 @@ def given_of(
     return Given(grads.backend, list(grads.groups), reference, lambda: sizes_of(grads, all_reduce), loss)
 
 
-def _limits(grads: Gradients, rule: Rule, norms: list[Any], state: Any, given: Given) -> tuple[list[Any], Any]:
+def _limits(
+    grads: Gradients, rule: Rule, norms: list[Any], state: Any, given: Callable[[], Given]
+) -> tuple[list[Any], Any]:
     """Ask the rule's limit; refuse an answer that is none."""
     if type(rule.limit) is Constant:  # which asks for no norms
         return [rule.limit.value] * len(norms), state
@@ -192,7 +195,7 @@ def _limits(grads: Gradients, rule: Rule, norms: list[Any], state: Any, given: G
         if not grads.tree.leaves:  # a step without gradients teaches nothing
             return [math.inf] * len(norms), state
         _check_state(rule, seen, state)
-    answer = rule.limit(seen, state, given)
+    answer = rule.limit(seen, state, given())
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
         msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
         raise TypeError(msg)

@@ -266,9 +266,11 @@ class ByValue(EachArray):
 
 def as_rule(rule: Any) -> Any:
     """Return a rule as it is, a function of one gradient array as a rule."""
-    fits = not isinstance(rule, type) and (hasattr(rule, "memory") or callable(rule))
-    check("rule", rule, fits, "a rule, such as uc.by_global_norm(1.0), or a function of one array")
-    return rule if hasattr(rule, "memory") else Function(rule)
+    if isinstance(rule, type) or not hasattr(rule, "memory"):
+        fits = callable(rule) and not isinstance(rule, type)
+        check("rule", rule, fits, "a rule, such as uc.by_global_norm(1.0), or a function of one array")
+        return Function(rule)
+    return rule
 
 
 def _whole(xp: Any, bound: Any, info: Any) -> Any:
