@@ -47,7 +47,7 @@ def _of_function(
     """Call a function of a whole array, and prepare to put the result in its place."""
     result = function(array)
     if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
-        hint = f"; call it first, as {function.__name__}(1.0)" if hasattr(result, "update") else ""
+        hint = f"; call {function.__name__} first" if hasattr(result, "update") else ""
         msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
         raise TypeError(msg)
     kinds = ("complex floating", "real floating")  # what holds one holds those after it, and integers

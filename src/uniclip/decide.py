@@ -18,7 +18,7 @@ import optree
 from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
-from uniclip.limits import Constant, Given
+from uniclip.limits import Constant, Given, NoState
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, reduced, scaled
@@ -176,7 +176,7 @@ def given_of(
             msg = f"{rule!r} compares gradients with their parameters: pass params="
             raise ValueError(msg)
         theirs = grads.matching(params)
-        return theirs.as_arrays(measure(theirs, rule.norm, all_reduce))
+        return [theirs.backend.detached(n) for n in theirs.as_arrays(measure(theirs, rule.norm, all_reduce))]
 
     return Given(grads.backend, list(grads.groups), reference, lambda: sizes_of(grads, all_reduce), loss)
 
@@ -207,7 +207,10 @@ def _limits(
 
 
 def _check_state(rule: Rule, norms: list[Any], state: Any) -> None:
-    """Refuse a state that is one for another number of norms."""
+    """Refuse a state that is none, or one for another number of norms."""
+    if state is None or isinstance(state, NoState):
+        msg = f"state must be what rule.init(grads) returns, or an update before, for {rule!r}, got {state!r}"
+        raise TypeError(msg)
     for part in state if isinstance(state, tuple) else ():
         if isinstance(part, list) and len(part) != len(norms):
             msg = (

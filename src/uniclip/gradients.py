@@ -151,9 +151,9 @@ class Gradients(NamedTuple):
         return self._replace(tree=whole, special=_leaves(self.backend, self.scope, whole))
 
 
-def read(grads: Any, scope: Scope, *, in_place: bool = False) -> Gradients:
-    """Flatten a tree of gradients and sort its leaves into the scope's groups."""
-    backend, tree = flatten_grads(grads, in_place=in_place)
+def read(grads: Any, scope: Scope, *, in_place: bool = False, name: str = "grads") -> Gradients:
+    """Flatten a tree of gradients (or of parameters, by that name) and sort its leaves into the scope's groups."""
+    backend, tree = flatten_grads(grads, name, in_place=in_place)
     special = None if tree.plain and scope.axes is None else _leaves(backend, scope, tree)
     if in_place and not tree.plain:
         _refuse_integers(backend, tree)

@@ -104,7 +104,7 @@ class Rule(Printed):
         limit: Limit = self.limit
         if not limit.memory:
             return NoState()
-        gradients = read(grads, self.scope)
+        gradients = read(grads, self.scope, name="params")
         with gradients.backend.quiet():
             return limit.init(zeros(gradients), given_of(self, gradients))
 
@@ -266,11 +266,18 @@ class ByValue(EachArray):
 
 def as_rule(rule: Any) -> Any:
     """Return a rule as it is, a function of one gradient array as a rule."""
-    if isinstance(rule, type) or not hasattr(rule, "memory"):
-        fits = callable(rule) and not isinstance(rule, type)
-        check("rule", rule, fits, "a rule, such as uc.by_global_norm(1.0), or a function of one array")
+    wanted = "a rule, such as uc.by_global_norm(1.0), or a function of one array"
+    if isinstance(rule, Limit):
+        wanted = "a rule, and a limit is only one of its choices: uc.Rule(limit)"
+    elif hasattr(rule, "load_state_dict"):
+        wanted = "a rule, and a uc.Clipper is more: call it, clipped = clipper(grads)"
+    elif getattr(rule, "__module__", "").startswith("uniclip.presets"):
+        wanted = f"a rule: call {rule.__name__}, with what it needs"
+    elif hasattr(rule, "memory") and not isinstance(rule, type):
+        return rule
+    elif callable(rule) and not isinstance(rule, type):
         return Function(rule)
-    return rule
+    return check("rule", rule, False, wanted)  # noqa: FBT003
 
 
 def _whole(xp: Any, bound: Any, info: Any) -> Any:

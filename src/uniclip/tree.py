@@ -82,7 +82,7 @@ def backend_for(tree: Tree) -> Backend:
     return chosen or DEFAULT
 
 
-def flatten_grads(tree: Any, *, in_place: bool = False) -> tuple[Backend, Tree]:
+def flatten_grads(tree: Any, name: str = "grads", *, in_place: bool = False) -> tuple[Backend, Tree]:
     """Flatten a tree of gradients that are to be clipped, and return it with their backend.
 
     Raises
@@ -92,7 +92,7 @@ def flatten_grads(tree: Any, *, in_place: bool = False) -> tuple[Backend, Tree]:
     ValueError
         If ``in_place`` and two leaves overlap in memory.
     """
-    flat = flatten(tree)
+    flat = flatten(tree, name)
     backend = flat.plain or backend_for(flat)
     if in_place and not (flat.plain and backend.apart(flat.leaves)):
         flat = _each_memory_once(backend, flat)

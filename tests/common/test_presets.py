@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import uniclip as uc
-from frameworks import Framework
+from frameworks import CHOSEN, Framework
 from uniclip.backends import backend_of
 from uniclip.limits.averages import Averages
 from uniclip.limits.zscores import Moments
@@ -63,7 +63,7 @@ def test_agc(fw: Framework) -> None:
 
 def test_agc_without_the_head(fw: Framework) -> None:
     """The last layer's weight is left out, its bias is not; params may be given for all."""
-    rule = uc.masked(uc.agc(0.01), lambda path, leaf: path != ("head", "kernel"))
+    rule = uc.masked(uc.agc(0.01), lambda path, leaf: path[-2:] != ("head", "kernel"))
     grads = {"body": fw.array([3.0, 4.0]), "head": {"kernel": fw.array([[5.0]]), "bias": fw.array([5.0])}}
     params = {"body": fw.array([3.0, 4.0]), "head": {"kernel": fw.array([[1.0]]), "bias": fw.array([1.0])}}
     result, _ = fw.run(lambda g, p: uc.clip(g, rule, params=p), grads, params)
@@ -356,6 +356,20 @@ def test_groups_with_limits_of_their_own(fw: Framework) -> None:
         uc.clip({"c": fw.array([1.0])}, uc.by_group_norm({"a": 1.0}, label))
 
 
+def test_init_of_parameters() -> None:
+    """The state can be made from what the framework calls parameters, not only from gradients."""
+    if "torch" in {fw.family.lower().removeprefix("py") for fw in CHOSEN}:
+        import torch
+
+        rule = uc.adagc()
+        state = rule.init([torch.nn.Parameter(torch.ones(2))])
+        assert not state.averages[0].requires_grad
+    if "TensorFlow" in {fw.family for fw in CHOSEN}:
+        import tensorflow as tf
+
+        assert uc.zclip().init({"w": tf.Variable([1.0])}).count == 0
+
+
 def test_schedule(fw: Framework) -> None:
     """A schedule gets the step, and compiles once."""
     rule = uc.by_global_norm(uc.Schedule(lambda step: 1.0 + 4.0 * 0.5**step))
@@ -490,6 +504,24 @@ def test_in_place(fw: Framework) -> None:
         report = uc.clip_([a, b, a], uc.chain(one, lambda g: g / 2))
         assert [fw.numpy(x).item() for x in (a, b)] == [1.0, 2.5]
         assert [float(fw.numpy(n)) for n in (report.norms[0][0],)] == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: uc.clip(g, uc.Clipper(uc.zclip())), "a uc.Clipper is more: call it"),
+        (lambda g: uc.chain(uc.Clipper(uc.zclip())), "a uc.Clipper is more: call it"),
+        (lambda g: uc.clip(g, uc.ZScore(2.5, 0.97)), r"a limit is only one of its choices: uc\.Rule\(limit\)"),
+        (lambda g: uc.Clipper(uc.zclip), "rule must be a rule: call zclip"),
+        (lambda g: uc.by_global_norm(uc.zclip()), r"limit must be a number, a 0-d array or a uc\.Limit"),
+        (lambda g: uc.by_group_norm({0: uc.zclip()}, max), r"limit must be a number, a 0-d array or a uc\.Limit"),
+        (lambda g: uc.zclip().update(g, None), r"state must be what rule\.init\(grads\) returns"),
+    ],
+)
+def test_one_thing_for_another(call: Any, message: str) -> None:
+    """A clipper, a limit, an uncalled preset or no state in place of a rule is refused, with what to write."""
+    with pytest.raises(TypeError, match=message):
+        call([np.ones(2)])
 
 
 def test_rules_that_are_none() -> None:

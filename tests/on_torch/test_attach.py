@@ -819,3 +819,26 @@ def test_parameters_without_a_gradient() -> None:
             if step:
                 net[0].bias.grad = None
             optimizer.step()
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_spike_of_the_loss(closure: bool) -> None:
+    """The loss is set before the step, or that of the closure."""
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.0)
+    handle = attach(optimizer, uc.skip_spikes(window=4))
+    for step in range(5):
+        loss = torch.tensor(100.0 if step == 4 else 1.0 + 0.1 * step)
+
+        def evaluate(loss: torch.Tensor = loss) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss_of(net, 0).backward()
+            return loss
+
+        if closure:
+            optimizer.step(evaluate)
+        else:
+            handle.loss = evaluate()
+            optimizer.step()
+            assert handle.loss is None
+        assert bool(handle.report.skipped) == (step == 4)

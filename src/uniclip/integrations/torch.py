@@ -44,7 +44,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-    rule : Rule or ByValue
+    rule : Rule, ByValue, Chain or Masked
         One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
         it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
 
@@ -96,6 +96,8 @@ class Attached:
     """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
     state: Any
     """The state of the rule."""
+    loss: Any = None
+    """The loss of the next step, for rules that look at it; a closure's is taken by itself. ``None`` after the step."""
 
     def __init__(self, optimizer: Any, rule: Any) -> None:
         self.rule = rule
@@ -130,7 +132,8 @@ class Attached:
             raise TypeError(msg)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._clip()
+            self._clip(self.loss)
+            self.loss = None
             return None
         clipped = partial(self._evaluate, closure)
         return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
@@ -138,10 +141,10 @@ class Attached:
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         self._restore()
         loss = closure()
-        self._clip()
+        self._clip(loss)
         return loss
 
-    def _clip(self) -> None:
+    def _clip(self, loss: Any) -> None:
         params = [p for p in self._params() if p.grad is not None]
         grads = list({id(p.grad): p.grad for p in params}.values())
         if not grads:
@@ -156,20 +159,20 @@ class Attached:
         one_factor = isinstance(self.rule, Rule) and self.rule.scope == all_leaves and policy != "zero"
         with torch.no_grad():
             if fused and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
-                self._fold(grads, scale)
+                self._fold(grads, scale, loss)
             else:
-                self._scale(params, grads, scale)
+                self._scale(params, grads, scale, loss)
         if self.report.skipped is not None:
             self._skip(params, found_inf, fused=fused)
 
-    def _fold(self, grads: list[Any], scale: Any) -> None:
+    def _fold(self, grads: list[Any], scale: Any, loss: Any) -> None:
         """Have the fused kernel multiply by the factor: it divides by ``grad_scale``."""
         tree, params = self._tree(lambda p: p.grad), self._tree(lambda p: p)
         norm = None
         if scale is not None:
             scaled = core.norm_of(tree, self.rule.scope, self.rule.norm)
             norm = scaled / scale.to(scaled.device)
-        self.state, self.report = core.measured(self.rule, tree, self.state, params, norm=norm)
+        self.state, self.report = core.measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
         factor = self.report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
         if not BACKEND.readable(factor) or (bool(self.report.clipped) and bool(torch.isfinite(divisor))):
@@ -178,7 +181,7 @@ class Attached:
             for grad in grads:
                 grad.mul_(factor)
 
-    def _scale(self, params: list[Any], grads: list[Any], scale: Any) -> None:
+    def _scale(self, params: list[Any], grads: list[Any], scale: Any, loss: Any) -> None:
         """Clip in place; first divide by what a fused kernel would divide by."""
         if self.rule.by_leaf:
             self._same(params)
@@ -193,7 +196,7 @@ class Attached:
             for grad in grads:
                 grad.div_(scale.to(grad.device))
         tree, every = self._tree(lambda p: p.grad), self._tree(lambda p: p)
-        _, self.state, self.report = self.rule.update(tree, self.state, every, in_place=True)
+        _, self.state, self.report = self.rule.update(tree, self.state, every, in_place=True, loss=loss)
 
     def _same(self, params: list[Any]) -> None:
         """Refuse gradients of other parameters than the state is for: it knows them by their order."""

@@ -230,7 +230,8 @@ class PerGroup(Printed, Limit):
         shared = given._replace(reference=partial(once, "reference"), sizes=partial(once, "sizes"))
         for label in given.labels:
             if label not in limits:
-                msg = f"group {label!r} has no limit: add it to {sorted(map(str, limits))} (math.inf leaves it alone)"
+                hint = "; PerGroup needs a scope of groups, scope=uc.groups(label)" if label is None else ""
+                msg = f"group {label!r} has no limit: add it to {list(limits)} (math.inf leaves it alone){hint}"
                 raise ValueError(msg)
         return [
             (limits[label], n, shared.only(i)) for i, (label, n) in enumerate(zip(given.labels, norms, strict=True))
@@ -239,4 +240,8 @@ class PerGroup(Printed, Limit):
 
 def as_limit(value: Any) -> Limit:
     """Return a limit as it is, a number or an array as a constant one."""
-    return value if isinstance(value, Limit) else Constant(value)
+    if isinstance(value, Limit):
+        return value
+    fits = not callable(value) and not hasattr(value, "memory")
+    check("limit", value, fits, "a number, a 0-d array or a uc.Limit (of a rule, rule.limit)")
+    return Constant(value)

@@ -22,7 +22,8 @@ def agc(
 
     Source: Brock, De, Smith and Simonyan, *High-performance large-scale image recognition without
     normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does:
-    ``uc.masked(uc.agc(), lambda path, leaf: path != ("head", "kernel"))``.
+    ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``; look at the report, which is ``None``
+    for what is left out.
 
     Parameters
     ----------
