@@ -400,3 +400,38 @@ def test_without_compilation() -> None:
         clipped, norm = uc.clip_by_global_norm([jnp.asarray([3.0, 4.0]), jnp.zeros(2**18)], 1.0)
     close(fw, clipped[0], [0.6, 0.8], "float32")
     assert norm == 5
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        uc.autoclip(window=5), uc.autoclip(window=None), uc.percentile(window=5), uc.zclip(), uc.log_zscore(),
+        uc.adagc(), uc.norm_growth(), uc.skip_spikes(window=4), uc.spam(), uc.adagn(), uc.by_example_quantile(),
+        uc.chain(uc.zclip(), uc.log_zscore()),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_donated_state(rule: Any) -> None:
+    """The memory of a state can be used again, as that of parameters is: no two parts of it are one array."""
+    grads = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
+    update = jax.jit(lambda g, s: rule.update(g, s)[:2], donate_argnums=1)
+    state = rule.init(grads)
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), state)
+    for _ in range(3):
+        _, state = update(grads, state)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == shapes
+
+
+def test_a_scan_over_steps() -> None:
+    """A state is the carry of `jax.lax.scan`, with the same factors as step by step."""
+    rule, norms = uc.zclip(warmup=3), jnp.asarray([1.0, 1.1, 0.9, 1.0, 50.0, 1.0])
+
+    def step(state: Any, norm: Any) -> Any:
+        _, state, report = rule.update([norm * jnp.ones(1)], state)
+        return state, report.factors
+
+    state = rule.init([jnp.ones(1)])
+    _, factors = jax.lax.scan(step, state, norms)
+    for norm, factor in zip(norms, factors, strict=True):
+        state, wanted = step(state, norm)
+        np.testing.assert_allclose(factor, wanted, rtol=1e-6)

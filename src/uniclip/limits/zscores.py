@@ -64,7 +64,7 @@ class ZScore(Remembers):
 
     def init(self, norms: Arrays, given: Given) -> Moments:
         """Begin with nothing known."""
-        return Moments(norms, norms, given.counter(norms))
+        return Moments([n * 0 for n in norms], [n * 0 for n in norms], given.counter(norms))
 
     def __call__(self, norms: Arrays, state: Moments, given: Given) -> tuple[Arrays, Moments]:
         """Compare with what is known, then learn from what is left."""
@@ -122,7 +122,8 @@ class LogZScore(Remembers):
 
     def init(self, norms: Arrays, given: Given) -> Moments:
         """Begin with nothing known."""
-        return Moments(norms, norms, [given.xp.astype(n, given.xp.int32) for n in norms])
+        counts = [given.xp.astype(n, given.xp.int32) for n in norms]
+        return Moments([n * 0 for n in norms], [n * 0 for n in norms], counts)
 
     def __call__(self, norms: Arrays, state: Moments, given: Given) -> tuple[Arrays, Moments]:
         """Learn from the logarithms, then compare with them."""
