@@ -271,8 +271,6 @@ def as_rule(rule: Any) -> Any:
         wanted = "a rule, and a limit is only one of its choices: uc.Rule(limit)"
     elif hasattr(rule, "load_state_dict"):
         wanted = "a rule, and a uc.Clipper is more: call it, clipped = clipper(grads)"
-    elif getattr(rule, "__module__", "").startswith("uniclip.presets"):
-        wanted = f"a rule: call {rule.__name__}, with what it needs"
     elif hasattr(rule, "memory") and not isinstance(rule, type):
         return rule
     elif callable(rule) and not isinstance(rule, type):

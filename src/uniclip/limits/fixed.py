@@ -242,6 +242,7 @@ def as_limit(value: Any) -> Limit:
     """Return a limit as it is, a number or an array as a constant one."""
     if isinstance(value, Limit):
         return value
-    fits = not callable(value) and not hasattr(value, "memory")
-    check("limit", value, fits, "a number, a 0-d array or a uc.Limit (of a rule, rule.limit)")
+    if not isinstance(value, (float, int)):  # of which a compiler does not know what else they are
+        fits = not callable(value) and not hasattr(value, "memory")
+        check("limit", value, fits, "a number, a 0-d array or a uc.Limit (of a rule, rule.limit)")
     return Constant(value)
