@@ -207,7 +207,7 @@ class AdaGC:
     def step(self, norms: Sequence[float]) -> list[float]:
         """Return a factor for each leaf."""
         if not all(map(math.isfinite, norms)):
-            return [math.nan if not math.isfinite(n) else self._factor(i, n, norms) for i, n in enumerate(norms)]
+            return [math.nan] * len(norms)
         factors = [self._factor(i, n, norms) for i, n in enumerate(norms)]
         for i, (n, factor) in enumerate(zip(norms, factors, strict=True)):
             warm = self.steps < 100

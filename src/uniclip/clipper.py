@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import optree
 
+from uniclip._checks import check
 from uniclip.backends import backend_of
 from uniclip.decide import Report
 from uniclip.measure import AllReduce
@@ -136,9 +137,7 @@ class Clipper:
         TypeError
             If it is no dict.
         """
-        if not isinstance(saved, dict):
-            msg = f"saved must be what state_dict() returned, got {saved!r}"
-            raise TypeError(msg)
+        check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         self._last = (dict(saved), None, None)
 
     def __getstate__(self) -> dict[str, Any]:

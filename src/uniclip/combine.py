@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
@@ -121,7 +121,7 @@ class Chain(Printed):
         states, new = state if self.memory else [NoState()] * len(self.rules), []
         reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
-            skipped = _joined(reports).skipped
+            skipped = _skipped(reports)
             grads, after, report = rule.update(grads, old, params, all_reduce, in_place=in_place, loss=loss)
             new.append(after if skipped is None else _where(skipped, old, after))  # its zeros teach nothing
             reports.append(report)
@@ -181,24 +181,17 @@ class Masked(Printed):
         if in_place:
             return tree.rebuild(tree.leaves), state, report
         new = iter(flatten(clipped).leaves)
-        return tree.rebuild(_merged(tree.leaves, chosen, new)), state, report
+        merged = [next(new) if one else leaf for leaf, one in zip(tree.leaves, chosen, strict=True)]
+        return tree.rebuild(merged), state, report
 
     def _chosen(self, tree: Tree) -> tuple[Any, list[bool]]:
         """Return the tree with ``None`` for the leaves that are left out, and which ones are in."""
         chosen = [bool(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
-        return tree.rebuild(_merged([None] * len(chosen), chosen, iter(_picked(tree, chosen)))), chosen
+        return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
 
 
 def _source(rule: Any) -> str:
     return source(rule.function) if isinstance(rule, Function) else repr(rule)
-
-
-def _picked(tree: Tree, chosen: list[bool]) -> list[Any]:
-    return [leaf for leaf, one in zip(tree.leaves, chosen, strict=True) if one]
-
-
-def _merged(rest: list[Any], chosen: list[bool], new: Iterator[Any]) -> list[Any]:
-    return [next(new) if one else leaf for leaf, one in zip(rest, chosen, strict=True)]
 
 
 def _where(flag: Any, yes: Any, no: Any) -> Any:
@@ -207,18 +200,23 @@ def _where(flag: Any, yes: Any, no: Any) -> Any:
     return kept(backend_of(arrays[0]) or DEFAULT, flag, yes, no) if arrays else yes
 
 
+def _skipped(reports: list[Report]) -> Any:
+    """Return whether one of the rules left the step out, ``None`` if none of them leaves any out."""
+    flags = [report.skipped for report in reports if report.skipped is not None]
+    return reduce(or_, flags) if flags else None
+
+
 def _joined(reports: list[Report]) -> Report:
     """Return the report on all rules."""
     measured = [report for report in reports if report.finite is not None]
     if not measured:
         return Report()
     norms, limits, factors = (tuple(report[i] for report in reports) for i in range(3))
-    skipped = [report.skipped for report in measured if report.skipped is not None]
     return Report(
         norms,
         limits,
         factors,
         reduce(or_, [report.clipped for report in measured]),
         reduce(and_, [report.finite for report in measured]),
-        reduce(or_, skipped) if skipped else None,
+        _skipped(reports),
     )

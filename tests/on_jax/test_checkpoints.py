@@ -9,16 +9,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from checkpoints import RULES
 from flax import serialization
 
 import uniclip as uc
-
-RULES = [
-    uc.chain(uc.zclip(z=1.0, warmup=2), uc.by_global_norm(5.0)),
-    uc.autoclip(50, window=6),
-    uc.adagc(warmup=2),
-    uc.spam(factor=2.0, decay=0.5, warmup=1),
-]
 
 
 def steps_of(count: int = 8) -> list[Any]:

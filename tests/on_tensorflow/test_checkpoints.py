@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from checkpoints import RULES
 
 import uniclip as uc
-
-RULES = [
-    uc.chain(uc.zclip(z=1.0, warmup=2), uc.by_global_norm(5.0)),
-    uc.autoclip(50, window=6),
-    uc.adagc(warmup=2),
-    uc.spam(factor=2.0, decay=0.5, warmup=1),
-]
 
 
 def steps_of(count: int = 8) -> list[Any]:

@@ -67,9 +67,7 @@ class Schedule(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse what is no function."""
-        if not callable(self.fn):
-            msg = f"fn must be a function of the step, got {self.fn!r}"
-            raise TypeError(msg)
+        check("fn", self.fn, callable(self.fn), "a function of the step")
 
     def init(self, norms: Arrays, given: Given) -> Counted:
         """Begin at step 0."""
