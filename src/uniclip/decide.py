@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
+from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
@@ -22,6 +23,7 @@ from uniclip.limits import Constant, Given, NoState
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, reduced, scaled
+from uniclip.tree import flatten
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -49,6 +51,38 @@ class Report(NamedTuple):
     skipped: Any = None
     """Whether the rule left the whole step out, for the optimizer to do so too (a boolean 0-d array; ``None`` if the
     rule neither has the curve `uniclip.skip` nor the policy ``"skip"``)."""
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what a logger shows, under the same names for every rule.
+
+        Returns
+        -------
+        dict of str to 0-d array
+            ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit; ``"clip/factor"``,
+            the smallest factor; ``"clip/share"``, the share of the factors that are not 1 (of one factor 0 or 1: its
+            mean over the steps is the share of steps that were clipped); and, of a rule that may skip a step,
+            ``"clip/skipped"``, 0 or 1. They are floats on the gradients' device, and nothing is read from it. Of a
+            rule that measures no norm it is empty.
+
+        Examples
+        --------
+        >>> _, report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.1])], uc.by_norm(1.0))
+        >>> {name: float(value) for name, value in report.scalars().items()}
+        {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
+        """
+        norms, limits, factors = map(_flat, self[:3])
+        if norms is None:
+            return {}
+        xp = (backend_of(norms) or DEFAULT).xp
+        values = {
+            "clip/norm": xp.max(norms),
+            "clip/limit": xp.min(limits),
+            "clip/factor": xp.min(factors),
+            "clip/share": xp.mean(xp.asarray(xp.not_equal(factors, xp.ones_like(factors)), dtype=factors.dtype)),
+        }
+        return (
+            values if self.skipped is None else values | {"clip/skipped": xp.asarray(self.skipped, dtype=factors.dtype)}
+        )
 
     def __repr__(self) -> str:
         """Say that the norms are those before clipping."""
@@ -102,6 +136,17 @@ class Decision(NamedTuple):
     def reduced(self, rule: Rule, *, mean: bool) -> Any:
         """Return the sum (or the mean) of the clipped gradients along their first axis."""
         return reduced(self.grads, self.factors, skip=rule.nonfinite == "skip", mean=mean)
+
+
+def _flat(values: Any) -> Any:
+    """Return all values of a field of a report in one array, ``None`` if there are none."""
+    arrays = [array for array in flatten(values).leaves if 0 not in array.shape]
+    if len(arrays) < 2:  # noqa: PLR2004 - nothing to join
+        return arrays[0] if arrays else None
+    backend = backend_of(arrays[0]) or DEFAULT
+    xp = backend.xp
+    dtype = xp.result_type(*[array.dtype for array in arrays])
+    return xp.concat([backend.to_device_of(arrays[0], xp.astype(xp.reshape(a, (-1,)), dtype)) for a in arrays])
 
 
 def decide(

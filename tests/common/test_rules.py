@@ -311,6 +311,27 @@ def test_own_function(fw: Framework) -> None:
         uc.clip([shared], lambda grad: None)
 
 
+def test_scalars(fw: Framework) -> None:
+    """A report in the few numbers that a logger shows: the same names for every rule."""
+
+    def shown(rule: Any, grads: Any) -> dict[str, float]:
+        scalars = fw.run(lambda grads: uc.clip(grads, rule)[1].scalars(), grads)
+        assert all(tuple(value.shape) == () and fw.owns(value) for value in scalars.values())
+        return {name.removeprefix("clip/"): round(float(fw.numpy(value)), 6) for name, value in scalars.items()}
+
+    grads = {"a": fw.array([3.0, 4.0]), "b": [None, fw.array([[0.25]])], "empty": fw.array(np.zeros((0, 2)))}
+    together = {"norm": 5.006246, "limit": 1.0, "factor": 0.19975, "share": 1.0}
+    assert shown(uc.by_global_norm(1.0), grads) == together
+    assert shown(uc.by_global_norm(1.0, nonfinite="skip"), grads) == together | {"skipped": 0.0}
+    each = {"norm": 5.0, "limit": 1.0, "factor": 0.2, "share": 0.333333}
+    assert shown(uc.by_norm(1.0), grads) == each
+    columns = {"norm": 0.4, "limit": 0.3, "factor": 0.75, "share": 0.25}
+    wide = fw.array([0.4, 0.0], "float64" if "float64" in fw.dtypes else "float32")
+    assert shown(uc.Rule(0.3, scope=uc.axes(0)), [fw.array([[0.1, 0.2, 0.3], [0.0, 0.0, 0.0]]), wide]) == columns
+    assert shown(uc.chain(uc.by_value(1.0), uc.by_norm(0.5)), grads)["norm"] == 1.414214
+    assert shown(uc.by_value(1.0), grads) == {}
+
+
 def test_by_value_bounds(fw: Framework) -> None:
     """Bounds are numbers or arrays, symmetric or not."""
     grads = fw.array([[-3.0, 0.5, 3.0]])

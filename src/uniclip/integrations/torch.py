@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-try:
+from uniclip.integrations import needs
+
+with needs("PyTorch", "torch"):
     import torch
-except ModuleNotFoundError as error:
-    missing = "uniclip.integrations.torch needs PyTorch: pip install torch"
-    raise ModuleNotFoundError(missing, name=error.name) from error
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -44,6 +43,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
+        What wraps one, as that of Accelerate and of Lightning do, is taken for the one inside.
     rule : Rule, ByValue, Chain or Masked
         One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
         it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
@@ -80,6 +80,8 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     if not isinstance(optimizer, torch.optim.Optimizer):
         msg = f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}"
         raise TypeError(msg)
+    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        return attach(optimizer.optimizer, rule)
     if isinstance(rule, type) or not hasattr(rule, "update"):
         msg = f"rule must be a rule, such as uc.by_global_norm(1.0), got {rule!r}"
         raise TypeError(msg)
