@@ -32,10 +32,13 @@ def test_no_framework_is_imported(code: str) -> None:
 
 
 def test_importing_takes_no_time() -> None:
-    """Importing uniclip takes 120 ms at most beyond NumPy, in time of the processor: other programs do not count."""
-    code = "import numpy, time\nstart = time.process_time()\nimport uniclip\nprint(time.process_time() - start)"
+    """Importing uniclip takes less time than importing NumPy, in time of the processor, whatever its speed."""
+    code = (
+        "from time import process_time as now\nstart = now()\nimport numpy\nmiddle = now()\nimport uniclip\n"
+        "print((now() - middle) / (middle - start))"
+    )
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(7)]
-    assert statistics.median(float(run.stdout) for run in runs) < 0.120
+    assert statistics.median(float(run.stdout) for run in runs) < 1
 
 
 def test_the_algorithm_names_no_framework() -> None:
