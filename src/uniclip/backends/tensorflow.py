@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager import record  # there is no public question
 from tensorflow.python.ops import control_flow_util
 
@@ -248,7 +249,8 @@ class _TensorFlow(Backend):
         return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
     def quiet(self) -> AbstractContextManager[Any]:
-        return super().quiet() if tf.executing_eagerly() else nullcontext()
+        # There is nothing for AutoGraph to convert, and reading all this code takes it seconds. A decorator is public.
+        return super().quiet() if tf.executing_eagerly() else ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED)
 
 
 def _in_xla() -> bool:
