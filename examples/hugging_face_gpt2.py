@@ -2,8 +2,8 @@
 """The Trainer of Hugging Face with any rule of uniclip: one callback, here for a rule that finds its limit by itself.
 
 A tiny GPT-2, made from a config, learns to continue this repository's README character by character; nothing is
-downloaded. Each epoch shows what the callback has added to the Trainer's log: the norm and the limit of its last step, and
-the share of its steps that were clipped.
+downloaded. Each epoch shows what the callback has added to the Trainer's log: the norm and the limit of its last
+step, and the share of its steps that were clipped.
 Needs ``pip install uniclip "transformers[torch]"``.
 """
 

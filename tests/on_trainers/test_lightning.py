@@ -13,11 +13,12 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import uniclip as uc
 from uniclip.integrations.lightning import ClipGradients
@@ -243,6 +244,17 @@ def test_saved_after_the_fit(tools: Any, tmp_path: Path) -> None:
     tools.same(resumed(tools, tmp_path, "half.ckpt", rule), whole.net)
 
 
+def test_saved_on_exception(tools: Any, tmp_path: Path) -> None:
+    """The checkpoint of a run that fails holds the rule's state."""
+    batches = tools.batches([1.0] * 4)
+    del batches[3]["shift"]
+    saving = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(TypeError, match="shift"):
+        fit(Module(tools), batches, ClipGradients(uc.autoclip(50)), saving, enable_checkpointing=True)
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
+    assert saved["optimizer_states"][0]["uniclip"]
+
+
 def test_logged(tools: Any, tmp_path: Path) -> None:
     """A logger gets the numbers of each step, and at the end of the epoch the share of the steps that were clipped."""
     rule, batches = uc.autoclip(50), tools.batches([1.0] * 8)
@@ -267,6 +279,31 @@ def test_short_runs(tools: Any, options: Any) -> None:
     fit(module, tools.batches([1.0] * 2), callback, **bare | options)
     assert callback.handles[0].report.norms > 0.05
     assert float(uc.global_norm([p.grad for p in module.net.parameters()])) == pytest.approx(0.05)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuse to read a tensor's value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at each operation."""
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing() -> None:
+    """What is logged stays on the device."""
+    rule, logged = uc.by_norm(0.05, nonfinite="skip"), {}
+    callback = ClipGradients(rule)
+    callback.handles = [SimpleNamespace(report=uc.clip([torch.ones(3), torch.ones(2)], rule)[1])]
+    callback._names, callback._logged = [""], [None]
+    module = SimpleNamespace(log=lambda name, value, **_: logged.update({name: value}))
+    with NoReads():
+        callback.on_train_batch_end(SimpleNamespace(barebones=False), module)
+        with pytest.raises(AssertionError):
+            float(logged["clip/norm"])
+    assert {name: float(value) for name, value in logged.items()} == pytest.approx(
+        {"clip/norm": 3**0.5, "clip/limit": 0.05, "clip/factor": 0.05 / 3**0.5, "clip/share": 1.0, "clip/skipped": 0.0}
+    )
 
 
 def test_a_rule_without_norms_logs_nothing(tools: Any) -> None:
@@ -396,6 +433,22 @@ def test_the_hook_of_the_module(tools: Any, tmp_path: Path) -> None:
     assert {"clip/norm", "clip/share"} <= trainer.callback_metrics.keys()
     fit(rest, batches, max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
     tools.same(rest.net, whole.net)
+
+
+def test_the_other_package(tools: Any) -> None:
+    """A Trainer of pytorch_lightning, which comes with Lightning, takes the callback, too."""
+    import pytorch_lightning
+
+    class Other(pytorch_lightning.LightningModule):
+        training_step, configure_optimizers = Module.training_step, Module.configure_optimizers
+
+    module, rule, batches = Other(), uc.autoclip(50), tools.batches([1.0] * 4)
+    module.net, module._make = tools.Net(), tools.optimizer
+    trainer = pytorch_lightning.Trainer(max_epochs=1, callbacks=[ClipGradients(rule)], **QUIET, **NO_FILES)
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    net, reports = tools.by_hand(rule, batches)
+    tools.same(module.net, net)
+    assert trainer.callback_metrics["clip/norm"] == reports[-1].norms
 
 
 def test_fabric(tools: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from uniclip.integrations import needs
 
 with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback
-    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 from uniclip.integrations.torch import attach
 from uniclip.rules import as_rule
 
-_SHARDED = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
-"""The strategies where a process holds parts of the gradients only."""
+_SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
+"""The strategies where a process holds parts of the gradients only: pytorch_lightning has others of the same names."""
 _MEANS = {"clip/share", "clip/skipped"}
 """What says something only as the mean over many steps."""
 
@@ -105,7 +104,7 @@ class ClipGradients(Callback):
                 "gradient_clip_val out"
             )
             raise MisconfigurationException(msg)
-        if isinstance(trainer.strategy, _SHARDED):
+        if not _SHARDED.isdisjoint(base.__name__ for base in type(trainer.strategy).__mro__):
             msg = (
                 f"ClipGradients cannot be used with {type(trainer.strategy).__name__}: each process would clip by the "
                 "norm of its own part of the gradients; use the strategy's own clipping, or strategy='ddp'"
