@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
 import uniclip as uc
 
@@ -115,6 +116,14 @@ def tools() -> Tools:
     """Give the functions above."""
     torch.set_num_threads(1)  # the matrices are so small that threads would only wait for each other
     return Tools()
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Undo what Accelerate keeps for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES)

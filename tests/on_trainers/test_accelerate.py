@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, GradientState
 
 import uniclip as uc
 from uniclip.integrations.torch import attach
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    """Undo what Accelerate keeps for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def train(accelerator: Accelerator, net: Any, optimizer: Any, batches: list[Any]) -> None:
