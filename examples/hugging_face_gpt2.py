@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: MIT
+"""The Trainer of Hugging Face with any rule of uniclip: one callback, here for a rule that finds its limit by itself.
+
+A tiny GPT-2, made from a config, learns to continue this repository's README character by character; nothing is
+downloaded. Each epoch shows what the callback has added to the Trainer's log: the norm and the limit of its last
+step, and the share of its steps that were clipped.
+Needs ``pip install uniclip "transformers[torch]"``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import uniclip as uc
+from uniclip.integrations.transformers import ClipGradients
+
+TEXT = Path(__file__).parent.parent / "README.md"
+EPOCHS, BATCH, LENGTH, CHARACTERS = 8, 8, 64, 128
+SHOWN = ("loss", "clip/norm", "clip/limit", "clip/share")
+
+
+class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Pieces of a text, each begun half a piece after the one before; a character is its number in ASCII."""
+
+    def __init__(self, text: str) -> None:
+        self.codes = torch.tensor(list(text.encode("ascii", errors="replace")))
+
+    def __len__(self) -> int:
+        """Count the pieces."""
+        return 2 * len(self.codes) // LENGTH - 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return a piece; the model shifts the labels by itself."""
+        piece = self.codes[index * LENGTH // 2 :][:LENGTH]
+        return {"input_ids": piece, "labels": piece}
+
+
+def make_model() -> GPT2LMHeadModel:
+    """Make a GPT-2 of 0.1 million parameters, drawn at random."""
+    torch.manual_seed(0)
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": LENGTH, "vocab_size": CHARACTERS}
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+
+
+def train(folder: str) -> list[dict[str, float]]:
+    """Train, and return what was logged in each epoch."""
+    arguments = TrainingArguments(
+        folder,
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH,
+        learning_rate=3e-3,
+        logging_strategy="epoch",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        seed=0,
+    )
+    trainer = Trainer(
+        make_model(),
+        arguments,
+        train_dataset=Pieces(TEXT.read_text(encoding="utf-8")),
+        callbacks=[ClipGradients(uc.autoclip(percentile=75))],  # <-- THE ONE LINE
+    )
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    """Train, show what was logged, and fail if the loss did not fall."""
+    torch.set_num_threads(1)  # the matrices are so small that threads would only wait for each other
+    with tempfile.TemporaryDirectory() as folder:
+        epochs = train(folder)
+    print("\nepoch" + "".join(f"{name:>12}" for name in SHOWN))
+    for entry in epochs:
+        print(f"{entry['epoch']:5.0f}" + "".join(f"{entry[name]:12.3f}" for name in SHOWN))
+    if not epochs[-1]["loss"] < epochs[0]["loss"]:
+        sys.exit("the loss did not fall")
+
+
+if __name__ == "__main__":
+    main()

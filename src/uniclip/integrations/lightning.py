@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: MIT
+"""Clipping inside Lightning's Trainer: one callback."""
+
+from __future__ import annotations
+
+from uniclip.integrations import needs
+
+with needs("Lightning", "lightning"):
+    from lightning.pytorch import Callback
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from typing import Any
+
+from uniclip.integrations.torch import attach
+from uniclip.rules import as_rule
+
+_SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
+"""The strategies where a process holds parts of the gradients only: pytorch_lightning has others of the same names."""
+_MEANS = {"clip/share", "clip/skipped"}
+"""What says something only as the mean over many steps."""
+
+
+class ClipGradients(Callback):
+    """Clip the gradients of every optimizer by a rule, at the beginning of each of its steps.
+
+    It acts after all micro-batches are accumulated and unscaled, in automatic and in manual optimization.
+    Each optimizer has a norm and a state of its own.
+
+    Parameters
+    ----------
+    rule : Rule, ByValue, Chain, Masked, callable, or list of these
+        A list holds one for each optimizer, in the order of ``configure_optimizers``; ``None`` leaves one alone.
+
+    Attributes
+    ----------
+    handles : list of Attached
+        What `uniclip.integrations.torch.attach` returned for each optimizer that is clipped, from the start of
+        the last ``fit`` on: ``handles[0].report`` is the report of the last step.
+
+    Raises
+    ------
+    TypeError
+        If ``rule`` is neither a rule nor a function of one gradient array.
+    MisconfigurationException
+        At the start of ``fit``: if the Trainer has a ``gradient_clip_val``, too; if a list is not as long
+        as there are optimizers; if the strategy shards the gradients (DeepSpeed, FSDP, ModelParallel).
+    ValueError
+        At the start of ``fit``, if an optimizer has a rule already.
+
+    Notes
+    -----
+    The state of a rule that remembers is in the checkpoint, in the state of its optimizer. The optimizers stay
+    clipped when ``fit`` is over, so that ``trainer.save_checkpoint`` still finds it there.
+
+    After each step ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are logged, and as means over the
+    epoch ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``; see `Report.scalars`. Of
+    several optimizers ``"clip/norm/0"``, ``"clip/norm/1"`` and so on.
+
+    Examples
+    --------
+    >>> from uniclip.integrations.lightning import ClipGradients
+    >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(callbacks=callbacks)
+    """
+
+    def __init__(self, rule: Any) -> None:
+        several = isinstance(rule, (list, tuple))
+        self._rules = [None if one is None else as_rule(one) for one in rule] if several else as_rule(rule)
+        self.handles: list[Any] = []
+        self._names: list[str] = []
+        self._logged: list[Any] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
+        """Attach to the optimizers, which are made by now but not yet loaded."""
+        self._refuse(trainer)
+        while self.handles:
+            self.handles.pop().remove()
+        optimizers = trainer.optimizers
+        rules = self._rules if isinstance(self._rules, list) else [self._rules] * len(optimizers)
+        if len(rules) != len(optimizers):
+            msg = f"ClipGradients has {len(rules)} rules for {len(optimizers)} optimizers: give one for each, or None"
+            raise MisconfigurationException(msg)
+        chosen = [number for number, rule in enumerate(rules) if rule is not None]
+        for number in chosen:  # one by one, so that those before an error can be removed
+            self.handles.append(attach(optimizers[number], rules[number]))
+        self._names = [f"/{number}" if len(optimizers) > 1 else "" for number in chosen]
+        self._logged = [None] * len(chosen)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Log the reports of the steps that this batch took."""
+        for number, (handle, name) in enumerate(zip(self.handles, self._names, strict=True)):
+            report = handle.report
+            if report is self._logged[number] or trainer.barebones:  # no step: batches are accumulated
+                continue
+            self._logged[number] = report
+            for key, value in report.scalars().items():
+                mean = key in _MEANS
+                pl_module.log(key + name, value, on_step=not mean, on_epoch=mean, sync_dist=mean, batch_size=1)
+
+    def _refuse(self, trainer: Any) -> None:
+        """Refuse a trainer that clips by itself, or whose optimizers see parts of the gradients only."""
+        if trainer.gradient_clip_val:
+            msg = (
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and ClipGradients would clip twice: leave "
+                "gradient_clip_val out"
+            )
+            raise MisconfigurationException(msg)
+        if not _SHARDED.isdisjoint(base.__name__ for base in type(trainer.strategy).__mro__):
+            msg = (
+                f"ClipGradients cannot be used with {type(trainer.strategy).__name__}: each process would clip by the "
+                "norm of its own part of the gradients; use the strategy's own clipping, or strategy='ddp'"
+            )
+            raise MisconfigurationException(msg)

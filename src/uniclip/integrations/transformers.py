@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: MIT
+"""Clipping inside the Trainer of Hugging Face transformers: one callback."""
+
+from __future__ import annotations
+
+from uniclip.integrations import needs
+
+with needs("Hugging Face transformers", "'transformers[torch]'"):
+    import torch
+    from transformers import TrainerCallback
+
+import dataclasses
+import warnings
+from typing import Any
+
+import optree
+
+from uniclip.integrations.torch import attach
+from uniclip.rules import as_rule
+
+_SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
+"""The kinds of distributed training where a process holds parts of the gradients only."""
+_MEANS = {"clip/share", "clip/skipped"}
+"""What says something only as the mean over many steps."""
+_KEY = "uniclip"
+"""Where ``trainer_state.json`` keeps the state of the rule, among those of the callbacks."""
+
+
+class ClipGradients(TrainerCallback):
+    """Clip the gradients by a rule, at the beginning of each step of the optimizer.
+
+    It acts after all micro-batches are accumulated and unscaled. ``max_grad_norm`` is 0 while it trains, so
+    that the Trainer does not clip, too.
+
+    Parameters
+    ----------
+    rule : Rule, ByValue, Chain, Masked, or callable
+
+    Attributes
+    ----------
+    handle : Attached or None
+        What `uniclip.integrations.torch.attach` returned for the optimizer: ``handle.report`` is the report of the
+        last step. ``None`` before the training.
+
+    Raises
+    ------
+    TypeError
+        If ``rule`` is neither a rule nor a function of one gradient array.
+    ValueError
+        At the beginning of the training: if the optimizer has a rule already; if the gradients are sharded (DeepSpeed,
+        FSDP, Megatron); if the state in the checkpoint is that of another rule; if the policy is ``"zero"``, since the
+        Trainer makes all gradients NaN where one is not finite.
+    RuntimeError
+        If the optimizer took a step that the rule did not see, as layer-wise optimizers do.
+
+    Warns
+    -----
+    UserWarning
+        If ``max_grad_norm`` was set to another value than its default, since it is not used.
+
+    Notes
+    -----
+    The state of a rule that remembers is in ``trainer_state.json`` of each checkpoint, as plain numbers.
+
+    To what the Trainer logs about training are added ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"``
+    of the last step and, as means over the steps since the last log, ``"clip/share"`` and, of a rule that may
+    skip a step, ``"clip/skipped"``; see `Report.scalars`.
+
+    Examples
+    --------
+    >>> from uniclip.integrations.transformers import ClipGradients
+    >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(..., callbacks=callbacks)
+    """
+
+    def __init__(self, rule: Any) -> None:
+        self.rule = as_rule(rule)
+        self.handle: Any = None
+        self._seen: Any = None
+        self._max_grad_norm: Any = None
+        self._last: dict[str, Any] = {}
+        self._sums: dict[str, Any] = {}
+        self._steps = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach to the optimizer, and go on from a checkpoint if there is one."""
+        self.on_train_end(args, state, control)  # where the training before failed
+        optimizer = kwargs["optimizer"]
+        _refuse(optimizer, self.rule)
+        self.handle = attach(optimizer, self.rule)
+        self._seen, self._last, self._sums, self._steps = None, {}, {}, 0
+        saved = state.stateful_callbacks.get(_KEY)
+        if self.rule.memory:
+            if saved is not None:
+                self.handle.state = _filled(self.handle.state, saved["state"], self.rule)
+            state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
+        self._max_grad_norm = args.max_grad_norm
+        _warn(args)
+        args.max_grad_norm = 0.0
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Take in the report of the step, and read nothing of it."""
+        report = self.handle.report
+        if report is self._seen:
+            _check_skipped(kwargs["optimizer"], self.rule)
+            return
+        self._seen, self._last = report, report.scalars()
+        self._steps += 1
+        for name in _MEANS & self._last.keys():
+            self._sums[name] = self._sums.get(name, 0) + self._last[name]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        """Add to what is logged about the steps since the last log."""
+        if "loss" not in logs or not self._steps:  # it is about evaluation
+            return
+        means = {name: total / self._steps for name, total in self._sums.items()}
+        clip = {name: float(value) for name, value in (self._last | means).items()}
+        self._sums, self._steps = {}, 0
+        logs.update(clip)
+        state.log_history[-1].update(clip)  # written before this is called
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Leave the optimizer and the arguments as they were before."""
+        if self._max_grad_norm is not None:
+            self.handle.remove()
+            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
+
+
+class _Snapshot:
+    """The state of a rule, read when the Trainer copies its own state to write it into a file."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {"state": [array.tolist() for array in optree.tree_leaves(self._handle.state)]}
+
+
+def _filled(state: Any, saved: list[Any], rule: Any) -> Any:
+    """Return a state with the saved numbers in it."""
+    old, spec = optree.tree_flatten(state)
+    new = [
+        torch.tensor(numbers, dtype=array.dtype, device=array.device)
+        for array, numbers in zip(old, saved, strict=False)
+    ]
+    if len(saved) != len(old) or [array.shape for array in new] != [array.shape for array in old]:
+        msg = (
+            f"the checkpoint holds the state of another rule than {rule!r}: give ClipGradients the rule that it was "
+            f"saved with, or begin anew by deleting {_KEY!r} from stateful_callbacks in its trainer_state.json"
+        )
+        raise ValueError(msg)
+    return optree.tree_unflatten(spec, new)
+
+
+def _refuse(optimizer: Any, rule: Any) -> None:
+    """Refuse optimizers that see parts of the gradients only, and a policy that the Trainer leaves nothing to do."""
+    kind = optimizer.accelerator_state.distributed_type.value
+    if kind in _SHARDED:
+        msg = (
+            f"ClipGradients cannot be used with {kind}: each process would clip by the norm of its own part of the "
+            "gradients; leave the callback out and use max_grad_norm"
+        )
+        raise ValueError(msg)
+    if getattr(rule, "nonfinite", None) == "zero":  # where the norm is not finite, the Trainer multiplies all by NaN
+        msg = 'with nonfinite="zero" the Trainer leaves NaN only of gradients that are not finite: use nonfinite="skip"'
+        raise ValueError(msg)
+
+
+def _check_skipped(optimizer: Any, rule: Any) -> None:
+    """Refuse a step that nobody clipped, unless GradScaler skipped it."""
+    if not optimizer.step_was_skipped:
+        msg = (
+            f"{type(optimizer.optimizer).__name__} took a step in which {rule!r} saw no gradients: ClipGradients needs "
+            "an optimizer that takes them from p.grad in step(), which layer-wise ones do not"
+        )
+        raise RuntimeError(msg)
+
+
+def _warn(args: Any) -> None:
+    """Say that ``max_grad_norm`` is not used where the user has set it."""
+    default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
+    if args.max_grad_norm and args.max_grad_norm != default:
+        msg = f"max_grad_norm={args.max_grad_norm} is not used, since ClipGradients clips: leave it out, or set it to 0"
+        warnings.warn(msg, UserWarning, stacklevel=2)
