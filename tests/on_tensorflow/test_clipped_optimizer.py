@@ -660,6 +660,13 @@ def test_refusals(wrong: Any, error: Any, message: str) -> None:
         wrong()
 
 
+def test_without_tensorflow() -> None:
+    """The error says what to install."""
+    program = "import sys; sys.modules['tensorflow'] = None; import uniclip.integrations.tensorflow"
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert "this part of uniclip needs TensorFlow: pip install tensorflow" in done.stderr
+
+
 def test_refuses_a_variable_twice() -> None:
     """The norm would be of two gradients that are one."""
     w, optimizer = tf.Variable([1.0], name="w"), ClippedOptimizer(OPTIMIZERS["descent"](), RULES["clipped"])
@@ -668,10 +675,19 @@ def test_refuses_a_variable_twice() -> None:
 
 
 def test_refuses_a_strategy() -> None:
-    """Each replica has only its part of the gradients."""
-    optimizer = ClippedOptimizer(OPTIMIZERS["descent"](), RULES["clipped"])
+    """Each replica has only its part of the gradients; what the error says to do instead clips their sum."""
+    inner = tf1.train.GradientDescentOptimizer(1.0)
+    optimizer = ClippedOptimizer(inner, RULES["clipped"])
     strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
     with strategy.scope():
         w = tf.Variable([1.0])
     with pytest.raises(RuntimeError, match="skip_gradients_aggregation=True"):
         strategy.run(lambda: optimizer.apply_gradients([(tf.constant([1.0]), w)]))
+
+    def by_hand() -> None:
+        grads = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, [tf.constant([7.0])])
+        clipped, _ = uc.clip(grads, RULES["clipped"])
+        inner.apply_gradients([(clipped[0], w)], skip_gradients_aggregation=True)
+
+    strategy.run(by_hand)
+    assert w.numpy() == 0.5

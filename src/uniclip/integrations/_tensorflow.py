@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""What the TensorFlow 1 optimizer asks before it clips: names of variables, and what cannot be clipped."""
+"""What the TensorFlow 1 optimizer asks before it clips: names, the first state, and what cannot be clipped."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import optree
 import tensorflow as tf
 
 tf1 = tf.compat.v1
@@ -51,10 +52,31 @@ def refuse_references(variables: list[Any]) -> None:
         raise ValueError(msg)
 
 
+def refuse_others(rule: Any, known: dict[str, Any], params: dict[str, Any]) -> None:
+    """Refuse gradients of other variables than a state is for, if the rule knows them by their order."""
+    others = [name for name in {**known, **params} if known.get(name) is not params.get(name)]
+    if rule.by_leaf and others:
+        msg = (
+            f"{rule!r} remembers each variable by itself, and {', '.join(others[:5])} had a gradient in one "
+            "apply_gradients and none in another: give the same variables each time, zeros if there is no "
+            "gradient, and each train op of other variables a ClippedOptimizer of its own"
+        )
+        raise ValueError(msg)
+
+
 def outermost_graph() -> Any:
     """Return the graph that variables are made in; that of eager code is one, too."""
     with tf.init_scope():
         return tf1.get_default_graph()
+
+
+def start_of(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str], list[Any], Any]:
+    """Return names and values for the arrays of a state before the first step, and its structure."""
+    # In a graph of its own: initializing variables must not take part in the user's.
+    with tf.Graph().as_default(), tf1.Session() as session:
+        zeros = {key: tf.zeros(v.shape, v.dtype.base_dtype) for key, v in params.items()}
+        paths, arrays, spec = optree.tree_flatten_with_accessor(rule.init(zeros))
+        return unique([_path(name, path) for path in paths]), session.run(arrays), spec
 
 
 def names_of(variables: list[Any]) -> list[str]:
@@ -79,7 +101,7 @@ def unique(names: list[str]) -> list[str]:
     return list(used)
 
 
-def path_of(name: str, path: Any) -> str:
+def _path(name: str, path: Any) -> str:
     """Return a name, of characters that TensorFlow takes, for an array of a state."""
     parts = [str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path]
     return "/".join([name, "clip", *[re.sub(r"[^\w.\-]", "_", part) for part in parts]])

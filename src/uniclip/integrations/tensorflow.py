@@ -19,10 +19,10 @@ from uniclip.integrations._tensorflow import (
     check_optimizer,
     names_of,
     outermost_graph,
-    path_of,
+    refuse_others,
     refuse_references,
     refuse_strategy,
-    unique,
+    start_of,
 )
 from uniclip.presets import by_global_norm
 from uniclip.rules import as_rule
@@ -232,31 +232,16 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         if graph not in self._memories:
             self._memories[graph] = self._remember(params)
         known, spec, memory = self._memories[graph]
-        self._refuse_others(known, params)
+        refuse_others(self.rule, known, params)
         return optree.tree_unflatten(spec, [tf.convert_to_tensor(variable) for variable in memory]), memory
 
     def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Any, list[Any]]:
         """Return the parameters, and the structure and variables of a new state for their gradients."""
-        # The first values come from a graph of their own: initializing must not take part in the user's.
-        with tf.Graph().as_default(), tf1.Session() as session:
-            zeros = {name: tf.zeros(v.shape, v.dtype.base_dtype) for name, v in params.items()}
-            paths, arrays, spec = optree.tree_flatten_with_accessor(self.rule.init(zeros))
-            names, values = unique([path_of(self._name, path) for path in paths]), session.run(arrays)
+        names, values, spec = start_of(self.rule, params, self._name)
         first = next(iter(params.values()))
         with tf.init_scope():  # out of tf.function and tf.cond
             memory = [self._create_non_slot_variable(v, n, first) for v, n in zip(values, names, strict=True)]
         return params, spec, memory
-
-    def _refuse_others(self, known: dict[str, Any], params: dict[str, Any]) -> None:
-        """Refuse gradients of other variables than the state is for, if it knows them by their order."""
-        others = [name for name in {**known, **params} if known.get(name) is not params.get(name)]
-        if self.rule.by_leaf and others:
-            msg = (
-                f"{self.rule!r} remembers each variable by itself, and {', '.join(others[:5])} had a gradient in one "
-                "apply_gradients and none in another: give the same variables each time, zeros if there is no "
-                "gradient, and each train op of other variables a ClippedOptimizer of its own"
-            )
-            raise ValueError(msg)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return the slot of a variable, as the optimizer inside does."""
