@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: MIT
+"""Clipping inside TensorFlow 1 optimizers: wrap one once, and every ``apply_gradients`` clips first."""
+# ruff: noqa: SLF001 - an optimizer around another one hands on what TensorFlow asks of it in private
+
+from __future__ import annotations
+
+from uniclip.integrations import needs
+
+with needs("TensorFlow", "tensorflow"):
+    import tensorflow as tf
+
+from collections.abc import Iterable
+from typing import Any
+
+import optree
+
+from uniclip.decide import Report
+from uniclip.integrations._tensorflow import (
+    check_optimizer,
+    names_of,
+    outermost_graph,
+    refuse_others,
+    refuse_references,
+    refuse_strategy,
+    start_of,
+)
+from uniclip.presets import by_global_norm
+from uniclip.rules import as_rule
+
+tf1 = tf.compat.v1
+
+
+def clip_gradients_by_norm(optimizer: Any, clip_norm: Any) -> ClippedOptimizer:
+    """Return an optimizer that clips by the global norm: what ``tf.contrib.estimator`` had under this name.
+
+    In spite of its name it does not clip each gradient by its own norm: it multiplies all gradients by
+    min(1, clip_norm / ‖all gradients‖₂). For each by its own, wrap with `ClippedOptimizer` and the rule
+    `uniclip.by_norm`.
+
+    Parameters
+    ----------
+    optimizer : tf.compat.v1.train.Optimizer
+    clip_norm : float or 0-d tensor
+
+    Returns
+    -------
+    ClippedOptimizer
+        ``ClippedOptimizer(optimizer, uc.by_global_norm(clip_norm))``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ClippedOptimizer`; and if ``clip_norm`` is no number, negative or NaN.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> from uniclip.integrations.tensorflow import clip_gradients_by_norm
+    >>> w = tf.Variable([0.0, 0.0])
+    >>> optimizer = clip_gradients_by_norm(tf.compat.v1.train.GradientDescentOptimizer(1.0), 5.0)
+    >>> optimizer.minimize(lambda: tf.reduce_sum(w * [30.0, 40.0]))
+    >>> w.numpy()
+    array([-3., -4.], dtype=float32)
+    """
+    return ClippedOptimizer(optimizer, by_global_norm(clip_norm))
+
+
+class ClippedOptimizer(tf.compat.v1.train.Optimizer):
+    """A TensorFlow 1 optimizer that clips all gradients by a rule, in ``apply_gradients``, before it applies them.
+
+    ``compute_gradients`` returns them as they are, so that gradients which are changed in between are clipped once,
+    and last. It works in sessions, eagerly and in ``tf.function``, on resource variables and on those from before.
+
+    Parameters
+    ----------
+    optimizer : tf.compat.v1.train.Optimizer
+        The one that takes the steps. It keeps its name, its slots and the names of its variables.
+    rule : Rule, ByValue, Chain, Masked, or callable
+        The path it sees of a gradient is ``(name,)``, the name of its variable: ``("rnn/kernel",)``. If it
+        remembers earlier steps, its state is made of variables that are saved with the others, and
+        changed by the train op.
+
+    Attributes
+    ----------
+    rule : Rule
+    report : Report or None
+        What the train op built last sees and does, in tensors of its graph: run them with the train op. In eager
+        code, what the last step saw and did. ``None`` before.
+    loss : tensor or None
+        The loss of the next ``apply_gradients``, for rules that look at it. ``minimize`` sets it by itself;
+        ``None`` after the step.
+
+    Raises
+    ------
+    TypeError
+        If ``optimizer`` is no TensorFlow 1 optimizer, or ``rule`` no rule.
+    ValueError
+        If ``optimizer`` is clipped already, or scales the loss.
+
+    Notes
+    -----
+    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
+    variables, slots and ``global_step`` stay as they are.
+
+    All train ops that one optimizer builds in a graph share one memory.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> from uniclip.integrations.tensorflow import ClippedOptimizer
+    >>> with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    ...     w = tf.compat.v1.get_variable("w", initializer=[0.0, 0.0])
+    ...     optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    ...     optimizer = ClippedOptimizer(optimizer, uc.by_value(0.5))
+    ...     train = optimizer.minimize(tf.reduce_sum(w * [0.1, -3.0]))
+    ...     session.run(tf.compat.v1.global_variables_initializer())
+    ...     session.run(train)
+    ...     print(session.run(w))
+    [-0.1  0.5]
+    """
+
+    rule: Any
+    report: Report | None = None
+    loss: Any = None
+
+    def __init__(self, optimizer: Any, rule: Any) -> None:
+        if isinstance(optimizer, ClippedOptimizer):
+            msg = f"this optimizer is clipped already, by {optimizer.rule!r}: wrap it once, by uc.chain for two rules"
+            raise ValueError(msg)  # noqa: TRY004 - the type is right
+        check_optimizer(optimizer)
+        self.rule = as_rule(rule)
+        self._optimizer = optimizer
+        self._inside: Any = None
+        self._memories: dict[Any, tuple[dict[str, Any], Any, list[Any]]] = {}
+        optimizer._maybe_initialize_trackable()
+        super().__init__(optimizer._use_locking, optimizer.get_name())
+
+    def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of ``loss``, clip and apply them; see ``tf.compat.v1.train.Optimizer``."""
+        if not callable(loss):
+            self.loss = loss
+            return super().minimize(loss, *args, **kwargs)
+
+        def seen() -> Any:
+            self.loss = loss()
+            return self.loss
+
+        return super().minimize(seen, *args, **kwargs)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Return the pairs of a gradient, not clipped, and its variable, as the optimizer inside does."""
+        pairs: list[tuple[Any, Any]] = self._optimizer.compute_gradients(*args, **kwargs)
+        return pairs
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Clip the gradients and apply them; see ``tf.compat.v1.train.Optimizer``.
+
+        Parameters
+        ----------
+        grads_and_vars : iterable of pairs
+            Gradients (dense, ``IndexedSlices`` or ``None``) and their variables, not clipped.
+        global_step : variable, optional
+            It counts the steps that are taken.
+        name : str, optional
+            Of the operation.
+
+        Returns
+        -------
+        tf.Operation
+            It clips, applies, and changes the state of the rule; ``None`` in eager code.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the optimizer inside, and as `Rule.update`; if a variable occurs twice; or, of a rule that remembers
+            each leaf by itself, if other variables have a gradient than at first.
+        RuntimeError
+            Under a ``tf.distribute`` strategy.
+        """
+        refuse_strategy()
+        pairs, loss, self.loss = list(grads_and_vars), self.loss, None
+        if all(grad is None for grad, _ in pairs):
+            return self._optimizer.apply_gradients(pairs, global_step, name)  # which has an error for it
+        names = names_of([variable for _, variable in pairs])
+        some = [(n, g, v) for n, (g, v) in zip(names, pairs, strict=True) if g is not None]
+        grads = {n: tf1.convert_to_tensor_or_indexed_slices(g) for n, g, _ in some}
+        params = {n: v for n, _, v in some}
+        state, memory = self._memory(params)
+        loss = None if loss is None else tf.reduce_sum(loss)  # which is what the gradients are of
+        clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
+        graph = tf1.get_default_graph()
+        self._inside = graph if graph.building_function else None
+        # A variable that is no resource must not change while its old value is still in use.
+        done: Any = (clipped, self.report)
+        with tf.control_dependencies(optree.tree_leaves(done) if memory else []):
+            changed = [
+                variable.assign(value, read_value=False)
+                for variable, value in zip(memory, optree.tree_leaves(state), strict=True)
+            ]
+        with tf.control_dependencies(changed):
+            pairs = [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
+            if self.report.skipped is None:
+                return self._optimizer.apply_gradients(pairs, global_step, name)
+            return self._apply_unless(self.report.skipped, pairs, global_step, name)
+
+    def _apply_unless(self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
+        """Have the optimizer inside take the step, unless the rule leaves it out."""
+        variables = [v for g, v in pairs if g is not None]
+        refuse_references(variables)
+        with tf.init_scope():  # in the branch their names would begin with its name
+            self._optimizer._create_slots(variables)
+
+        def apply() -> Any:
+            return tf.group(self._optimizer.apply_gradients(pairs, global_step, name))
+
+        train_ops = tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)
+        others = list(train_ops)
+        taken = tf.cond(skipped, tf.no_op, apply)
+        if tf.executing_eagerly():
+            return None
+        train_op = tf.group(taken, name=name or self._name)
+        train_ops[:] = [*others, train_op]  # not the one in the branch, which cannot be run
+        return train_op
+
+    def _memory(self, params: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """Return the state of the rule and the variables that hold it, made at the first call in a graph."""
+        if not self.rule.memory:
+            return self.rule.init(params), []
+        graph = outermost_graph()
+        if graph not in self._memories:
+            self._memories[graph] = self._remember(params)
+        known, spec, memory = self._memories[graph]
+        refuse_others(self.rule, known, params)
+        return optree.tree_unflatten(spec, [tf.convert_to_tensor(variable) for variable in memory]), memory
+
+    def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Any, list[Any]]:
+        """Return the parameters, and the structure and variables of a new state for their gradients."""
+        names, values, spec = start_of(self.rule, params, self._name)
+        first = next(iter(params.values()))
+        with tf.init_scope():  # out of tf.function and tf.cond
+            memory = [self._create_non_slot_variable(v, n, first) for v, n in zip(values, names, strict=True)]
+        return params, spec, memory
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        """Return the slot of a variable, as the optimizer inside does."""
+        return self._optimizer.get_slot(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the slots of the optimizer inside."""
+        names: list[str] = self._optimizer.get_slot_names()
+        return names
+
+    def variables(self) -> list[Any]:
+        """Return the variables of the optimizer inside, and those that hold the state of the rule."""
+        return [*self._optimizer.variables(), *super().variables()]
+
+    # What tf.train.Checkpoint asks for: one of this optimizer is one of the optimizer inside, and the rule's state.
+
+    def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {
+            **self._optimizer._trackable_children(*args, **kwargs),
+            **super()._trackable_children(*args, **kwargs),
+        }
+
+    def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._lookup_dependency(*args, **kwargs)
+        return self._optimizer._lookup_dependency(*args, **kwargs) if found is None else found
+
+    def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
+        self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
+
+    @property
+    def _deferred_dependencies(self) -> Any:
+        return self._optimizer._deferred_dependencies
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what a logger shows of `report`, ready for ``tf.compat.v1.summary.scalar``; see `Report.scalars`.
+
+        Returns
+        -------
+        dict of str to 0-d tensor
+            ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"`` and, of a rule
+            that may skip a step, ``"clip/skipped"``. Run with the train op they are of the same step.
+
+        Raises
+        ------
+        ValueError
+            Before the first ``minimize`` or ``apply_gradients``; and outside of the ``tf.function``, or the branch of
+            a ``tf.cond``, that called it.
+        """
+        if self.report is None:
+            msg = "there is no report yet: call scalars() after minimize() or apply_gradients()"
+            raise ValueError(msg)
+        if self._inside is not None and self._inside is not tf1.get_default_graph():
+            msg = (
+                "the gradients were applied inside of a tf.function or a branch of a tf.cond (a dynamic loss scale has "
+                "one), and what is inside cannot be read outside: call scalars() inside and return them"
+            )
+            raise ValueError(msg)
+        return self.report.scalars()
