@@ -87,7 +87,7 @@ def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.Gr
     all_reduce = None if axis_name is None else partial(_all_reduce, axis_name)
 
     def init(params: Any) -> ClipState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = jax.tree.map(_zeros, params, is_leaf=_is_variable)
         memory = rule.init(zeros)
         _, _, report = rule.update(zeros, memory, zeros)  # which numbers there are, and their dtypes
         return ClipState(memory, inside.init(params), **_nothing_seen(report))
@@ -152,6 +152,15 @@ def scalars(opt_state: Any) -> dict[str, Any]:
         for name, value in zip(ClipState._fields[2:], state[2:], strict=True)
         for array in jax.tree.leaves(value)  # one or none; NNX puts each into a variable
     }
+
+
+def _is_variable(node: Any) -> bool:
+    """Whether a node is a variable of Flax NNX; its optimizer gives them to ``init``, and arrays to ``update``."""
+    return hasattr(node, "get_value") and hasattr(node, "get_metadata")
+
+
+def _zeros(leaf: Any) -> Any:
+    return jnp.zeros_like(leaf.get_value() if _is_variable(leaf) else leaf)
 
 
 def _all_reduce(axis_name: Any, array: Any, op: str) -> Any:
