@@ -1,0 +1,84 @@
+"""Gradients in parts on two devices: the norm is that of the whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import uniclip as uc
+from uniclip.integrations.optax import scalars, to_optax
+
+SPECS = {"w": PartitionSpec("part"), "b": PartitionSpec("part")}
+PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(2)}
+GRADS = {"w": jnp.arange(12.0).reshape(4, 3), "b": jnp.asarray([1.0, 20.0])}
+RULES = [uc.by_global_norm(1.0), uc.by_norm(2.0, nonfinite="skip"), uc.autoclip(20, window=4)]
+ids = pytest.mark.parametrize("rule", RULES, ids=repr)
+
+
+def mesh() -> Any:
+    """Return a line of the two devices."""
+    assert len(jax.devices()) == 2
+    return jax.make_mesh((2,), ("part",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def two_steps(update: Any, state: Any, grads: Any) -> tuple[Any, dict[str, Any]]:
+    """Take two steps; return the second one's updates and logs."""
+    _, state = update(jax.tree.map(lambda g: g / 2, grads), state)
+    updates, state = update(grads, state)
+    return updates, scalars(state)
+
+
+def same(one: Any, other: Any) -> None:
+    """Compare results; sums of parts round in another order."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, other)
+
+
+@ids
+def test_jit(rule: Any) -> None:
+    """Under jit there is nothing to say: arrays are whole, whatever device holds a part, and stay where they are."""
+    optimizer = to_optax(rule, optax.trace(0.9))
+    wanted = two_steps(optimizer.update, optimizer.init(PARAMS), GRADS)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), SPECS)
+    params, grads = jax.device_put(PARAMS, places), jax.device_put(GRADS, places)
+    updates, seen = two_steps(jax.jit(optimizer.update), optimizer.init(params), grads)
+    same((updates, seen), wanted)
+    assert jax.tree.map(lambda u: u.sharding, updates) == places
+    assert all(value.sharding.is_fully_replicated for value in seen.values())
+
+
+@ids
+def test_shard_map(rule: Any) -> None:
+    """In shard_map each device sees its part; the axis by name joins the norms."""
+    optimizer = to_optax(rule, axis_name="part")
+    wanted = two_steps(to_optax(rule).update, to_optax(rule).init(PARAMS), GRADS)
+    update = jax.jit(
+        jax.shard_map(
+            optimizer.update, mesh=mesh(), in_specs=(SPECS, PartitionSpec()), out_specs=(SPECS, PartitionSpec())
+        )
+    )
+    same(two_steps(update, optimizer.init(PARAMS), GRADS), wanted)
+
+
+def test_without_the_axis_each_part_has_its_own_norm() -> None:
+    """Why the axis has to be named."""
+    optimizer = to_optax(uc.by_global_norm(1.0))
+    spread = partial(jax.shard_map, mesh=mesh(), in_specs=(SPECS,), out_specs=SPECS, check_vma=False)
+    updates = jax.jit(spread(lambda grads: optimizer.update(grads, optimizer.init(grads))[0]))(GRADS)
+    np.testing.assert_allclose(optax.tree_utils.tree_norm(updates), np.sqrt(2), rtol=1e-6)
+
+
+def test_pmap() -> None:
+    """So it is in pmap."""
+    optimizer = to_optax(RULES[0], axis_name="part")
+    parts = jax.tree.map(lambda g: g.reshape(2, -1, *g.shape[1:]), GRADS)
+    update = jax.pmap(lambda grads: optimizer.update(grads, optimizer.init(grads)), axis_name="part")
+    updates, state = update(parts)
+    np.testing.assert_allclose(optax.tree_utils.tree_norm(updates), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(scalars(state)["clip/norm"], [optax.tree_utils.tree_norm(GRADS)] * 2, rtol=1e-6)
