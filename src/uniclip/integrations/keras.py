@@ -260,7 +260,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         ``"clip/share"`` and ``"clip/skipped"`` are NaN if no step was taken since then.
         """
         values = {name: float(value) for name, value in self.scalars().items()}
-        *sums, count = map(float, keras.ops.convert_to_numpy(self._totals)) if values else (0.0,)
+        *sums, count = map(float, keras.ops.convert_to_numpy(value_of(self._totals))) if values else (0.0,)
         means = {
             name: total / count if count else math.nan for name, total in zip(_NAMES[_SHARES:], sums, strict=False)
         }
