@@ -41,6 +41,29 @@ def refuse(inner: Any) -> None:
             raise ValueError(msg)
 
 
+def refuse_replicas(optimizer: Any) -> None:
+    """Refuse several replicas of TensorFlow, each of which has gradients of its own."""
+    strategy = getattr(optimizer, "_distribution_strategy", None)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        msg = (
+            "under tf.distribute with several replicas each would clip its own gradients: clip in your own train step, "
+            "by uc.clip with all_reduce, or use the JAX backend, whose gradients are those of all devices"
+        )
+        raise ValueError(msg)
+
+
+def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> None:
+    """Refuse gradients of other variables than a rule remembers: it knows them by their order."""
+    missing = [path for path in paths if path not in present]
+    if missing and rule.by_leaf:
+        msg = (
+            f"{rule!r} remembers each of the {len(paths)} variables that the optimizer was built with, but "
+            f"{missing[0]!r} has no gradient: make it not trainable before you compile, or use a rule for all leaves "
+            "together"
+        )
+        raise ValueError(msg)
+
+
 def paths_of(variables: Sequence[Any]) -> tuple[str, ...]:
     """Return the path of each variable; one that occurs again gets a number."""
     names = [str(getattr(variable, "path", variable.name)) for variable in variables]

@@ -17,7 +17,15 @@ import numpy as np
 import optree
 
 from uniclip.decide import Report
-from uniclip.integrations._keras_inside import paths_of, refuse, stand_in, value_of, when
+from uniclip.integrations._keras_inside import (
+    paths_of,
+    refuse,
+    refuse_missing,
+    refuse_replicas,
+    stand_in,
+    value_of,
+    when,
+)
 from uniclip.integrations._keras_rules import from_config, output_last, to_config
 from uniclip.rules import as_rule
 
@@ -97,13 +105,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Create the variables: those of the rule, and those of the optimizer inside."""
         if self.built:
             return
-        strategy = getattr(self, "_distribution_strategy", None)
-        if strategy is not None and strategy.num_replicas_in_sync > 1:
-            msg = (
-                "under tf.distribute with several replicas each would clip its own gradients: clip in your own train "
-                "step, by uc.clip with all_reduce, or use the JAX backend, whose gradients are those of all devices"
-            )
-            raise ValueError(msg)
+        refuse_replicas(self)
         variables = list(variables)
         self.inner.build(variables)
         self._paths = paths_of(variables)
@@ -203,7 +205,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def _clip(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], Report]:
         """Run the rule, and keep its state and its report in the variables."""
         places = [self._paths[self._get_variable_index(v)] for v in variables]
-        self._refuse_missing(places)
+        refuse_missing(self.rule, self._paths, places)
         tree = OrderedDict.fromkeys(self._paths)
         tree.update(zip(places, grads, strict=True))
         params = OrderedDict(zip(self._paths, map(value_of, self._trainable_variables), strict=True))
@@ -214,16 +216,6 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             variable.assign(array)
         self._note(report)
         return [clipped[place] for place in places], report
-
-    def _refuse_missing(self, places: list[str]) -> None:
-        missing = [path for path in self._paths if path not in places]
-        if missing and self.rule.by_leaf:
-            msg = (
-                f"{self.rule!r} remembers each of the {len(self._paths)} variables that the optimizer was built with, "
-                f"but {missing[0]!r} has no gradient: make it not trainable before you compile, or use a rule for all "
-                "leaves together"
-            )
-            raise ValueError(msg)
 
     def _note(self, report: Report) -> None:
         """Keep the scalars of a report in variables: in compiled code nothing else outlives the step."""
