@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: MIT
+"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch: `ClippedOptimizer` around the optimizer."""
+
+from __future__ import annotations
+
+from uniclip.integrations import needs
+
+with needs("Keras 3", "keras"):
+    import keras
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import optree
+
+from uniclip.decide import Report
+from uniclip.integrations._keras_inside import (
+    paths_of,
+    refuse,
+    refuse_missing,
+    refuse_replicas,
+    stand_in,
+    value_of,
+    when,
+)
+from uniclip.integrations._keras_rules import from_config, output_last, to_config
+from uniclip.rules import as_rule
+
+_NAMES = ("clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped")
+"""The scalars of a report, in the order in which the optimizer keeps them."""
+_SHARES = 3
+"""The first of them that are averaged over the steps of an epoch."""
+
+
+@keras.saving.register_keras_serializable(package="uniclip")
+class ClippedOptimizer(keras.optimizers.Optimizer):
+    """Clip the gradients by a rule, then take the step of the optimizer inside.
+
+    The rule acts once for each step: on gradients that are unscaled and, with
+    ``gradient_accumulation_steps``, accumulated; before weight decay and the moments. Its state is among the
+    optimizer's variables, and so in the files that Keras saves.
+
+    Parameters
+    ----------
+    inner : keras.optimizers.Optimizer
+        Takes the steps. Its ``learning_rate`` and ``iterations`` are those of the wrapper.
+    rule : Rule, ByValue, Chain, Masked, or function of one gradient array
+        It sees the gradients as a dict by ``variable.path``, so that the path of a leaf is, for example,
+        ``("sequential/dense/kernel",)``.
+    loss_scale_factor : float, optional
+        As in Keras' optimizers. For a scale that adapts, put ``keras.optimizers.LossScaleOptimizer`` around.
+    gradient_accumulation_steps : int, optional
+        As in Keras' optimizers, at least 2: so many gradients are averaged, then clipped, then applied.
+    name : str, optional
+        Of the optimizer.
+
+    Raises
+    ------
+    TypeError
+        If ``inner`` is no optimizer, or ``rule`` no rule.
+    ValueError
+        If ``inner`` clips by itself, scales the loss, or accumulates gradients.
+
+    Examples
+    --------
+    >>> import keras
+    >>> from uniclip.integrations.keras import ClippedOptimizer
+    >>> optimizer = ClippedOptimizer(keras.optimizers.SGD(1.0), uc.by_global_norm(1.0))
+    >>> w = keras.Variable([0.0, 0.0])
+    >>> optimizer.apply([keras.ops.convert_to_tensor([3.0, 4.0])], [w])
+    >>> keras.ops.convert_to_numpy(w).round(2), float(optimizer.scalars()["clip/norm"])
+    (array([-0.6, -0.8], dtype=float32), 5.0)
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        rule: Any,
+        *,
+        loss_scale_factor: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        if isinstance(inner, ClippedOptimizer):
+            msg = (
+                f"inner is clipped already, by {inner.rule!r}: chain the rules, ClippedOptimizer(inner, uc.chain(a, b))"
+            )
+            raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
+        refuse(inner)
+        super().__init__(
+            learning_rate=lambda: inner.learning_rate,  # a number would become a variable of its own
+            loss_scale_factor=loss_scale_factor,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            name=name,
+        )
+        self.inner = inner
+        self.rule: Any = as_rule(rule)
+        self._acting = output_last(self.rule)
+        self._logged: Sequence[str] = ()
+
+    def build(self, variables: Any) -> None:
+        """Create the variables: those of the rule, and those of the optimizer inside."""
+        if self.built:
+            return
+        refuse_replicas(self)
+        variables = list(variables)
+        self.inner.build(variables)
+        self._paths = paths_of(variables)
+        tree = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
+        first, self._spec = optree.tree_flatten(self._acting.init(tree))
+        self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
+        self._last = self._remember(np.zeros(len(_NAMES), np.float32), "scalars")
+        self._totals = self._remember(np.zeros(len(_NAMES) - _SHARES + 1, np.float32), "totals")
+        super().build(variables)
+
+    def _remember(self, array: Any, name: str) -> Any:
+        """Return a new variable with the value of a NumPy array."""
+        return self.add_variable(array.shape, lambda *_, **__: array, str(array.dtype), name=name)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the wrapper, then those of the optimizer inside."""
+        return [*super().variables, *self.inner.variables]
+
+    def set_weights(self, weights: Any) -> None:
+        """Set all variables, those of the optimizer inside too."""
+        for variable, weight in zip(self.variables, weights, strict=True):
+            variable.assign(weight)
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the optimizer inside."""
+        return self.inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """The number of steps that the optimizer inside has taken."""
+        return self.inner.iterations
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Do as the optimizer inside: with ``use_ema``, set the averages as the final values."""
+        self.inner.finalize_variable_values(var_list)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Clip the gradients and update the variables; see Keras' optimizers."""
+        grads = list(grads)
+        if not grads:
+            return
+        variables = self._given(grads, trainable_variables)
+        grads, variables = self._filter_empty_gradients(grads, variables)
+        grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
+        if grads and self.loss_scale_factor is not None:
+            grads = [keras.ops.divide(grad, self.loss_scale_factor) for grad in grads]
+        if grads and self.gradient_accumulation_steps:
+            self._accumulate(grads, variables)
+        elif grads:
+            self._step(grads, variables)
+        self._iterations.assign_add(1)
+
+    def _given(self, grads: list[Any], variables: Any) -> Any:
+        """Return the variables of the gradients; the first time, build."""
+        if variables is not None:
+            variables = list(variables)
+            self.build(variables)
+            self._check_variables_are_known(variables)
+        elif not self.built:
+            msg = "the optimizer has no variables yet: call optimizer.build(trainable_variables), or pass them too"
+            raise ValueError(msg)
+        else:
+            variables = list(self._trainable_variables)
+        if len(grads) != len(variables):
+            msg = f"grads must hold one gradient (or None) for each of the {len(variables)} variables, got {len(grads)}"
+            raise ValueError(msg)
+        return variables
+
+    def _accumulate(self, grads: list[Any], variables: list[Any]) -> None:
+        """Add the gradients up; in the last of the micro-batches take a step with their mean."""
+        steps = self.gradient_accumulation_steps
+        sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]
+        for total, grad in zip(sums, grads, strict=True):
+            self.assign_add(total, grad)
+
+        def step() -> None:
+            self._step([keras.ops.divide(value_of(total), steps) for total in sums], variables)
+            for total in sums:
+                total.assign(keras.ops.zeros_like(value_of(total)))
+
+        self._when(keras.ops.equal((self._iterations + 1) % steps, 0), step)
+
+    def _step(self, grads: list[Any], variables: list[Any]) -> None:
+        """Clip, and unless the rule leaves the step out, take it."""
+        clipped, report = self._clip(grads, variables)
+        if report.skipped is None:
+            self.inner.apply(clipped, variables)
+        else:
+            self._when(keras.ops.logical_not(report.skipped), lambda: self.inner.apply(clipped, variables))
+
+    def _clip(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], Report]:
+        """Run the rule, and keep its state and its report in the variables."""
+        places = [self._paths[self._get_variable_index(v)] for v in variables]
+        refuse_missing(self.rule, self._paths, places)
+        tree = OrderedDict.fromkeys(self._paths)
+        tree.update(zip(places, grads, strict=True))
+        params = OrderedDict(zip(self._paths, map(value_of, self._trainable_variables), strict=True))
+        # Copies: on PyTorch a variable is written in place, and a part of the new state may be one of the old.
+        state = optree.tree_unflatten(self._spec, [keras.ops.copy(value_of(variable)) for variable in self._state])
+        clipped, state, report = self._acting.update(tree, state, params)
+        for variable, array in zip(self._state, optree.tree_leaves(state), strict=True):
+            variable.assign(array)
+        self._note(report)
+        return [clipped[place] for place in places], report
+
+    def _note(self, report: Report) -> None:
+        """Keep the scalars of a report in variables: in compiled code nothing else outlives the step."""
+        scalars = report.scalars()
+        self._logged = tuple(name for name in _NAMES if name in scalars)
+        if scalars:
+            values = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in _NAMES]
+            self._last.assign(keras.ops.stack(values))
+            self._totals.assign(self._totals + keras.ops.stack([*values[_SHARES:], keras.ops.ones_like(values[0])]))
+
+    def _when(self, flag: Any, function: Callable[[], None]) -> None:
+        when(flag, function, [*self._trainable_variables, *self.variables])
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the scalars of the last step, as `uniclip.Report.scalars` names them.
+
+        Returns
+        -------
+        dict of str to 0-d array
+            Empty before the first step in this process, and for a rule that measures no norm. On JAX, ``fit`` sets the
+            variables of an optimizer only at the end of an epoch.
+        """
+        values = value_of(self._last) if self._logged else ()
+        return {name: values[_NAMES.index(name)] for name in self._logged}
+
+    def begin_epoch(self) -> None:
+        """Begin to average the shares anew."""
+        if self.built:
+            self._totals.assign(np.zeros(self._totals.shape, np.float32))
+
+    def epoch_scalars(self) -> dict[str, float]:
+        """Return the scalars of the last step as floats, shares as their average since `begin_epoch`.
+
+        ``"clip/share"`` and ``"clip/skipped"`` are NaN if no step was taken since then.
+        """
+        values = {name: float(value) for name, value in self.scalars().items()}
+        *sums, count = map(float, keras.ops.convert_to_numpy(value_of(self._totals))) if values else (0.0,)
+        means = {
+            name: total / count if count else math.nan for name, total in zip(_NAMES[_SHARES:], sums, strict=False)
+        }
+        return values | {name: mean for name, mean in means.items() if name in values}
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the optimizer inside, the rule and the options as plain data."""
+        return {
+            "name": self.name,
+            "inner": keras.saving.serialize_keras_object(self.inner),
+            "rule": to_config(self.rule),
+            "loss_scale_factor": self.loss_scale_factor,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
+        """Return the optimizer that a config describes."""
+        inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
+        return cls(**{**config, "inner": inner, "rule": from_config(config["rule"], custom_objects)})
+
+
+class LogClipping(keras.callbacks.Callback):
+    """Add the scalars of a `ClippedOptimizer` to the logs of each epoch.
+
+    ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are those of the epoch's last step, ``"clip/share"`` and
+    ``"clip/skipped"`` the average over its steps. They are read once in an epoch. Put it before callbacks that write
+    the logs, such as ``CSVLogger``; the progress bar and ``History`` come last by themselves.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Find the optimizer, also inside of a ``LossScaleOptimizer``."""
+        optimizer = self.model.optimizer
+        while optimizer is not None and not isinstance(optimizer, ClippedOptimizer):
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+        if optimizer is None:
+            msg = (
+                f"LogClipping needs a ClippedOptimizer, got {type(self.model.optimizer).__name__}: compile the model "
+                "with optimizer=ClippedOptimizer(optimizer, rule)"
+            )
+            raise TypeError(msg)
+        self._optimizer = optimizer
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Begin the epoch's averages."""
+        self._optimizer.begin_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Add to the logs."""
+        if logs is not None:
+            logs.update(self._optimizer.epoch_scalars())

@@ -1,0 +1,241 @@
+"""`ClippedOptimizer` in ``compile`` and ``fit``: against Keras' own clipping, saved and loaded, logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras.optimizers import SGD, Adam
+
+import uniclip as uc
+from uniclip.integrations.keras import ClippedOptimizer, LogClipping
+
+pytestmark = [
+    # Keras' variables do not know NumPy's copy argument yet; that is between the two.
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    # Keras' trainer makes a NumPy array read-only and gives it to PyTorch.
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
+]
+
+BACKEND = keras.backend.backend()
+LEARNS = uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=2))
+X = np.random.default_rng(0).normal(size=(40, 5)).astype("float32")
+Y = 10 * X.sum(axis=1, keepdims=True) * np.where(np.arange(40)[:, None] < 30, np.float32(1), np.float32(5))
+
+
+def model(optimizer: Any, policy: str = "float32", **options: Any) -> Any:
+    """Return a small compiled model, always with the same weights."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy(policy)
+    try:
+        made = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4, "tanh", name="body")])
+        made.add(keras.layers.Dense(1, name="head"))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    rng = np.random.default_rng(1)  # each backend would draw others
+    made.set_weights([rng.normal(size=weight.shape) / 2 for weight in made.get_weights()])
+    made.compile(optimizer, loss="mse", **options)
+    return made
+
+
+def fit(made: Any, epochs: int = 5, **options: Any) -> Any:
+    """Take four steps in each epoch, the same each time."""
+    return made.fit(X, Y, batch_size=10, epochs=epochs, shuffle=False, verbose=0, **options)
+
+
+def equal(one: Any, other: Any, tolerance: float = 1e-5) -> None:
+    """Compare the weights of two models."""
+    for ours, theirs in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+MIGRATIONS: dict[str, tuple[dict[str, Any], Any]] = {
+    "clipnorm": ({"clipnorm": 0.5}, uc.by_norm(0.5)),
+    "global_clipnorm": ({"global_clipnorm": 0.5}, uc.by_global_norm(0.5)),
+    "clipvalue": ({"clipvalue": 0.5}, uc.by_value(0.5)),
+}
+
+
+@pytest.mark.parametrize("optimizer", [Adam, SGD], ids=["adam", "sgd"])
+@pytest.mark.parametrize("option", MIGRATIONS)
+def test_migration(option: str, optimizer: Callable[..., Any]) -> None:
+    """After 50 steps the weights are those of Keras' own option, to 1e-5: both round in float32, 50 times."""
+    options, rule = MIGRATIONS[option]
+    ours, theirs = model(ClippedOptimizer(optimizer(0.01), rule)), model(optimizer(0.01, **options))
+    start = ours.get_weights()
+    for one in (ours, theirs):
+        one.fit(X, Y, batch_size=8, epochs=10, shuffle=False, verbose=0)
+    assert int(ours.optimizer.iterations) == 50
+    equal(ours, theirs)
+    if optimizer is SGD:  # whose first step alone is larger than all clipped ones together
+        moved = [np.abs(after - before).max() for after, before in zip(ours.get_weights(), start, strict=True)]
+        assert max(moved) <= 50 * 0.01 * 0.5 * (1 + 1e-5)
+
+
+def test_accumulation() -> None:
+    """Accumulation is that of Keras: the mean of the micro-batches is clipped once."""
+    ours = model(ClippedOptimizer(Adam(0.1), uc.by_global_norm(0.5), gradient_accumulation_steps=2))
+    theirs = model(Adam(0.1, global_clipnorm=0.5, gradient_accumulation_steps=2))
+    fit(ours)
+    fit(theirs)
+    equal(ours, theirs)
+    assert int(ours.optimizer.iterations) == int(theirs.optimizer.iterations) == 10
+
+
+INNER: dict[str, Callable[[], Any]] = {
+    "weight-decay": lambda: Adam(0.1, weight_decay=0.1),
+    "average": lambda: Adam(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+    "average-at-the-end": lambda: SGD(0.01, use_ema=True, ema_momentum=0.5),
+    "schedule": lambda: SGD(keras.optimizers.schedules.CosineDecay(0.05, 10), momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_what_the_inner_optimizer_does(name: str) -> None:
+    """Weight decay, averages of the weights and schedules are as without the wrapper."""
+    ours, theirs = model(ClippedOptimizer(INNER[name](), uc.by_global_norm(1e9))), model(INNER[name]())
+    fit(ours)
+    fit(theirs)
+    equal(ours, theirs, tolerance=1e-6)
+
+
+SKIPS = uc.skip_spikes(1.0, window=8, warmup=4)
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {"eager": (SKIPS, {"run_eagerly": True})}
+if BACKEND != "torch":  # where Keras compiles nothing by itself, and takes one step at a time
+    WAYS |= {"xla": (SKIPS, {"jit_compile": True}), "no-xla": (SKIPS, {"jit_compile": False})}
+    WAYS |= {"two-steps-in-one": (LEARNS, {"steps_per_execution": 2})}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_running(way: str) -> None:
+    """Compiled or not, the weights and the logs are the same."""
+    rule, options = WAYS[way]
+    ours, other = model(ClippedOptimizer(Adam(0.1), rule), **options), model(ClippedOptimizer(Adam(0.1), rule))
+    logs = [fit(one, epochs=3, callbacks=[LogClipping()]).history for one in (ours, other)]
+    equal(ours, other, tolerance=1e-4)
+    assert list(logs[0]) == list(logs[1])
+    for name in logs[0]:
+        assert logs[0][name] == pytest.approx(logs[1][name], rel=1e-3)
+    assert rule is LEARNS or max(logs[0]["clip/skipped"]) > 0
+
+
+def test_saved_in_the_middle(tmp_path: Path) -> None:
+    """A model that was saved and loaded goes on to the bit; without the rule's state it does not."""
+    whole, part = (model(ClippedOptimizer(Adam(0.1), LEARNS)) for _ in range(2))
+    fit(whole)
+    fit(whole)
+    fit(part)
+    part.save(tmp_path / "part.keras")
+    loaded, forgetful = (keras.saving.load_model(tmp_path / "part.keras") for _ in range(2))
+    for variable in forgetful.optimizer._state:
+        variable.assign(np.zeros(variable.shape, variable.dtype))
+    assert loaded.optimizer.rule == LEARNS
+    for one in (loaded, forgetful):
+        fit(one)
+    equal(loaded, whole, tolerance=0.0)
+    assert int(loaded.optimizer.iterations) == 40
+    with pytest.raises(AssertionError):
+        equal(forgetful, whole)
+
+
+def test_logs() -> None:
+    """An epoch's share is that of its steps, the other scalars those of its last one; steps one by one agree."""
+    rule = uc.by_global_norm(100.0)
+    logged, single = (model(ClippedOptimizer(SGD(0.01), rule)) for _ in range(2))
+    history = fit(logged, epochs=3, callbacks=[LogClipping()], validation_data=(X, Y)).history
+    for epoch in range(3):
+        steps = []
+        for start in range(0, 40, 10):
+            single.train_on_batch(X[start : start + 10], Y[start : start + 10])
+            steps.append({name: float(value) for name, value in single.optimizer.scalars().items()})
+        assert history["clip/share"][epoch] == np.mean([step["clip/share"] for step in steps])
+        for name in ("clip/norm", "clip/limit", "clip/factor"):
+            assert history[name][epoch] == pytest.approx(steps[-1][name], rel=1e-5)
+    assert 0 < np.mean(history["clip/share"]) < 1
+
+
+def test_skipped_steps_in_fit() -> None:
+    """A batch with NaN is left out: it moves no weight, no moment and no count, and the logs say so."""
+    spoiled = np.where(np.arange(40)[:, None] // 10 == 1, np.float32(math.nan), Y)
+    ours = model(ClippedOptimizer(Adam(0.1), uc.by_global_norm(1.0, nonfinite="skip")))
+    theirs = model(ClippedOptimizer(Adam(0.1), uc.by_global_norm(1.0)))
+    logs = ours.fit(X, spoiled, batch_size=10, shuffle=False, verbose=0, callbacks=[LogClipping()]).history
+    clean = np.flatnonzero(np.isfinite(spoiled[:, 0]))
+    theirs.fit(X[clean], Y[clean], batch_size=10, shuffle=False, verbose=0)
+    equal(ours, theirs, tolerance=1e-6)
+    assert logs["clip/skipped"] == [0.25]
+    assert int(ours.optimizer.iterations) == 3
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(policy: str) -> None:
+    """The norm is that of the unscaled gradients; for float16 ``compile`` puts its own scaling around."""
+    ours, plain = (model(ClippedOptimizer(SGD(0.001), uc.by_global_norm(1e9)), one) for one in (policy, "float32"))
+    plain.optimizer.learning_rate = 0.001
+    assert isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer) == (policy == "mixed_float16")
+    if policy == "mixed_float16":
+        ours.optimizer.initial_scale = 64.0
+    logs = [one.fit(X, Y, batch_size=40, verbose=0, callbacks=[LogClipping()]).history for one in (ours, plain)]
+    assert logs[0]["clip/norm"] == pytest.approx(logs[1]["clip/norm"], rel=0.02)
+
+
+def test_frozen_layers() -> None:
+    """Variables that are not trainable are no part of the norm, nor of the paths."""
+    made = model(SGD(0.1))
+    made.layers[0].trainable = False
+    made.compile(ClippedOptimizer(SGD(0.1), uc.adagc()), loss="mse")
+    before = made.layers[0].get_weights()
+    fit(made)
+    assert made.optimizer._paths == tuple(v.path for v in made.layers[1].trainable_variables)
+    np.testing.assert_array_equal(before[0], made.layers[0].get_weights()[0])
+
+
+def test_embedding() -> None:
+    """An embedding, whose gradient TensorFlow keeps sparse, trains in fit as by Keras' own clipping."""
+    ids, target = np.arange(40).reshape(20, 2) % 7, np.ones((20, 2, 3), np.float32) * 5
+
+    def table(optimizer: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        made = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 3)])
+        made.compile(optimizer, loss="mse")
+        made.fit(ids, target, batch_size=10, epochs=3, shuffle=False, verbose=0)
+        return made
+
+    ours = table(ClippedOptimizer(SGD(1.0), uc.by_value(0.01)))
+    free = table(SGD(1.0))
+    assert np.abs(ours.get_weights()[0] - free.get_weights()[0]).max() > 0.1
+    clipped = table(ClippedOptimizer(SGD(1.0), uc.by_global_norm(0.5)))
+    (made,) = clipped.get_weights()
+    keras.utils.set_random_seed(0)
+    start = keras.Sequential([keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 3)]).get_weights()[0]
+    np.testing.assert_array_equal(made[7:], start[7:])  # ids that never occur
+    moved = np.linalg.norm(made - start)
+    assert 2.5 < moved <= 3.0 + 1e-5  # six steps of norm 0.5, in nearly one direction
+
+
+def test_log_clipping_needs_a_clipped_optimizer() -> None:
+    """LogClipping without one is an error that names the fix."""
+    with pytest.raises(TypeError, match=r"optimizer=ClippedOptimizer\(optimizer, rule\)"):
+        fit(model(SGD(0.1)), callbacks=[LogClipping()])
+
+
+def test_names_in_rules() -> None:
+    """A rule sees the path of each variable."""
+    seen = set()
+
+    def where(path: Any, leaf: Any) -> bool:
+        seen.add(path)
+        return "head" not in path[0]
+
+    made = model(ClippedOptimizer(SGD(0.1), uc.masked(uc.by_global_norm(0.0), where)))
+    before = made.get_weights()
+    fit(made, epochs=1)
+    after = made.get_weights()
+    assert seen == {(v.path,) for v in made.trainable_variables}
+    np.testing.assert_array_equal(before[0], after[0])
+    assert np.abs(before[2] - after[2]).max() > 0
