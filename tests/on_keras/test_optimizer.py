@@ -13,8 +13,8 @@ import pytest
 from keras.optimizers import SGD, Adam, AdamW, LossScaleOptimizer
 
 import uniclip as uc
-from uniclip.integrations._keras_rules import from_config, to_config
 from uniclip.integrations.keras import ClippedOptimizer
+from uniclip.integrations.keras.config import from_config, to_config
 
 # Keras' variables do not know NumPy's copy argument yet; that is between the two.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")

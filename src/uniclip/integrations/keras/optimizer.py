@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch: `ClippedOptimizer` around the optimizer."""
+"""The optimizer around an optimizer."""
 
 from __future__ import annotations
-
-from uniclip.integrations import needs
-
-with needs("Keras 3", "keras"):
-    import keras
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import optree
 
 from uniclip.decide import Report
-from uniclip.integrations._keras_inside import (
+from uniclip.integrations.keras.config import from_config, output_last, to_config
+from uniclip.integrations.keras.inside import (
     paths_of,
     refuse,
     refuse_missing,
@@ -26,7 +23,6 @@ from uniclip.integrations._keras_inside import (
     value_of,
     when,
 )
-from uniclip.integrations._keras_rules import from_config, output_last, to_config
 from uniclip.rules import as_rule
 
 _NAMES = ("clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped")
@@ -273,34 +269,3 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Return the optimizer that a config describes."""
         inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
         return cls(**{**config, "inner": inner, "rule": from_config(config["rule"], custom_objects)})
-
-
-class LogClipping(keras.callbacks.Callback):
-    """Add the scalars of a `ClippedOptimizer` to the logs of each epoch.
-
-    ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are those of the epoch's last step, ``"clip/share"`` and
-    ``"clip/skipped"`` the average over its steps. They are read once in an epoch. Put it before callbacks that write
-    the logs, such as ``CSVLogger``; the progress bar and ``History`` come last by themselves.
-    """
-
-    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Find the optimizer, also inside of a ``LossScaleOptimizer``."""
-        optimizer = self.model.optimizer
-        while optimizer is not None and not isinstance(optimizer, ClippedOptimizer):
-            optimizer = getattr(optimizer, "inner_optimizer", None)
-        if optimizer is None:
-            msg = (
-                f"LogClipping needs a ClippedOptimizer, got {type(self.model.optimizer).__name__}: compile the model "
-                "with optimizer=ClippedOptimizer(optimizer, rule)"
-            )
-            raise TypeError(msg)
-        self._optimizer = optimizer
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Begin the epoch's averages."""
-        self._optimizer.begin_epoch()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Add to the logs."""
-        if logs is not None:
-            logs.update(self._optimizer.epoch_scalars())

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside TensorFlow 1 optimizers: wrap one once, and every ``apply_gradients`` clips first."""
+"""The optimizer around an optimizer."""
 # ruff: noqa: SLF001 - an optimizer around another one hands on what TensorFlow asks of it in private
 
 from __future__ import annotations
-
-from uniclip.integrations import needs
-
-with needs("TensorFlow", "tensorflow"):
-    import tensorflow as tf
 
 from collections.abc import Iterable
 from typing import Any
 
 import optree
+import tensorflow as tf
 
 from uniclip.decide import Report
-from uniclip.integrations._tensorflow import (
+from uniclip.integrations.tensorflow.inside import (
     check_optimizer,
     names_of,
     outermost_graph,

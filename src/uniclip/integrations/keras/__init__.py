@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: MIT
+"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch: `ClippedOptimizer` around the optimizer."""
+
+from uniclip.integrations import needs
+
+with needs("Keras 3", "keras"):
+    from uniclip.integrations.keras.callback import LogClipping
+    from uniclip.integrations.keras.optimizer import ClippedOptimizer
+
+__all__ = ["ClippedOptimizer", "LogClipping"]

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: MIT
+"""What Keras logs of clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from uniclip.integrations.keras.optimizer import ClippedOptimizer
+
+
+class LogClipping(keras.callbacks.Callback):
+    """Add the scalars of a `ClippedOptimizer` to the logs of each epoch.
+
+    ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are those of the epoch's last step, ``"clip/share"`` and
+    ``"clip/skipped"`` the average over its steps. They are read once in an epoch. Put it before callbacks that write
+    the logs, such as ``CSVLogger``; the progress bar and ``History`` come last by themselves.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Find the optimizer, also inside of a ``LossScaleOptimizer``."""
+        optimizer = self.model.optimizer
+        while optimizer is not None and not isinstance(optimizer, ClippedOptimizer):
+            optimizer = getattr(optimizer, "inner_optimizer", None)
+        if optimizer is None:
+            msg = (
+                f"LogClipping needs a ClippedOptimizer, got {type(self.model.optimizer).__name__}: compile the model "
+                "with optimizer=ClippedOptimizer(optimizer, rule)"
+            )
+            raise TypeError(msg)
+        self._optimizer = optimizer
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Begin the epoch's averages."""
+        self._optimizer.begin_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Add to the logs."""
+        if logs is not None:
+            logs.update(self._optimizer.epoch_scalars())
