@@ -91,9 +91,9 @@ def measured(
         return decision.state, decision.report()
 
 
-def clip_known(rule: Rule, grads: Any, norm: Any) -> tuple[Any, Any]:
+def clip_known(rule: Rule, grads: Any, norm: Any, *, in_place: bool = False) -> tuple[Any, Any]:
     """Clip by a rule that remembers nothing; return the gradients and their norms, ``norm`` if it is known already."""
-    given = read(grads, rule.scope)
+    given = read(grads, rule.scope, in_place=in_place)
     with given.backend.quiet():
         decision = decide(rule, given, _NO_STATE, norm=norm)
         return decision.clipped(rule), decision.arranged_norms()

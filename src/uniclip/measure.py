@@ -106,7 +106,9 @@ class _Ruler(NamedTuple):
         dtype = reduce(xp.result_type, dtypes, xp.float32) if len(dtypes) > 1 else xp.float32
 
         def part(leaf: Leaf) -> Any:
-            return self.part(leaf, norm, dtype, None if scale is None else spread(self.backend, scale, leaf))
+            factor = None if scale is None else spread(self.backend, scale, leaf)
+            own, factor, whole = self.backend.own_part(leaf.array, factor, leaf.axes, norm.op)
+            return whole(self.part(leaf._replace(array=own), norm, dtype, factor))
 
         return part
 
@@ -147,7 +149,7 @@ class _Ruler(NamedTuple):
                     f"{tuple(one.shape)}"
                 )
                 raise ValueError(msg)
-        joined = self.reduce(parts, op)
+        joined = self.reduce(self.backend.joined(parts, op), op)
         return joined if self.all_reduce is None else self.all_reduce(joined, op)
 
     def reduce(self, parts: list[Any], op: Literal["sum", "max"]) -> Any:

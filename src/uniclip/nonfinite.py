@@ -19,6 +19,7 @@ def all_finite(grads: Gradients, all_reduce: AllReduce | None = None) -> Any:
     """Whether every entry is finite, also those of other devices."""
     xp = grads.backend.xp
     here = all_of(grads.backend, [_finite(grads, leaf) for leaf in grads.leaves])
+    here = grads.backend.agreed([leaf.array for leaf in grads.leaves], here)
     if all_reduce is None:
         return here
     faults = xp.where(here, xp.asarray(0.0, dtype=xp.float32), xp.asarray(1.0, dtype=xp.float32))
@@ -27,7 +28,8 @@ def all_finite(grads: Gradients, all_reduce: AllReduce | None = None) -> Any:
 
 def _finite(grads: Gradients, leaf: Leaf) -> Any:
     backend, xp = grads.backend, grads.backend.xp
-    pieces = backend.pieces(leaf.array) if backend.large(leaf.array) else [leaf.array]
+    array, _, _ = backend.own_part(leaf.array, None, None, "max")
+    pieces = backend.pieces(array) if backend.large(array) else [array]
     return all_of(backend, [xp.all(xp.isfinite(piece)) for piece in pieces])
 
 

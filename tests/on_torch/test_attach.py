@@ -733,7 +733,9 @@ def test_schedulers() -> None:
     ("optimizer", "rule", "message"),
     [
         ([], uc.by_global_norm(1.0), r"optimizer must be a torch.optim.Optimizer, got \[\]"),
-        (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), got 1.0"),
+        (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), or a function of one array, got 1.0"),
+        (None, uc.Constant(1.0), r"a limit is only one of its choices: uc.Rule\(limit\)"),
+        (None, uc.Clipper(uc.by_global_norm(1.0)), "a uc.Clipper is more"),
         (None, uc.Rule, "rule must be a rule"),
     ],
 )
@@ -842,3 +844,99 @@ def test_a_spike_of_the_loss(closure: bool) -> None:
             optimizer.step()
             assert handle.loss is None
         assert bool(handle.report.skipped) == (step == 4)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """A wrapper as those of Accelerate and Lightning are: an optimizer by its class, with the real one inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        """Have the one inside step."""
+        return self.optimizer.step(closure)
+
+
+def test_a_wrapper_is_taken_for_the_optimizer_inside() -> None:
+    """The one inside gets the rule, once, however it is wrapped."""
+    (w,) = params = [torch.nn.Parameter(torch.zeros(2))]
+    optimizer = SGD(params, lr=1.0)
+    wrapped = Wrapper(Wrapper(optimizer))
+    handle = attach(wrapped, uc.by_global_norm(1.0))
+    for again in (optimizer, wrapped, Wrapper(optimizer)):
+        with pytest.raises(ValueError, match="clipped already"):
+            attach(again, uc.by_global_norm(1.0))
+    w.grad = torch.tensor([3.0, 4.0])
+    wrapped.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+    assert handle.report.norms.item() == 5
+
+
+def test_presets_that_need_parameters_get_them() -> None:
+    """Limits relative to the weights see the weights as they are before each step."""
+    ours, theirs = model(), model()
+    one, other = SGD(groups_of(ours), lr=0.5), SGD(groups_of(theirs), lr=0.5)
+    attach(one, uc.agc(0.01))
+    for step in range(3):
+        for net, optimizer in ((ours, one), (theirs, other)):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+        uc.clip_(grads_of(other), uc.agc(0.01), params_of(other))
+        one.step()
+        other.step()
+        same(one, other, exact=True)
+
+
+def test_a_limit_for_each_group() -> None:
+    """Each parameter group has a limit and a norm of its own, also by a name that the group has."""
+    net = model()
+    optimizer = SGD(groups_of(net), lr=0.1)
+    handle = attach(optimizer, uc.by_group_norm({0: 0.1, 1: 0.5}, lambda path, leaf: path[0]))
+    loss_of(net, 0).backward()
+    norms = [uc.global_norm(group).item() for group in grads_of(optimizer)]
+    optimizer.step()
+    assert {label: norm.item() for label, norm in handle.report.norms.items()} == pytest.approx(dict(enumerate(norms)))
+    for group, limit in zip(grads_of(optimizer), (0.1, 0.5), strict=True):
+        assert uc.global_norm(group).item() == pytest.approx(limit)
+
+
+def test_groups_that_are_added_later() -> None:
+    """They are clipped with the others, unless the rule remembers each parameter."""
+    net = model()
+    for rule in (uc.by_global_norm(0.5), uc.autoclip(50, window=4), uc.adagc()):
+        first, second = groups_of(net)
+        optimizer = SGD([first], lr=0.0)
+        handle = attach(optimizer, rule)
+        optimizer.add_param_group(second)
+        optimizer.zero_grad()
+        loss_of(net, 0).backward()
+        before = uc.global_norm(grads_of(optimizer)).item()
+        if rule.by_leaf:
+            with pytest.raises(ValueError, match="add new ones before you attach"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert handle.report.norms.item() == pytest.approx(before)
+
+
+def test_functions_are_rules() -> None:
+    """A function of one gradient is called on each."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([w], lr=1.0)
+    handle = attach(optimizer, torch.sign)
+    w.grad = torch.tensor([-3.0, 4.0])
+    optimizer.step()
+    assert w.tolist() == [1.0, -1.0]
+    assert handle.report.scalars() == {}
+
+
+def test_scalars_for_a_logger() -> None:
+    """What a logger shows is there under fixed names, and no norm is measured again."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([w], lr=1.0)
+    handle = attach(optimizer, uc.by_global_norm(1.0, nonfinite="skip"))
+    w.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    shown = {name: value.item() for name, value in handle.report.scalars().items()}
+    wanted = {"clip/norm": 5.0, "clip/limit": 1.0, "clip/factor": 0.2, "clip/share": 1.0, "clip/skipped": 0.0}
+    assert shown == pytest.approx(wanted)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -111,6 +111,30 @@ class Backend:
         """Return the number of entries of the leaf along ``axes``, those that are not stored too."""
         shape = leaf.shape
         return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
+
+    # For arrays of which each process holds a part: libraries that have such arrays override all four.
+
+    def own_part(
+        self,
+        array: Array,
+        scale: Array | None,
+        axes: tuple[int, ...] | None,  # noqa: ARG002
+        op: Literal["sum", "max"],  # noqa: ARG002
+    ) -> tuple[Array, Array | None, Callable[[Array], Array]]:
+        """Return what is here of an array and of its scale, and what to call on the total along ``axes`` of these."""
+        return array, scale, unchanged
+
+    def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:  # noqa: ARG002
+        """Return totals, of which some may be parts, as totals of all processes; there may be fewer of them."""
+        return parts
+
+    def agreed(self, arrays: list[Array], flag: Array) -> Array:  # noqa: ARG002
+        """Return whether a flag holds in all processes that the arrays are split among."""
+        return flag
+
+    def beside(self, array: Array, operand: Array) -> Array:  # noqa: ARG002
+        """Return an operand, the same in all processes, as one that can be combined with ``array``."""
+        return operand
 
     # In place: libraries whose arrays can be changed override all three.
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from array_api_compat import torch as compat
 from torch.autograd import forward_ad
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype
+from uniclip.backends import dtensor
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype, unchanged
+from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.host import few, squares
 
 
@@ -273,7 +275,25 @@ class _Torch(Backend):
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
             return leaf.values(), lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False)
+        if is_dtensor(leaf):
+            whole = dtensor.summed(leaf)
+            return whole, unchanged if whole is leaf else partial(dtensor.unsummed, leaf)
         return super().stored(leaf)
+
+    def own_part(
+        self, array: Array, scale: Array | None, axes: tuple[int, ...] | None, op: Literal["sum", "max"]
+    ) -> tuple[Array, Array | None, Callable[[Array], Array]]:
+        return dtensor.own_part(array, scale, axes, op) if is_dtensor(array) else (array, scale, unchanged)
+
+    def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:
+        return dtensor.joined(parts, op) if any([is_dtensor(part) for part in parts]) else parts
+
+    def agreed(self, arrays: list[Array], flag: Array) -> Array:
+        meshes = dict.fromkeys(array.device_mesh for array in arrays if is_dtensor(array))
+        return dtensor.agreed(meshes, flag) if meshes else flag
+
+    def beside(self, array: Array, operand: Array) -> Array:
+        return dtensor.replicated(array, operand) if is_dtensor(array) and not is_dtensor(operand) else operand
 
     def why_fixed(self, leaf: Any) -> str | None:
         if leaf.requires_grad and leaf.is_leaf:
@@ -284,6 +304,8 @@ class _Torch(Backend):
         return None
 
     def memory(self, leaf: Any) -> Any:
+        if is_dtensor(leaf):
+            leaf = leaf.to_local()
         if type(leaf) is not torch.Tensor or self.traced(leaf):
             return None
         if leaf.layout is torch.strided:
@@ -291,6 +313,10 @@ class _Torch(Backend):
         return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))  # noqa: SLF001
 
     def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+        if is_dtensor(array):
+            with torch.no_grad():
+                self._write_own(leaf, array, function, *operands)
+            return
         with torch.no_grad():
             if self.large(array) and not any(operand.ndim for operand in operands):
                 for piece in self.pieces(array):
@@ -301,6 +327,12 @@ class _Torch(Backend):
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
             if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
                 leaf.copy_(self.stored(leaf)[1](array.to(leaf.dtype)))
+
+    def _write_own(self, leaf: Any, array: Any, function: Callable[..., Array], *operands: Array) -> None:
+        here = array.to_local()
+        self.write(here, here, function, *[dtensor.own_operand(array, operand) for operand in operands])
+        if leaf is not array:
+            leaf.to_local().copy_(dtensor.unsummed(leaf, array).to_local())
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if torch.compiler.is_compiling() and not _in_transform():  # torch.cond cannot be transformed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside PyTorch's optimizers: `attach` a rule once, and every ``optimizer.step()`` clips first."""
+"""A rule inside an optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import optree
 
 from uniclip import core
 from uniclip.backends.torch import BACKEND
-from uniclip.rules import Rule
+from uniclip.integrations.torch.functions import grad_of
+from uniclip.rules import Rule, as_rule
 from uniclip.scopes import all_leaves
 
 _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
@@ -44,7 +45,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     ----------
     optimizer : torch.optim.Optimizer
         What wraps one, as that of Accelerate and of Lightning do, is taken for the one inside.
-    rule : Rule, ByValue, Chain or Masked
+    rule : Rule, ByValue, Chain, Masked, or a function of one gradient
         One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
         it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
 
@@ -82,9 +83,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
         raise TypeError(msg)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         return attach(optimizer.optimizer, rule)
-    if isinstance(rule, type) or not hasattr(rule, "update"):
-        msg = f"rule must be a rule, such as uc.by_global_norm(1.0), got {rule!r}"
-        raise TypeError(msg)
+    rule = as_rule(rule)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {_rules[optimizer]!r}: call remove() of that handle first"
         raise ValueError(msg)
@@ -147,8 +146,8 @@ class Attached:
         return loss
 
     def _clip(self, loss: Any) -> None:
-        params = [p for p in self._params() if p.grad is not None]
-        grads = list({id(p.grad): p.grad for p in params}.values())
+        params = [p for p in self._params() if grad_of(p) is not None]
+        grads = list({id(grad): grad for grad in map(grad_of, params)}.values())
         if not grads:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -169,7 +168,7 @@ class Attached:
 
     def _fold(self, grads: list[Any], scale: Any, loss: Any) -> None:
         """Have the fused kernel multiply by the factor: it divides by ``grad_scale``."""
-        tree, params = self._tree(lambda p: p.grad), self._tree(lambda p: p)
+        tree, params = self._tree(grad_of), self._tree(lambda p: p)
         norm = None
         if scale is not None:
             scaled = core.norm_of(tree, self.rule.scope, self.rule.norm)
@@ -197,7 +196,7 @@ class Attached:
             self._set("grad_scale", None)
             for grad in grads:
                 grad.div_(scale.to(grad.device))
-        tree, every = self._tree(lambda p: p.grad), self._tree(lambda p: p)
+        tree, every = self._tree(grad_of), self._tree(lambda p: p)
         _, self.state, self.report = self.rule.update(tree, self.state, every, in_place=True, loss=loss)
 
     def _same(self, params: list[Any]) -> None:

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: MIT
+# The signatures are PyTorch's.
+# ruff: noqa: ARG001, FBT001, FBT002
+"""The functions of ``torch.nn.utils`` that clip gradients: their names, arguments and results, uniclip's algorithm."""
+
+from __future__ import annotations
+
+from uniclip.integrations import needs
+
+with needs("PyTorch", "torch"):
+    import torch
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from uniclip import core
+from uniclip._checks import LIMIT, nonnegative
+from uniclip.backends.dtensor import is_dtensor
+from uniclip.backends.torch import BACKEND
+from uniclip.limits import NoState
+from uniclip.presets import by_global_norm, by_value
+from uniclip.verbs import clip_
+
+
+def clip_grad_norm_(
+    parameters: Any,
+    max_norm: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Any:
+    """Scale the gradients of parameters in place to a norm of ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
+
+    Parameters
+    ----------
+    parameters : tensor or iterable of tensors
+        What holds the gradients, in ``.grad``; dense or sparse, plain or distributed. One that occurs twice counts
+        once.
+    max_norm : float or 0-d tensor
+        At least 0; ``math.inf`` only measures. A tensor on an accelerator is not read.
+    norm_type : float, default 2.0
+        The order of the norm, at least 1; ``math.inf`` or ``"inf"`` is the largest modulus.
+    error_if_nonfinite : bool, default False
+        Raise where a gradient is NaN or infinite, before any is changed. Without it all become NaN.
+    foreach : bool, optional
+        Accepted for PyTorch's sake; it changes nothing.
+
+    Returns
+    -------
+    norm : 0-d tensor
+        Before clipping, in float32 or wider, on the device of the first gradient; of distributed gradients the norm of
+        the whole, as a plain tensor. 0 if no parameter has a gradient.
+
+    Raises
+    ------
+    TypeError
+        If ``parameters`` holds what is no tensor, such as the pairs of ``named_parameters()``.
+    ValueError
+        If ``max_norm`` is negative or NaN, ``norm_type`` below 1, or a generator has nothing (left) in it.
+    RuntimeError
+        If ``error_if_nonfinite`` and a gradient is not finite; it names the gradients by their number.
+
+    Notes
+    -----
+    ``torch.nn.utils.clip_grad_norm_`` divides by the norm + 1e-6. Here nothing is added, so the results differ by a
+    share of 1e-6/norm.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import clip_grad_norm_
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm_([w], max_norm=1.0), w.grad
+    (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    grads = _grads(parameters)
+    limit, order = _limit("max_norm", max_norm), float(norm_type)
+    if not _any(grads):
+        return torch.tensor(0.0)
+    rule = by_global_norm(limit, ord=order, nonfinite="raise" if error_if_nonfinite else "propagate")
+    try:
+        with torch.no_grad():
+            return clip_(grads, rule).norms
+    except FloatingPointError as error:
+        raise _not_finite(error) from error
+
+
+def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = None) -> None:
+    """Clip each entry of the gradients of parameters in place into ``[-clip_value, clip_value]``.
+
+    Parameters
+    ----------
+    parameters : tensor or iterable of tensors
+        As for `clip_grad_norm_`.
+    clip_value : float or 0-d tensor
+        At least 0.
+    foreach : bool, optional
+        Accepted for PyTorch's sake; it changes nothing.
+
+    Raises
+    ------
+    TypeError
+        As `clip_grad_norm_`; and if a gradient is complex.
+    ValueError
+        If ``clip_value`` is negative or NaN, or a generator has nothing (left) in it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import clip_grad_value_
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([-3.0, 0.5])
+    >>> clip_grad_value_(w, 1.0)
+    >>> w.grad
+    tensor([-1.0000,  0.5000])
+    """
+    clip_(_grads(parameters), by_value(_limit("clip_value", clip_value, "")))
+
+
+def get_total_norm(
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Any:
+    """Return the norm of tensors together: ``(Σ|x|ᵖ)^(1/p)``.
+
+    Parameters
+    ----------
+    tensors : tensor or iterable of tensors
+        Of any kind, parameters too; ``None`` is absent. One that occurs twice counts once.
+    norm_type, error_if_nonfinite, foreach
+        As for `clip_grad_norm_`.
+
+    Returns
+    -------
+    norm : 0-d tensor
+        As that of `clip_grad_norm_`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As `clip_grad_norm_`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import get_total_norm
+    >>> get_total_norm([torch.tensor([3.0, 4.0]), None, torch.tensor([[12.0]])])
+    tensor(13.)
+    """
+    given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True)}
+    once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
+    if not _any(once):
+        return torch.tensor(0.0)
+    rule = by_global_norm(math.inf, ord=float(norm_type), nonfinite="raise" if error_if_nonfinite else "propagate")
+    try:
+        with torch.no_grad():
+            return core.measured(rule, once, NoState())[1].norms
+    except FloatingPointError as error:
+        raise _not_finite(error) from error
+
+
+def clip_grads_with_norm_(
+    parameters: Any,
+    max_norm: Any,
+    total_norm: Any,
+    foreach: bool | None = None,
+) -> None:
+    """Scale the gradients of parameters in place by ``min(1, max_norm/total_norm)``: their norm is known already.
+
+    Parameters
+    ----------
+    parameters : tensor or iterable of tensors
+        As for `clip_grad_norm_`.
+    max_norm : float or 0-d tensor
+        At least 0.
+    total_norm : float or 0-d tensor
+        What `get_total_norm` has returned, or PyTorch's function of that name. With a NaN or infinite one all gradients
+        become NaN.
+    foreach : bool, optional
+        Accepted for PyTorch's sake; it changes nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `clip_grad_norm_`; and if ``total_norm`` is negative.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import clip_grads_with_norm_
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grads_with_norm_(w, max_norm=1.0, total_norm=10.0)
+    >>> w.grad
+    tensor([0.3000, 0.4000])
+    """
+    grads, rule = _grads(parameters), by_global_norm(_limit("max_norm", max_norm))
+    norm = total_norm.full_tensor() if is_dtensor(total_norm) else total_norm
+    core.clip_known(rule, grads, norm, in_place=True)
+
+
+def grad_of(parameter: Any) -> Any:
+    """Return the gradient of a parameter; zeros for a distributed one without, as other processes may have one."""
+    grad = parameter.grad
+    if grad is None and parameter.requires_grad and is_dtensor(parameter):
+        return torch.zeros_like(parameter, requires_grad=False)
+    return grad
+
+
+def _grads(parameters: Any) -> list[Any]:
+    """Return the gradient of each parameter, ``None`` for one that has none."""
+    return [grad_of(parameter) for parameter in _tensors(parameters, "parameters")]
+
+
+def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
+    """Return tensors that are given as such or as an iterable; refuse all else."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    hint = "pass model.parameters()" if name == "parameters" else "pass [p.grad for p in model.parameters()]"
+    if isinstance(given, torch.nn.Module) or not isinstance(given, Iterable):
+        msg = f"{name} must be a tensor or an iterable of tensors, got a {type(given).__qualname__}: {hint}"
+        raise TypeError(msg)
+    tensors = list(given)
+    if not tensors and isinstance(given, Iterator):
+        msg = f"{name} is an iterator with nothing left in it: pass a list, which can be read twice, or {hint[5:]} anew"
+        raise ValueError(msg)
+    others = [other for other in tensors if not isinstance(other, torch.Tensor) and not (absent and other is None)]
+    if others:
+        msg = f"{name} must hold tensors, got {_described(others[0])}: {hint}"
+        raise TypeError(msg)
+    return tensors
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):  # noqa: PLR2004 - name and parameter
+        return f"the pair of a name and a parameter ({value[0]!r}, ...)"
+    return f"a {type(value).__qualname__}"
+
+
+def _any(tensors: list[Any]) -> bool:
+    return any(tensor is not None for tensor in tensors)
+
+
+def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
+    """Return a limit; a tensor that costs nothing to read as a number."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 and BACKEND.readable(value) else value.reshape(())
+    return nonnegative(name, value, hint)
+
+
+def _not_finite(error: FloatingPointError) -> RuntimeError:
+    return RuntimeError(f"{error}; pass error_if_nonfinite=False to go on with NaN")
