@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs
-
-with needs("PyTorch", "torch"):
-    import torch
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+import torch
 
 from uniclip import core
 from uniclip._checks import LIMIT, nonnegative

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs
-
-with needs("PyTorch", "torch"):
-    import torch
-
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import optree
+import torch
 
 from uniclip import core
 from uniclip.backends.torch import BACKEND
