@@ -55,7 +55,12 @@ napoleon_use_param = False  # types such as "array or tree of arrays" are prose,
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
-nitpick_ignore = [("py:class", "tree"), ("py:class", "arrays")]  # the type of an attribute is prose, too
+nitpick_ignore = [
+    ("py:class", "tree"),  # the type of an attribute is prose, too
+    ("py:class", "arrays"),
+    ("py:class", "0-d array"),
+    ("py:exc", "lightning.pytorch.utilities.exceptions.MisconfigurationException"),  # not ours
+]
 
 html_theme = "furo"
 html_title = "uniclip"

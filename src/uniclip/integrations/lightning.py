@@ -41,7 +41,7 @@ class ClipGradients(Callback):
     ------
     TypeError
         If ``rule`` is neither a rule nor a function of one gradient array.
-    MisconfigurationException
+    lightning.pytorch.utilities.exceptions.MisconfigurationException
         At the start of ``fit``: if the Trainer has a ``gradient_clip_val``, too; if a list is not as long
         as there are optimizers; if the strategy shards the gradients (DeepSpeed, FSDP, ModelParallel).
     ValueError
@@ -53,7 +53,7 @@ class ClipGradients(Callback):
     clipped when ``fit`` is over, so that ``trainer.save_checkpoint`` still finds it there.
 
     After each step ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are logged, and as means over the
-    epoch ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``; see `Report.scalars`. Of
+    epoch ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``; see `uniclip.Report.scalars`. Of
     several optimizers ``"clip/norm/0"``, ``"clip/norm/1"`` and so on.
 
     Examples

@@ -24,7 +24,7 @@ class ClipState(NamedTuple):
     """The state of what `to_optax` returns: what the rule remembers, and what a logger shows of the last step.
 
     The last five are 0-d arrays, zeros before the first step, and ``None`` of a rule that measures no norm; see
-    `Report.scalars`. Structure, shapes and dtypes are those of ``init`` from then on.
+    `uniclip.Report.scalars`. Structure, shapes and dtypes are those of ``init`` from then on.
     """
 
     memory: Any
@@ -118,7 +118,7 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to 0-d array
-        As `Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and of a rule
+        As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and of a rule
         that may leave a step out ``"clip/skipped"``. Of several clip states the first one's names begin with
         ``"clip/0/"``, and so on, in the order of the tree. Nothing is read from the device.
 

@@ -64,7 +64,7 @@ class ClipGradients(TrainerCallback):
 
     To what the Trainer logs about training are added ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"``
     of the last step and, as means over the steps since the last log, ``"clip/share"`` and, of a rule that may
-    skip a step, ``"clip/skipped"``; see `Report.scalars`.
+    skip a step, ``"clip/skipped"``; see `uniclip.Report.scalars`.
 
     Examples
     --------

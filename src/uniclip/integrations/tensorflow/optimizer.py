@@ -82,7 +82,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     report : Report or None
         What the train op built last sees and does, in tensors of its graph: run them with the train op. In eager
         code, what the last step saw and did. ``None`` before.
-    loss : tensor or None
+    loss : 0-d array or None
         The loss of the next ``apply_gradients``, for rules that look at it. ``minimize`` sets it by itself;
         ``None`` after the step.
 
@@ -170,7 +170,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Raises
         ------
         TypeError, ValueError
-            As the optimizer inside, and as `Rule.update`; if a variable occurs twice; or, of a rule that remembers
+            As the optimizer inside, and as `uniclip.Rule.update`; if a variable occurs twice; or, of a rule that remembers
             each leaf by itself, if other variables have a gradient than at first.
         RuntimeError
             Under a ``tf.distribute`` strategy.
@@ -272,7 +272,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return self._optimizer._deferred_dependencies
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a logger shows of `report`, ready for ``tf.compat.v1.summary.scalar``; see `Report.scalars`.
+        """Return what a logger shows of `report`, ready for ``tf.compat.v1.summary.scalar``; see `uniclip.Report.scalars`.
 
         Returns
         -------
