@@ -4,7 +4,7 @@
 A tiny GPT-2, made from a config, learns to continue this repository's README character by character; nothing is
 downloaded. Each epoch shows what the callback has added to the Trainer's log: the norm and the limit of its last
 step, and the share of its steps that were clipped.
-Needs ``pip install uniclip "transformers[torch]"``.
+Needs ``pip install "uniclip[demo]" "transformers[torch]"``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def train(folder: str) -> list[dict[str, float]]:
         make_model(),
         arguments,
         train_dataset=Pieces(TEXT.read_text(encoding="utf-8")),
-        callbacks=[ClipGradients(uc.autoclip(percentile=75))],  # <-- THE ONE LINE
+        callbacks=[ClipGradients(uc.autoclip(percentile=75))],  # the one line
     )
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -3,7 +3,7 @@
 
 The optimizer is wrapped once, the rule learns its limit from earlier norms, and ``LogClipping`` adds what it did to the
 logs of each epoch. Halfway the model is saved, loaded and trained on: the rule goes on where it was.
-Needs ``pip install keras scikit-learn`` and TensorFlow, JAX or PyTorch.
+Needs ``pip install "uniclip[demo]" keras`` and TensorFlow, JAX or PyTorch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def build(seed: int) -> Any:
 
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10)])
-    optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), RULE)  # <-- THE ONE LINE
+    optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), RULE)  # the one line
     model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 

@@ -3,7 +3,7 @@
 
 A recurrent network reads scikit-learn's handwritten digits row by row. Each epoch shows what the callback has
 logged: the norm and the limit of its last step, and the share of its steps that were clipped.
-Needs ``pip install uniclip lightning scikit-learn``.
+Needs ``pip install "uniclip[demo]" lightning``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     seed_everything(0, verbose=False)
     model = Reader()
     trainer = Trainer(
-        callbacks=[ClipGradients(uc.autoclip(percentile=75))],  # <-- THE ONE LINE
+        callbacks=[ClipGradients(uc.autoclip(percentile=75))],  # the one line
         max_epochs=EPOCHS,
         accelerator="cpu",
         logger=False,  # any other gets the same numbers

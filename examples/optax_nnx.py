@@ -3,7 +3,7 @@
 
 A small convolutional network reads scikit-learn's handwritten digits; one batch in twenty has any labels, and a
 larger gradient than the others. The rule allows no norm above the 90th percentile of the last hundred; its memory is
-a part of the optimizer's state. Needs ``pip install uniclip flax optax scikit-learn tqdm``.
+a part of the optimizer's state. Needs ``pip install "uniclip[demo]" flax optax``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def batches(rng: np.random.Generator) -> list[tuple[Any, Any]]:
 def main() -> str | None:
     """Train, show each epoch, and return what is wrong."""
     rng, model = np.random.default_rng(0), Network(nnx.Rngs(0))
-    clip = to_optax(uc.autoclip(90, window=100))  # <-- THE ONE LINE
+    clip = to_optax(uc.autoclip(90, window=100))  # the one line
     optimizer = nnx.Optimizer(model, optax.chain(clip, optax.adam(3e-3)), wrt=nnx.Param)
     losses = []
     print("epoch   loss  clip/norm  clip/limit  clip/share")

@@ -64,7 +64,7 @@ def build(*, clip: bool) -> Network:
     loss = loss_of(letters)
     optimizer = tf1.train.GradientDescentOptimizer(LEARNING_RATE)
     if clip:
-        optimizer = clip_gradients_by_norm(optimizer, CLIP_NORM)  # <-- THE LINE
+        optimizer = clip_gradients_by_norm(optimizer, CLIP_NORM)  # the one line
     else:
         optimizer = ClippedOptimizer(optimizer, uc.by_global_norm(math.inf))  # which only measures
     train = optimizer.minimize(loss, global_step=tf1.train.get_or_create_global_step())

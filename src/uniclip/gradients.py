@@ -222,7 +222,7 @@ def spread(backend: Backend, value: Any, leaf: Leaf) -> Any:
     value = backend.to_device_of(leaf.array, value)
     for axis in leaf.axes or ():
         value = xp.expand_dims(value, axis=axis)
-    return backend.beside(leaf.array, cast(xp, value, xp.result_type(leaf.array.dtype, xp.float32)))
+    return backend.replicated(leaf.array, cast(xp, value, xp.result_type(leaf.array.dtype, xp.float32)))
 
 
 def cast(xp: Any, array: Any, dtype: Any) -> Any:

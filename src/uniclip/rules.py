@@ -261,7 +261,7 @@ class ByValue(EachArray):
         if backend.readable(low) and backend.readable(high) and bool(xp.any(low > high)):
             msg = f"min must not be above max: got min={self.min!r}, max={self.max!r}"
             raise ValueError(msg)
-        low, high = (backend.beside(array, bound) for bound in (low, high))
+        low, high = (backend.replicated(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """One small model, its batches and a table of rules, to be trained by hand and by each trainer."""
 
 from __future__ import annotations

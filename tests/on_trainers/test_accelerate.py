@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """`attach` under Accelerate, whose optimizers wrap PyTorch's."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """The callback for Lightning's Trainer, against the same steps taken by hand and the Trainer's own clipping."""
 
 from __future__ import annotations

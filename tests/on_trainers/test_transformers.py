@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """The callback for the Trainer of Hugging Face, against the same steps by hand and the Trainer's own clipping."""
 
 from __future__ import annotations

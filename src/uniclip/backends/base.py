@@ -132,7 +132,7 @@ class Backend:
         """Return whether a flag holds in all processes that the arrays are split among."""
         return flag
 
-    def beside(self, array: Array, operand: Array) -> Array:  # noqa: ARG002
+    def replicated(self, array: Array, operand: Array) -> Array:  # noqa: ARG002
         """Return an operand, the same in all processes, as one that can be combined with ``array``."""
         return operand
 

@@ -292,7 +292,7 @@ class _Torch(Backend):
         meshes = dict.fromkeys(array.device_mesh for array in arrays if is_dtensor(array))
         return dtensor.agreed(meshes, flag) if meshes else flag
 
-    def beside(self, array: Array, operand: Array) -> Array:
+    def replicated(self, array: Array, operand: Array) -> Array:
         return dtensor.replicated(array, operand) if is_dtensor(array) and not is_dtensor(operand) else operand
 
     def why_fixed(self, leaf: Any) -> str | None:
