@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from operator import and_, or_
+from operator import and_, mul, or_
 from typing import Any
 
 import optree
@@ -14,7 +14,7 @@ import optree
 from uniclip._checks import check
 from uniclip._repr import Printed, source
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.decide import Report, kept
+from uniclip.decide import LOGGED, Report, kept
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
 from uniclip.rules import Function, as_rule
@@ -206,13 +206,38 @@ def _skipped(reports: list[Report]) -> Any:
     return reduce(or_, flags) if flags else None
 
 
+class _Reports(Report):
+    """The report of a chain: a tuple of each rule's norms, limits and factors."""
+
+    __slots__ = ()
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
+        each = [Report(*values, skipped=self.skipped).scalars() for values in zip(*self[:3], strict=True)]
+        join = (_larger, _smaller, mul, _larger, _larger)
+        measured = [scalars for scalars in each if scalars]
+        names = [name for name in LOGGED if measured and name in measured[0]]
+        return {
+            name: reduce(function, [scalars[name] for scalars in measured])
+            for name, function in zip(names, join, strict=False)
+        }
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return (backend_of(a) or DEFAULT).xp.maximum(a, b)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return (backend_of(a) or DEFAULT).xp.minimum(a, b)
+
+
 def _joined(reports: list[Report]) -> Report:
     """Return the report on all rules."""
     measured = [report for report in reports if report.finite is not None]
     if not measured:
         return Report()
     norms, limits, factors = (tuple(report[i] for report in reports) for i in range(3))
-    return Report(
+    return _Reports(
         norms,
         limits,
         factors,

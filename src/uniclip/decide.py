@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from uniclip.rules import Rule
 
 
+LOGGED = ("clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped")
+"""The names of what a logger shows of a report."""
+AVERAGED = LOGGED[3:]
+"""Those that say something only as the mean over many steps."""
+
+
 class Report(NamedTuple):
     """What a rule saw and did, in arrays of the framework (nothing is read from an accelerator).
 
@@ -62,7 +68,8 @@ class Report(NamedTuple):
             the smallest factor; ``"clip/share"``, the share of the factors that are not 1 (of one factor 0 or 1: its
             mean over the steps is the share of steps that were clipped); and, of a rule that may skip a step,
             ``"clip/skipped"``, 0 or 1. They are floats on the gradients' device, and nothing is read from it. Of a
-            rule that measures no norm it is empty.
+            rule that measures no norm it is empty; of a `uniclip.chain`, ``"clip/factor"`` is the product of its
+            rules', and ``"clip/share"`` that of the rule which clipped most.
 
         Examples
         --------
@@ -74,15 +81,11 @@ class Report(NamedTuple):
         if norms is None:
             return {}
         xp = (backend_of(norms) or DEFAULT).xp
-        values = {
-            "clip/norm": xp.max(norms),
-            "clip/limit": xp.min(limits),
-            "clip/factor": xp.min(factors),
-            "clip/share": xp.mean(xp.asarray(xp.not_equal(factors, xp.ones_like(factors)), dtype=factors.dtype)),
-        }
-        return (
-            values if self.skipped is None else values | {"clip/skipped": xp.asarray(self.skipped, dtype=factors.dtype)}
-        )
+        not_one = xp.asarray(xp.not_equal(factors, xp.ones_like(factors)), dtype=factors.dtype)
+        values = [xp.max(norms), xp.min(limits), xp.min(factors), xp.mean(not_one)]
+        if self.skipped is not None:
+            values.append(xp.asarray(self.skipped, dtype=factors.dtype))
+        return dict(zip(LOGGED, values, strict=False))
 
     def __repr__(self) -> str:
         """Say that the norms are those before clipping."""

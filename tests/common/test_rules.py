@@ -328,7 +328,10 @@ def test_scalars(fw: Framework) -> None:
     columns = {"norm": 0.4, "limit": 0.3, "factor": 0.75, "share": 0.25}
     wide = fw.array([0.4, 0.0], "float64" if "float64" in fw.dtypes else "float32")
     assert shown(uc.Rule(0.3, scope=uc.axes(0)), [fw.array([[0.1, 0.2, 0.3], [0.0, 0.0, 0.0]]), wide]) == columns
-    assert shown(uc.chain(uc.by_value(1.0), uc.by_norm(0.5)), grads)["norm"] == 1.414214
+    chained = {"norm": 1.414214, "limit": 0.5, "factor": 0.353553, "share": 0.333333}
+    assert shown(uc.chain(uc.by_value(1.0), uc.by_norm(0.5)), grads) == chained
+    chained = {"norm": 5.006246, "limit": 2.0, "factor": 0.399501, "share": 1.0}
+    assert shown(uc.chain(uc.by_global_norm(9.0), uc.by_global_norm(2.0)), grads) == chained
     assert shown(uc.by_value(1.0), grads) == {}
 
 
