@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -328,6 +330,22 @@ def test_fit_again(tools: Any) -> None:
     assert callback.handles[0] is not first
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     assert callback.handles[0].state is not first.state
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies(tools: Any, copied: Any) -> None:
+    """A callback that has served can be copied, and pickled for other processes; a copy has no handles."""
+    callback, batches = ClipGradients(uc.autoclip(50)), tools.batches([1.0] * 4)
+    fit(Module(tools), batches, callback)
+    other = copied(callback)
+    assert len(callback.handles) == 1
+    assert not other.handles
+    fit(Module(tools), batches, other)
+    assert other.handles[0].state.count.item() == 4
 
 
 def test_clipped_twice_by_the_trainer(tools: Any) -> None:

@@ -121,7 +121,7 @@ class Attached:
         """Leave the optimizer as it was before; once more does nothing."""
         if self._hooks:
             self._restore()
-            del _rules[self._optimizer]
+            _rules.pop(self._optimizer, None)  # that of a copied handle is unknown
         while self._hooks:
             self._hooks.pop().remove()
 
