@@ -281,6 +281,12 @@ class Unscaling(SGD):
         raise AssertionError
 
 
+def test_a_differentiable_optimizer() -> None:
+    """Derivatives of a step would not see the clipping."""
+    with pytest.raises(ValueError, match=r"\(differentiable=True\) do not see: use uc.clip"):
+        attach(SGD(model().parameters(), differentiable=True), uc.by_global_norm(1.0))
+
+
 def test_an_optimizer_that_gets_the_scaler() -> None:
     """Whether such an optimizer's gradients are still scaled cannot be known, so they are not clipped."""
     w = torch.nn.Parameter(torch.zeros(2))

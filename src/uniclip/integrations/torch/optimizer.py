@@ -57,7 +57,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     TypeError
         If ``optimizer`` is no optimizer, or ``rule`` no rule.
     ValueError
-        If the optimizer has a rule already.
+        If the optimizer has a rule already, or is differentiable.
 
     Notes
     -----
@@ -85,6 +85,9 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     rule = as_rule(rule)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {_rules[optimizer]!r}: call remove() of that handle first"
+        raise ValueError(msg)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
         raise ValueError(msg)
     return Attached(optimizer, rule)
 
