@@ -214,6 +214,19 @@ def test_the_loss_is_seen(tools: Any) -> None:
     assert trainer.callback_metrics["clip/skipped"] == pytest.approx(1 / 8)
 
 
+def test_the_loss_in_manual_optimization(tools: Any) -> None:
+    """There the callback's user hands it over: Lightning steps with a closure that returns none."""
+    batches, callback = tools.batches([1.0] * 8), ClipGradients([uc.skip_spikes(z=20.0, warmup=4), None])
+
+    class Telling(Manual):
+        def training_step(self, batch: Any, number: int) -> None:
+            callback.handles[0].loss = torch.tensor(1e4 if number == 5 else 0.1)
+            super().training_step(batch, number)
+
+    trainer = fit(Telling(tools, one_per_layer), batches, callback)
+    assert trainer.callback_metrics["clip/skipped/0"] == pytest.approx(1 / 8)
+
+
 def resumed(tools: Any, folder: Path, checkpoint: str, rule: Any) -> Any:
     """Train the second epoch from a checkpoint."""
     module = Module(tools)
