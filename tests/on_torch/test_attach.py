@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -278,6 +279,12 @@ class Unscaling(SGD):
     def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
         """Take scaled gradients."""
         raise AssertionError
+
+
+def test_a_differentiable_optimizer() -> None:
+    """Derivatives of a step would not see the clipping."""
+    with pytest.raises(ValueError, match=r"\(differentiable=True\) do not see: use uc.clip"):
+        attach(SGD(model().parameters(), differentiable=True), uc.by_global_norm(1.0))
 
 
 def test_an_optimizer_that_gets_the_scaler() -> None:
@@ -559,6 +566,55 @@ def test_names() -> None:
             optimizer.step()
 
 
+def test_two_modules_whose_parameters_have_the_same_names() -> None:
+    """All of one group are clipped; PyTorch allows equal names."""
+    nets = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizer = SGD([pair for net in nets for pair in net.named_parameters()], lr=0.1)
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    for net, value in zip(nets, (3.0, 4.0), strict=True):
+        net.weight.grad = torch.full((1, 1), value)
+    optimizer.step()
+    assert handle.report.norms.item() == 5
+    torch.testing.assert_close([net.weight.grad.item() for net in nets], [0.6, 0.8])
+
+
+class Nested(SGD):
+    """An optimizer whose step is one of PyTorch's and something beside; hooks run around both."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        """Step as SGD does, but fail once where that is asked for."""
+        if self.fails:
+            self.fails = False
+            raise RuntimeError
+        loss = super().step(closure)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_step_inside_a_step(closure: bool) -> None:
+    """A class that calls ``super().step()`` is clipped once, and its step skipped as a whole, after a failure too."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    SGD([w], lr=0.1)  # PyTorch puts hooks into the classes of which there has been one
+    optimizer = Nested([w], lr=0.5)
+    handle = attach(optimizer, uc.autoclip(percentile=50, nonfinite="skip"))
+
+    def evaluate(norm: float) -> None:
+        w.grad = torch.tensor([norm, 0.0])
+
+    for norm, fails in ((1.0, False), (3.0, True), (50.0, False), (math.nan, False)):
+        optimizer.fails = fails
+        if not closure:
+            evaluate(norm)
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            optimizer.step(partial(evaluate, norm) if closure else None)
+    assert handle.state.count.item() == (2 if closure else 3)
+    assert bool(handle.report.skipped)
+    torch.testing.assert_close(w.detach(), torch.tensor([-1 - (25.5 if closure else 3.0), 0.0]))
+
+
 @pytest.mark.parametrize("make", [UNFUSED["adam"], FUSED["fused-adam"]], ids=str)
 @pytest.mark.parametrize("scope", [uc.all_leaves, uc.each_leaf], ids=repr)
 def test_checkpoints(make: Any, scope: Any) -> None:
@@ -823,9 +879,9 @@ def test_parameters_without_a_gradient() -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("closure", [False, True])
-def test_a_spike_of_the_loss(closure: bool) -> None:
-    """The loss is set before the step, or that of the closure."""
+@pytest.mark.parametrize("closure", [None, "silent", "with loss"])
+def test_a_spike_of_the_loss(closure: str | None) -> None:
+    """The loss is that of the closure, or set before the step, for a closure that returns none, too."""
     net = model()
     optimizer = SGD(net.parameters(), lr=0.0)
     handle = attach(optimizer, uc.skip_spikes(window=4))
@@ -837,12 +893,12 @@ def test_a_spike_of_the_loss(closure: bool) -> None:
             loss_of(net, 0).backward()
             return loss
 
-        if closure:
+        if closure == "with loss":
             optimizer.step(evaluate)
         else:
             handle.loss = evaluate()
-            optimizer.step()
-            assert handle.loss is None
+            optimizer.step((lambda: None) if closure else None)
+        assert handle.loss is None
         assert bool(handle.report.skipped) == (step == 4)
 
 

@@ -101,6 +101,13 @@ def test_weights_can_be_measured() -> None:
     torch.testing.assert_close(get_total_norm(net.parameters()), torch.nn.utils.get_total_norm(net.parameters()))
 
 
+def test_a_list_of_parameters() -> None:
+    """A ``ParameterList`` is a module, and yet an iterable of parameters, which PyTorch takes."""
+    params = torch.nn.ParameterList(params_of(torch.tensor([3.0, 4.0])))
+    assert clip_grad_norm_(params, 1.0).item() == 5
+    torch.testing.assert_close(params[0].grad, torch.tensor([0.6, 0.8]))
+
+
 def test_one_tensor() -> None:
     """A tensor need not be in a list."""
     (w,) = params_of(torch.tensor([3.0, 4.0]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import pickle
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +213,19 @@ def test_the_loss_is_seen(tools: Any) -> None:
     assert trainer.callback_metrics["clip/skipped"] == pytest.approx(1 / 8)
 
 
+def test_the_loss_in_manual_optimization(tools: Any) -> None:
+    """There the callback's user hands it over: Lightning steps with a closure that returns none."""
+    batches, callback = tools.batches([1.0] * 8), ClipGradients([uc.skip_spikes(z=20.0, warmup=4), None])
+
+    class Telling(Manual):
+        def training_step(self, batch: Any, number: int) -> None:
+            callback.handles[0].loss = torch.tensor(1e4 if number == 5 else 0.1)
+            super().training_step(batch, number)
+
+    trainer = fit(Telling(tools, one_per_layer), batches, callback)
+    assert trainer.callback_metrics["clip/skipped/0"] == pytest.approx(1 / 8)
+
+
 def resumed(tools: Any, folder: Path, checkpoint: str, rule: Any) -> Any:
     """Train the second epoch from a checkpoint."""
     module = Module(tools)
@@ -327,6 +342,22 @@ def test_fit_again(tools: Any) -> None:
     assert callback.handles[0] is not first
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     assert callback.handles[0].state is not first.state
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))],
+    ids=["deepcopy", "pickle"],
+)
+def test_copies(tools: Any, copied: Any) -> None:
+    """A callback that has served can be copied, and pickled for other processes; a copy has no handles."""
+    callback, batches = ClipGradients(uc.autoclip(50)), tools.batches([1.0] * 4)
+    fit(Module(tools), batches, callback)
+    other = copied(callback)
+    assert len(callback.handles) == 1
+    assert not other.handles
+    fit(Module(tools), batches, other)
+    assert other.handles[0].state.count.item() == 4
 
 
 def test_clipped_twice_by_the_trainer(tools: Any) -> None:

@@ -248,6 +248,39 @@ def test_train_again(tools: Any, tmp_path: Path) -> None:
     assert callback.handle is not handle
 
 
+def test_other_arguments_after_an_error(tools: Any, tmp_path: Path) -> None:
+    """Each arguments get their own ``max_grad_norm`` back, also those of a training that failed."""
+    callback, (batch,) = ClipGradients(uc.by_norm(1.0)), tools.batches([1.0])
+    failing = make_trainer(tmp_path, tools.Net(), [{"x": batch["x"]}], callback, max_steps=1)
+    with pytest.raises(TypeError, match="shift"):
+        failing.train()
+    trainer = make_trainer(tmp_path, tools.Net(), [batch], callback, max_grad_norm=0.0)
+    trainer.train()
+    assert [failing.args.max_grad_norm, trainer.args.max_grad_norm] == [1.0, 0.0]
+
+
+def test_no_max_grad_norm(tools: Any, tmp_path: Path) -> None:
+    """``None`` comes back, and leaves the optimizer free for the next training."""
+    trainer = make_trainer(
+        tmp_path, tools.Net(), tools.batches([1.0]), ClipGradients(uc.by_norm(1.0)), max_grad_norm=None
+    )
+    for _ in range(2):
+        trainer.train()
+        assert trainer.args.max_grad_norm is None
+
+
+def test_train_again_after_a_wrong_checkpoint(tools: Any, train: Any, tmp_path: Path) -> None:
+    """The trainer that refused the state of another rule can begin anew."""
+    batches = tools.batches([1.0] * 4)
+    train(batches, ClipGradients(uc.autoclip(50)), **RESUMED)
+    net = tools.Net()
+    trainer = make_trainer(tmp_path, net, batches, ClipGradients(uc.adagc()), optimizer=tools.optimizer(net))
+    with pytest.raises(ValueError, match="state of another rule than"):
+        trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-4")
+    trainer.train()
+    assert trainer.args.max_grad_norm == 1.0
+
+
 @pytest.mark.parametrize("optim", ["adafactor", "adamw_torch", "adamw_torch_fused"])
 def test_own_optimizers(tools: Any, train: Any, optim: str) -> None:
     """The Trainer's own optimizers, with their groups for weight decay, are clipped as any."""

@@ -69,6 +69,10 @@ class ClipGradients(Callback):
         self._names: list[str] = []
         self._logged: list[Any] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: the rules, no hooks in optimizers."""
+        return vars(self) | {"handles": [], "_names": [], "_logged": []}
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Attach to the optimizers, which are made by now but not yet loaded."""
         self._refuse(trainer)

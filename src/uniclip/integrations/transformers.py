@@ -76,14 +76,14 @@ class ClipGradients(TrainerCallback):
         self.rule = as_rule(rule)
         self.handle: Any = None
         self._seen: Any = None
-        self._max_grad_norm: Any = None
+        self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
         self._last: dict[str, Any] = {}
         self._sums: dict[str, Any] = {}
         self._steps = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Attach to the optimizer, and go on from a checkpoint if there is one."""
-        self.on_train_end(args, state, control)  # where the training before failed
+        self._detach()  # where the training before failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
         self.handle = attach(optimizer, self.rule)
@@ -93,7 +93,7 @@ class ClipGradients(TrainerCallback):
             if saved is not None:
                 self.handle.state = _filled(self.handle.state, saved["state"], self.rule)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
-        self._max_grad_norm = args.max_grad_norm
+        self._given = args, args.max_grad_norm
         _warn(args)
         args.max_grad_norm = 0.0
 
@@ -120,9 +120,14 @@ class ClipGradients(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Leave the optimizer and the arguments as they were before."""
-        if self._max_grad_norm is not None:
+        self._detach()
+
+    def _detach(self) -> None:
+        if self.handle is not None:
             self.handle.remove()
-            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
+        if self._given is not None:
+            args, value = self._given
+            args.max_grad_norm, self._given = value, None
 
 
 class _Snapshot:

@@ -218,7 +218,8 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
     if isinstance(given, torch.Tensor):
         return [given]
     hint = "pass model.parameters()" if name == "parameters" else "pass [p.grad for p in model.parameters()]"
-    if isinstance(given, torch.nn.Module) or not isinstance(given, Iterable):
+    module = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ParameterList)
+    if module or not isinstance(given, Iterable):
         msg = f"{name} must be a tensor or an iterable of tensors, got a {type(given).__qualname__}: {hint}"
         raise TypeError(msg)
     tensors = list(given)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,8 @@ _DIVIDED = {torch.float32, torch.bfloat16, torch.float16}
 """The dtypes that lose nothing by it: ``grad_scale`` is float32."""
 _KEY = "uniclip"
 """Where a ``state_dict`` keeps the state of the rule."""
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of PyTorch's that runs the hooks around a step."""
 
 _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule of each optimizer that has one."""
@@ -54,7 +57,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     TypeError
         If ``optimizer`` is no optimizer, or ``rule`` no rule.
     ValueError
-        If the optimizer has a rule already.
+        If the optimizer has a rule already, or is differentiable.
 
     Notes
     -----
@@ -83,6 +86,9 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {_rules[optimizer]!r}: call remove() of that handle first"
         raise ValueError(msg)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
+        raise ValueError(msg)
     return Attached(optimizer, rule)
 
 
@@ -94,19 +100,21 @@ class Attached:
     state: Any
     """The state of the rule."""
     loss: Any = None
-    """The loss of the next step, for rules that look at it; a closure's is taken by itself. ``None`` after the step."""
+    """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
+    returns one. ``None`` after the step."""
 
     def __init__(self, optimizer: Any, rule: Any) -> None:
         self.rule = rule
         self._optimizer = optimizer
         self._changed: dict[str, Any] = {}
         self._hidden: list[tuple[Any, Any]] = []
+        self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
         self._known = [p for p in self._params() if p.requires_grad]
         self.state = rule.init(self._tree(lambda p: p.detach() if p.requires_grad else None))
         eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
         self._hooks = [
             optimizer.register_step_pre_hook(eager(self._before)),
-            optimizer.register_step_post_hook(eager(lambda *_: self._restore())),
+            optimizer.register_step_post_hook(eager(self._after)),
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._load),
         ]
@@ -116,29 +124,44 @@ class Attached:
         """Leave the optimizer as it was before; once more does nothing."""
         if self._hooks:
             self._restore()
-            del _rules[self._optimizer]
+            _rules.pop(self._optimizer, None)  # that of a copied handle is unknown
         while self._hooks:
             self._hooks.pop().remove()
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip before a step; the gradients of a closure, each time that the step has called it."""
+        if self._nested():
+            return None
         self._hidden.clear()
         self._restore()  # where the step before failed
         if "grad_scaler" in kwargs:
             msg = f"{type(self._optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
             raise TypeError(msg)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        given, self.loss = self.loss, None
         if not callable(closure):
-            self._clip(self.loss)
-            self.loss = None
+            self._clip(given)
             return None
-        clipped = partial(self._evaluate, closure)
+        clipped = partial(self._evaluate, closure, given)
         return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+    def _after(self, *_: Any) -> None:
+        if not self._nested():
+            self._restore()
+
+    def _nested(self) -> bool:
+        """Whether the step is a part of another, as a class that calls ``super().step()`` runs the hooks twice."""
+        frame: Any = sys._getframe() if self._nests else None  # noqa: SLF001 - a flag would outlive a step that fails
+        steps = 0
+        while frame is not None:
+            steps += frame.f_code is _STEP and frame.f_locals.get("self") is self._optimizer
+            frame = frame.f_back
+        return steps > 1
+
+    def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
         self._restore()
         loss = closure()
-        self._clip(loss)
+        self._clip(given if loss is None else loss)
         return loss
 
     def _clip(self, loss: Any) -> None:
@@ -239,10 +262,14 @@ class Attached:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _tree(self, of: Callable[[Any], Any]) -> list[Any]:
-        """Return ``of(parameter)`` for each one, by its group and its name (its index if it has none)."""
-        groups = self._optimizer.param_groups
-        names = [group.get("param_names", range(len(group["params"]))) for group in groups]
-        return [OrderedDict(zip(n, map(of, g["params"]), strict=True)) for n, g in zip(names, groups, strict=True)]
+        """Return ``of(parameter)`` for each one, by its group and its name (its index if names are none, or alike)."""
+        trees = []
+        for group in self._optimizer.param_groups:
+            numbers = range(len(group["params"]))
+            names = group.get("param_names", numbers)
+            names = names if len(set(names)) == len(numbers) else numbers
+            trees.append(OrderedDict(zip(names, map(of, group["params"]), strict=True)))
+        return trees
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.rule.memory:
