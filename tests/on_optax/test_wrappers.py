@@ -260,6 +260,16 @@ def test_a_tree_without_gradients(rule: Any, grads: Any) -> None:
         jax.tree.map(np.testing.assert_array_equal, after.memory, state.memory)
 
 
+def test_another_state() -> None:
+    """The state of another rule, or of another transformation, is refused."""
+    optimizer = to_optax(uc.by_global_norm(1.0, nonfinite="skip"))
+    before = to_optax(uc.by_global_norm(1.0)).init(PARAMS)
+    with pytest.raises(ValueError, match=r"nonfinite='skip'\)\), and this one was made by another rule: begin with"):
+        jax.jit(optimizer.update)(LARGE, before)
+    with pytest.raises(TypeError, match=r"state must be what init returned.*, got tuple: begin with init\(params\)"):
+        optimizer.update(LARGE, optax.sgd(0.1).init(PARAMS))
+
+
 def test_errors_name_the_leaf() -> None:
     """Outside of jit, ``"raise"`` names the gradients; inside, where there are no values, it is refused."""
     optimizer = to_optax(uc.by_global_norm(1.0, nonfinite="raise"))
