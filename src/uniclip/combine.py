@@ -14,6 +14,7 @@ import optree
 from uniclip._checks import check
 from uniclip._repr import Printed, source
 from uniclip.backends import DEFAULT, backend_of
+from uniclip.backends.scalars import NUMBERS
 from uniclip.decide import LOGGED, Report, kept
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
@@ -196,6 +197,8 @@ def _source(rule: Any) -> str:
 
 def _where(flag: Any, yes: Any, no: Any) -> Any:
     """Return one state where a flag holds, else the other one."""
+    if isinstance(flag, NUMBERS):  # that of a step without gradients is of no framework
+        return yes if flag else no
     arrays = optree.tree_leaves(no)
     return kept(backend_of(arrays[0]) or DEFAULT, flag, yes, no) if arrays else yes
 

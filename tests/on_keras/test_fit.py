@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras.optimizers import SGD, Adam
+from keras.optimizers import SGD, Adam, AdamW
 
 import uniclip as uc
 from uniclip.integrations.keras import ClippedOptimizer, LogClipping
@@ -141,6 +141,45 @@ def test_saved_in_the_middle(tmp_path: Path) -> None:
     assert int(loaded.optimizer.iterations) == 40
     with pytest.raises(AssertionError):
         equal(forgetful, whole)
+
+
+def test_saved_weights(tmp_path: Path) -> None:
+    """``save_weights`` holds the state of optimizer and rule; ``load_weights`` sets it where the optimizer is built."""
+    path = tmp_path / "part.weights.h5"
+    whole, part, again = (model(ClippedOptimizer(Adam(0.1), LEARNS)) for _ in range(3))
+    fit(whole)
+    fit(whole)
+    fit(part)
+    part.save_weights(path)
+    again.optimizer.build(again.trainable_variables)
+    again.load_weights(path)
+    assert int(again.optimizer.iterations) == 20
+    fit(again)
+    equal(again, whole, tolerance=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")  # which is what happens
+def test_saved_weights_before_the_first_step(tmp_path: Path) -> None:
+    """Into an optimizer that is not built Keras loads no state."""
+    part, again = (model(ClippedOptimizer(Adam(0.1), LEARNS)) for _ in range(2))
+    fit(part)
+    part.save_weights(tmp_path / "part.weights.h5")
+    again.load_weights(tmp_path / "part.weights.h5")
+    equal(again, part, tolerance=0.0)
+    assert int(again.optimizer.iterations) == 0
+
+
+def test_excluded_from_weight_decay() -> None:
+    """What is excluded at the wrapper is excluded in the optimizer that decays."""
+    decaying, clipped = (AdamW(1e-3, weight_decay=10.0) for _ in range(2))
+    wrapped = ClippedOptimizer(clipped, uc.by_global_norm(math.inf))
+    for optimizer in (decaying, wrapped):
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+    one, other = model(decaying), model(wrapped)
+    for made in (one, other):
+        made.get_layer("body").bias.assign(np.ones(4))
+        fit(made)
+    equal(other, one)
 
 
 def test_logs() -> None:

@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "by-leaf-absent": (
         lambda: ClippedOptimizer(SGD(), uc.adagc()).apply([None, *gradients(spoiled=False)[0][1:]], variables()),
         ValueError,
-        "'layer/kernel' has no gradient: make it not trainable",
+        "'layer/kernel' has no gradient: make it not trainable before you compile, with a new optimizer",
     ),
     "lambda": (
         lambda: ClippedOptimizer(SGD(), uc.masked(uc.by_norm(1.0), lambda path, leaf: True)).get_config(),

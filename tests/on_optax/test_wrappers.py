@@ -248,6 +248,28 @@ def test_another_set_of_leaves() -> None:
         optimizer.update({**LARGE, "b": None}, optimizer.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("grads", [{}, {"w": None}], ids=["no leaves", "no gradient"])
+@pytest.mark.parametrize("rule", [uc.autoclip(), uc.chain(uc.by_value(1.0), uc.autoclip(), uc.skip_spikes())], ids=repr)
+def test_a_tree_without_gradients(rule: Any, grads: Any) -> None:
+    """A part without gradients, as masks and groups of optax may leave, changes nothing and is no error."""
+    optimizer = to_optax(rule, optax.adam(0.1))
+    state = optimizer.init(grads)
+    for update in optimizer.update, jax.jit(optimizer.update):
+        updates, after = update(grads, state, grads)
+        assert updates == grads
+        jax.tree.map(np.testing.assert_array_equal, after.memory, state.memory)
+
+
+def test_another_state() -> None:
+    """The state of another rule, or of another transformation, is refused."""
+    optimizer = to_optax(uc.by_global_norm(1.0, nonfinite="skip"))
+    before = to_optax(uc.by_global_norm(1.0)).init(PARAMS)
+    with pytest.raises(ValueError, match=r"nonfinite='skip'\)\), and this one was made by another rule: begin with"):
+        jax.jit(optimizer.update)(LARGE, before)
+    with pytest.raises(TypeError, match=r"state must be what init returned.*, got tuple: begin with init\(params\)"):
+        optimizer.update(LARGE, optax.sgd(0.1).init(PARAMS))
+
+
 def test_errors_name_the_leaf() -> None:
     """Outside of jit, ``"raise"`` names the gradients; inside, where there are no values, it is refused."""
     optimizer = to_optax(uc.by_global_norm(1.0, nonfinite="raise"))

@@ -93,15 +93,19 @@ def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.Gr
         return ClipState(memory, inside.init(params), **_nothing_seen(report))
 
     def update(grads: Any, state: ClipState, params: Any = None, **extra: Any) -> tuple[Any, ClipState]:
+        if not _is_clip_state(state):
+            raise TypeError(_not_its_state(rule, f", got {type(state).__name__}"))
         loss = extra.get("value")
         clipped, memory, report = rule.update(grads, state.memory, params, all_reduce, loss=loss)
         updates, inner_state = inside.update(clipped, state.inner, params, **extra)
         if report.skipped is not None:
             left_out = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner_state = jax.tree.map(partial(jnp.where, report.skipped), left_out, (updates, inner_state))
-        outer = state._replace(inner=None)
-        outer = jax.tree.map(_typed, outer._replace(memory=memory, **_seen(report)), outer)
-        return updates, outer._replace(inner=inner_state)
+        old = state._replace(inner=None)
+        new = old._replace(memory=memory, **_seen(report))
+        if jax.tree.structure(new) != jax.tree.structure(old):
+            raise ValueError(_not_its_state(rule, ", and this one was made by another rule"))
+        return updates, jax.tree.map(_typed, new, old)._replace(inner=inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -152,6 +156,12 @@ def scalars(opt_state: Any) -> dict[str, Any]:
         for name, value in zip(ClipState._fields[2:], state[2:], strict=True)
         for array in jax.tree.leaves(value)  # one or none; NNX puts each into a variable
     }
+
+
+def _not_its_state(rule: Any, why: str) -> str:
+    return (
+        f"state must be what init returned, or the update before, of to_optax({rule!r}){why}: begin with init(params)"
+    )
 
 
 def _is_variable(node: Any) -> bool:

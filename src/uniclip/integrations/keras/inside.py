@@ -58,8 +58,8 @@ def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> N
     if missing and rule.by_leaf:
         msg = (
             f"{rule!r} remembers each of the {len(paths)} variables that the optimizer was built with, but "
-            f"{missing[0]!r} has no gradient: make it not trainable before you compile, or use a rule for all leaves "
-            "together"
+            f"{missing[0]!r} has no gradient: make it not trainable before you compile, with a new optimizer, or "
+            "use a rule for all leaves together"
         )
         raise ValueError(msg)
 

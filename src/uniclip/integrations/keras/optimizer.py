@@ -140,6 +140,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """The number of steps that the optimizer inside has taken."""
         return self.inner.iterations
 
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Leave variables out of the weight decay of the optimizer inside; see Keras' optimizers."""
+        self.inner.exclude_from_weight_decay(var_list, var_names)
+
     def finalize_variable_values(self, var_list: Any) -> None:
         """Do as the optimizer inside: with ``use_ema``, set the averages as the final values."""
         self.inner.finalize_variable_values(var_list)
