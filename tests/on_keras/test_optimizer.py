@@ -14,7 +14,7 @@ from keras.optimizers import SGD, Adam, AdamW, LossScaleOptimizer
 
 import uniclip as uc
 from uniclip.integrations.keras import ClippedOptimizer
-from uniclip.integrations.keras.config import from_config, to_config
+from uniclip.integrations.keras.config import rule_from_config, rule_to_config
 
 # Keras' variables do not know NumPy's copy argument yet; that is between the two.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -132,7 +132,7 @@ def test_steps(name: str, compiled: bool) -> None:
         take(grads)
         params = [keras.ops.convert_to_tensor(v.value) for v in theirs]
         clipped = clipper(dict(zip(PATHS, grads, strict=True)), dict(zip(PATHS, params, strict=True)))
-        if clipper.report.skipped is None or not bool(clipper.report.skipped):
+        if not clipper.report.skipped:
             plain.apply([clipped[path] for path in PATHS], theirs)
             taken += 1
         logged = {key: float(value) for key, value in optimizer.scalars().items()}
@@ -164,7 +164,7 @@ def test_accumulation(rule: Any, compiled: bool) -> None:
     """The mean of the micro-batches is clipped, once for each step."""
     ours, theirs = variables(), variables()
     optimizer = ClippedOptimizer(Adam(0.1), rule, gradient_accumulation_steps=2)
-    take, plain, clipper = stepper(optimizer, ours, compiled=True), Adam(0.1), uc.Clipper(rule)
+    take, plain, clipper = stepper(optimizer, ours, compiled=compiled), Adam(0.1), uc.Clipper(rule)
     steps = gradients(spoiled=False)
     for first, second in zip(steps[::2], steps[1::2], strict=True):
         before = [keras.ops.convert_to_numpy(v).copy() for v in ours]
@@ -349,14 +349,16 @@ PRESETS: list[Any] = [
 @pytest.mark.parametrize("rule", PRESETS, ids=repr)
 def test_presets_as_config(rule: Any) -> None:
     """Each preset comes back equal from JSON, without ∞ or NaN in it that JSON does not know."""
-    assert from_config(json.loads(json.dumps(to_config(rule), allow_nan=False))) == rule
+    assert rule_from_config(json.loads(json.dumps(rule_to_config(rule), allow_nan=False))) == rule
 
 
 def test_arrays_as_config() -> None:
     """Arrays become numbers."""
     tensor = keras.ops.convert_to_tensor
-    assert from_config(to_config(uc.by_norm(tensor(0.5)))) == uc.by_norm(0.5)
-    rule = from_config(json.loads(json.dumps(to_config(uc.by_value(tensor([-1.0, -2.0]), np.asarray([1.0, np.inf]))))))
+    assert rule_from_config(rule_to_config(uc.by_norm(tensor(0.5)))) == uc.by_norm(0.5)
+    rule = rule_from_config(
+        json.loads(json.dumps(rule_to_config(uc.by_value(tensor([-1.0, -2.0]), np.asarray([1.0, np.inf])))))
+    )
     assert rule.min.tolist() == [-1.0, -2.0]
     assert rule.max.tolist() == [1.0, math.inf]
     assert rule.min.dtype == np.float32
@@ -367,7 +369,7 @@ def test_functions_as_config() -> None:
     known = keras.saving.register_keras_serializable("test")
     where, function = known(is_kernel), known(half)
     rule = uc.chain(uc.masked(uc.by_norm(1.0), where), uc.by_group_norm({True: 1.0, False: 2.0}, where), function)
-    assert from_config(json.loads(json.dumps(to_config(rule)))) == rule
+    assert rule_from_config(json.loads(json.dumps(rule_to_config(rule)))) == rule
     optimizer = ClippedOptimizer(AdamW(0.5), rule, loss_scale_factor=2.0, gradient_accumulation_steps=3, name="mine")
     config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
     again = keras.saving.deserialize_keras_object(config)

@@ -125,10 +125,10 @@ def test_groups() -> None:
     np.testing.assert_allclose(jnp.linalg.norm(updates["w"]), 1.0, rtol=1e-6)
     np.testing.assert_allclose(jnp.linalg.norm(updates["b"]), 2.0, rtol=1e-6)
     seen = scalars(state)  # in the order of the labels
-    np.testing.assert_allclose(seen["clip/0/norm"], np.sqrt(48), rtol=1e-6)
+    np.testing.assert_allclose(seen["clip/norm/0"], np.sqrt(48), rtol=1e-6)
     np.testing.assert_allclose(seen["clip/2/norm"], np.sqrt(54), rtol=1e-6)
-    assert "clip/0/skipped" in seen
-    assert "clip/1/norm" not in seen
+    assert "clip/skipped/0" in seen
+    assert "clip/norm/1" not in seen
 
 
 def test_masked() -> None:

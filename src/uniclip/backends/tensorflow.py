@@ -249,7 +249,7 @@ class _TensorFlow(Backend):
         return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
     def quiet(self) -> AbstractContextManager[Any]:
-        # There is nothing for AutoGraph to convert, and reading all this code takes it seconds. Public is only a decorator.
+        # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
         return super().quiet() if tf.executing_eagerly() else ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED)
 
 

@@ -3,6 +3,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from uniclip import presets
+from uniclip.rules import as_rule
+from uniclip.scopes import each_example
 
 
 @contextmanager
@@ -13,3 +18,32 @@ def needs(library: str, install: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         msg = f"this part of uniclip needs {library}: pip install {install} ({error})"
         raise ModuleNotFoundError(msg, name=error.name) from error
+
+
+def rule_for_steps(rule: Any) -> Any:
+    """Return a rule for the gradients that optimizers get, a function of one gradient array as a rule.
+
+    Raises
+    ------
+    TypeError
+        If it is neither.
+    ValueError
+        If it clips the gradients of single examples, which optimizers do not get.
+    """
+    if callable(rule) and rule in vars(presets).values():
+        msg = f"rule must be a rule, and uc.{rule.__name__} makes one: call it, as in uc.by_global_norm(1.0)"
+        raise TypeError(msg)
+    rule = as_rule(rule)
+    if _by_example(rule):
+        msg = (
+            f"{rule!r} clips the gradients of single examples, and an optimizer gets those of the batch: clip by "
+            "uc.clip_and_mean before, and give its result to the optimizer"
+        )
+        raise ValueError(msg)
+    return rule
+
+
+def _by_example(rule: Any) -> bool:
+    """Whether a rule, or one inside of it, has a norm for each example."""
+    inside = [*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])]
+    return getattr(rule, "scope", None) == each_example or any(map(_by_example, inside))

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs
+from uniclip.decide import AVERAGED
+from uniclip.integrations import needs, rule_for_steps
 
 with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback
@@ -12,12 +13,9 @@ with needs("Lightning", "lightning"):
 from typing import Any
 
 from uniclip.integrations.torch import attach
-from uniclip.rules import as_rule
 
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
 """The strategies where a process holds parts of the gradients only: pytorch_lightning has others of the same names."""
-_MEANS = {"clip/share", "clip/skipped"}
-"""What says something only as the mean over many steps."""
 
 
 class ClipGradients(Callback):
@@ -64,7 +62,9 @@ class ClipGradients(Callback):
 
     def __init__(self, rule: Any) -> None:
         several = isinstance(rule, (list, tuple))
-        self._rules = [None if one is None else as_rule(one) for one in rule] if several else as_rule(rule)
+        self._rules = (
+            [None if one is None else rule_for_steps(one) for one in rule] if several else rule_for_steps(rule)
+        )
         self.handles: list[Any] = []
         self._names: list[str] = []
         self._logged: list[Any] = []
@@ -97,7 +97,7 @@ class ClipGradients(Callback):
                 continue
             self._logged[number] = report
             for key, value in report.scalars().items():
-                mean = key in _MEANS
+                mean = key in AVERAGED
                 pl_module.log(key + name, value, on_step=not mean, on_epoch=mean, sync_dist=mean, batch_size=1)
 
     def _refuse(self, trainer: Any) -> None:

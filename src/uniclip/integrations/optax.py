@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs
+from uniclip.integrations import needs, rule_for_steps
 
 with needs("optax", "optax"):
     import jax
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from uniclip._checks import check
 from uniclip.decide import Report
-from uniclip.rules import as_rule
 
 _REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
 
@@ -80,7 +79,7 @@ def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.Gr
     >>> updates["w"].tolist(), float(scalars(state)["clip/norm"])
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    rule = as_rule(rule)
+    rule = rule_for_steps(rule)
     wanted = "an optax.GradientTransformation, such as optax.adam(1e-3)"
     check("inner", inner, inner is None or isinstance(inner, optax.GradientTransformation), wanted)
     inside = optax.with_extra_args_support(optax.identity() if inner is None else inner)
@@ -122,9 +121,9 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to 0-d array
-        As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and of a rule
-        that may leave a step out ``"clip/skipped"``. Of several clip states the first one's names begin with
-        ``"clip/0/"``, and so on, in the order of the tree. Nothing is read from the device.
+        As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and of a
+        rule that may leave a step out ``"clip/skipped"``. Of several clip states the first one's names end with
+        ``"/0"``, and so on, in the order of the tree. Nothing is read from the device.
 
     Raises
     ------
@@ -149,10 +148,10 @@ def scalars(opt_state: Any) -> dict[str, Any]:
             "optax.chain(to_optax(rule), optax.adam(1e-3)), and pass the state that its init or update returns"
         )
         raise ValueError(msg)
-    prefixes = ["clip/"] if len(states) == 1 else [f"clip/{number}/" for number in range(len(states))]
+    suffixes = [""] if len(states) == 1 else [f"/{number}" for number in range(len(states))]
     return {
-        prefix + name: array
-        for prefix, state in zip(prefixes, states, strict=True)
+        f"clip/{name}{suffix}": array
+        for suffix, state in zip(suffixes, states, strict=True)
         for name, value in zip(ClipState._fields[2:], state[2:], strict=True)
         for array in jax.tree.leaves(value)  # one or none; NNX puts each into a variable
     }

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs
+from uniclip.decide import AVERAGED
+from uniclip.integrations import needs, rule_for_steps
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     import torch
@@ -16,12 +17,9 @@ from typing import Any
 import optree
 
 from uniclip.integrations.torch import attach
-from uniclip.rules import as_rule
 
 _SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
 """The kinds of distributed training where a process holds parts of the gradients only."""
-_MEANS = {"clip/share", "clip/skipped"}
-"""What says something only as the mean over many steps."""
 _KEY = "uniclip"
 """Where ``trainer_state.json`` keeps the state of the rule, among those of the callbacks."""
 
@@ -73,7 +71,7 @@ class ClipGradients(TrainerCallback):
     """
 
     def __init__(self, rule: Any) -> None:
-        self.rule = as_rule(rule)
+        self.rule = rule_for_steps(rule)
         self.handle: Any = None
         self._seen: Any = None
         self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
@@ -105,7 +103,7 @@ class ClipGradients(TrainerCallback):
             return
         self._seen, self._last = report, report.scalars()
         self._steps += 1
-        for name in _MEANS & self._last.keys():
+        for name in self._last.keys() & set(AVERAGED):
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002

@@ -25,7 +25,7 @@ _PUBLIC = {
 """The classes and functions that a rule can be made of, by name: a config names them, and no code of it is run."""
 
 
-def to_config(value: Any) -> Any:
+def rule_to_config(value: Any) -> Any:
     """Return a rule, or a part of one, as plain data that JSON can hold.
 
     Raises
@@ -43,19 +43,22 @@ def to_config(value: Any) -> Any:
 def _tagged(value: Any) -> dict[str, Any]:
     """Return the config of what is no number."""
     if isinstance(value, tuple):
-        return {"tuple": list(map(to_config, value))}
+        return {"tuple": list(map(rule_to_config, value))}
     kind = type(value)
     if is_dataclass(value) and _PUBLIC.get(kind.__name__) is kind:
-        return {"class": kind.__name__, "fields": {f.name: to_config(getattr(value, f.name)) for f in fields(value)}}
+        return {
+            "class": kind.__name__,
+            "fields": {f.name: rule_to_config(getattr(value, f.name)) for f in fields(value)},
+        }
     name = getattr(value, "__name__", "")
     return {"name": name} if _PUBLIC.get(name) is value else _registered(value)
 
 
-def from_config(config: Any, custom_objects: Any = None) -> Any:
-    """Return what `to_config` was given."""
+def rule_from_config(config: Any, custom_objects: Any = None) -> Any:
+    """Return what `rule_to_config` was given."""
 
     def again(part: Any) -> Any:
-        return from_config(part, custom_objects)
+        return rule_from_config(part, custom_objects)
 
     result = config
     match config:
@@ -68,12 +71,20 @@ def from_config(config: Any, custom_objects: Any = None) -> Any:
         case [*items]:
             result = list(map(again, items))
         case {"class": name, "fields": parts}:
-            result = _PUBLIC[name](**{field: again(part) for field, part in parts.items()})
+            result = _named(name)(**{field: again(part) for field, part in parts.items()})
         case {"name": name}:
-            result = _PUBLIC[name]
+            result = _named(name)
         case {"keras": inner}:
             result = keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects)
     return result
+
+
+def _named(name: str) -> Any:
+    """Return what a config names."""
+    if name not in _PUBLIC:
+        msg = f"this uniclip has no {name!r}, which the saved rule is made of: load it with the uniclip that saved it"
+        raise ValueError(msg)
+    return _PUBLIC[name]
 
 
 def output_last(rule: Any) -> Any:
@@ -103,12 +114,12 @@ def _array_to_config(array: Any) -> Any:
     backend = backend_of(array)
     array = np.asarray(array if backend is None else keras.ops.convert_to_numpy(array))
     if not array.ndim:
-        return to_config(array.item())
+        return rule_to_config(array.item())
     return {"array": _lists(array.tolist()), "dtype": str(array.dtype)}
 
 
 def _lists(values: Any) -> Any:
-    return list(map(_lists, values)) if isinstance(values, list) else to_config(values)
+    return list(map(_lists, values)) if isinstance(values, list) else rule_to_config(values)
 
 
 def _registered(value: Any) -> Any:

@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import optree
 
-from uniclip.decide import Report
-from uniclip.integrations.keras.config import from_config, output_last, to_config
+from uniclip.decide import AVERAGED, LOGGED, Report
+from uniclip.integrations import rule_for_steps
+from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
 from uniclip.integrations.keras.inside import (
     paths_of,
     refuse,
@@ -23,12 +24,6 @@ from uniclip.integrations.keras.inside import (
     value_of,
     when,
 )
-from uniclip.rules import as_rule
-
-_NAMES = ("clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped")
-"""The scalars of a report, in the order in which the optimizer keeps them."""
-_SHARES = 3
-"""The first of them that are averaged over the steps of an epoch."""
 
 
 @keras.saving.register_keras_serializable(package="uniclip")
@@ -93,7 +88,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             name=name,
         )
         self.inner = inner
-        self.rule: Any = as_rule(rule)
+        self.rule: Any = rule_for_steps(rule)
         self._acting = output_last(self.rule)
         self._logged: Sequence[str] = ()
 
@@ -108,8 +103,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         tree = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
         first, self._spec = optree.tree_flatten(self._acting.init(tree))
         self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
-        self._last = self._remember(np.zeros(len(_NAMES), np.float32), "scalars")
-        self._totals = self._remember(np.zeros(len(_NAMES) - _SHARES + 1, np.float32), "totals")
+        self._last = self._remember(np.zeros(len(LOGGED), np.float32), "scalars")
+        self._totals = self._remember(np.zeros(len(AVERAGED) + 1, np.float32), "totals")
         super().build(variables)
 
     def _remember(self, array: Any, name: str) -> Any:
@@ -148,37 +143,16 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Do as the optimizer inside: with ``use_ema``, set the averages as the final values."""
         self.inner.finalize_variable_values(var_list)
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Clip the gradients and update the variables; see Keras' optimizers."""
-        grads = list(grads)
-        if not grads:
-            return
-        variables = self._given(grads, trainable_variables)
-        grads, variables = self._filter_empty_gradients(grads, variables)
-        grads, variables = self._overwrite_variables_directly_with_gradients(grads, variables)
-        if grads and self.loss_scale_factor is not None:
-            grads = [keras.ops.divide(grad, self.loss_scale_factor) for grad in grads]
-        if grads and self.gradient_accumulation_steps:
-            self._accumulate(grads, variables)
-        elif grads:
-            self._step(grads, variables)
-        self._iterations.assign_add(1)
-
-    def _given(self, grads: list[Any], variables: Any) -> Any:
-        """Return the variables of the gradients; the first time, build."""
-        if variables is not None:
-            variables = list(variables)
-            self.build(variables)
-            self._check_variables_are_known(variables)
-        elif not self.built:
-            msg = "the optimizer has no variables yet: call optimizer.build(trainable_variables), or pass them too"
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        """Clip unscaled gradients, and take a step: what Keras' ``apply`` leaves to a kind of optimizer."""
+        if len(grads) != len(trainable_variables):
+            msg = (
+                f"grads must hold one gradient (or None) for each of the {len(trainable_variables)} variables, got "
+                f"{len(grads)}"
+            )
             raise ValueError(msg)
-        else:
-            variables = list(self._trainable_variables)
-        if len(grads) != len(variables):
-            msg = f"grads must hold one gradient (or None) for each of the {len(variables)} variables, got {len(grads)}"
-            raise ValueError(msg)
-        return variables
+        act = self._accumulate if self.gradient_accumulation_steps else self._step
+        act(list(grads), list(trainable_variables))
 
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> None:
         """Add the gradients up; in the last of the micro-batches take a step with their mean."""
@@ -220,11 +194,13 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def _note(self, report: Report) -> None:
         """Keep the scalars of a report in variables: in compiled code nothing else outlives the step."""
         scalars = report.scalars()
-        self._logged = tuple(name for name in _NAMES if name in scalars)
+        self._logged = tuple(name for name in LOGGED if name in scalars)
         if scalars:
-            values = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in _NAMES]
+            values = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in LOGGED]
             self._last.assign(keras.ops.stack(values))
-            self._totals.assign(self._totals + keras.ops.stack([*values[_SHARES:], keras.ops.ones_like(values[0])]))
+            self._totals.assign(
+                self._totals + keras.ops.stack([*values[-len(AVERAGED) :], keras.ops.ones_like(values[0])])
+            )
 
     def _when(self, flag: Any, function: Callable[[], None]) -> None:
         when(flag, function, [*self._trainable_variables, *self.variables])
@@ -239,7 +215,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             variables of an optimizer only at the end of an epoch.
         """
         values = value_of(self._last) if self._logged else ()
-        return {name: values[_NAMES.index(name)] for name in self._logged}
+        return {name: values[LOGGED.index(name)] for name in self._logged}
 
     def begin_epoch(self) -> None:
         """Begin to average the shares anew."""
@@ -253,9 +229,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """
         values = {name: float(value) for name, value in self.scalars().items()}
         *sums, count = map(float, keras.ops.convert_to_numpy(value_of(self._totals))) if values else (0.0,)
-        means = {
-            name: total / count if count else math.nan for name, total in zip(_NAMES[_SHARES:], sums, strict=False)
-        }
+        means = {name: total / count if count else math.nan for name, total in zip(AVERAGED, sums, strict=False)}
         return values | {name: mean for name, mean in means.items() if name in values}
 
     def get_config(self) -> dict[str, Any]:
@@ -263,7 +237,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return {
             "name": self.name,
             "inner": keras.saving.serialize_keras_object(self.inner),
-            "rule": to_config(self.rule),
+            "rule": rule_to_config(self.rule),
             "loss_scale_factor": self.loss_scale_factor,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
@@ -272,4 +246,4 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
         """Return the optimizer that a config describes."""
         inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
-        return cls(**{**config, "inner": inner, "rule": from_config(config["rule"], custom_objects)})
+        return cls(**{**config, "inner": inner, "rule": rule_from_config(config["rule"], custom_objects)})

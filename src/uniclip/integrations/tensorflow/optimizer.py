@@ -11,6 +11,7 @@ import optree
 import tensorflow as tf
 
 from uniclip.decide import Report
+from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.inside import (
     check_optimizer,
     names_of,
@@ -21,7 +22,6 @@ from uniclip.integrations.tensorflow.inside import (
     start_of,
 )
 from uniclip.presets import by_global_norm
-from uniclip.rules import as_rule
 
 tf1 = tf.compat.v1
 
@@ -124,7 +124,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             msg = f"this optimizer is clipped already, by {optimizer.rule!r}: wrap it once, by uc.chain for two rules"
             raise ValueError(msg)  # noqa: TRY004 - the type is right
         check_optimizer(optimizer)
-        self.rule = as_rule(rule)
+        self.rule = rule_for_steps(rule)
         self._optimizer = optimizer
         self._inside: Any = None
         self._memories: dict[Any, tuple[dict[str, Any], Any, list[Any]]] = {}
@@ -170,8 +170,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Raises
         ------
         TypeError, ValueError
-            As the optimizer inside, and as `uniclip.Rule.update`; if a variable occurs twice; or, of a rule that remembers
-            each leaf by itself, if other variables have a gradient than at first.
+            As the optimizer inside, and as `uniclip.Rule.update`; if a variable occurs twice; or, of a rule that
+            remembers each leaf by itself, if other variables have a gradient than at first.
         RuntimeError
             Under a ``tf.distribute`` strategy.
         """
@@ -272,7 +272,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return self._optimizer._deferred_dependencies
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a logger shows of `report`, ready for ``tf.compat.v1.summary.scalar``; see `uniclip.Report.scalars`.
+        """Return what a logger shows, ready for ``tf.compat.v1.summary.scalar``; see `uniclip.Report.scalars`.
 
         Returns
         -------

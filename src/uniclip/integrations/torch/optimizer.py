@@ -15,8 +15,9 @@ import torch
 
 from uniclip import core
 from uniclip.backends.torch import BACKEND
+from uniclip.integrations import rule_for_steps
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.rules import Rule, as_rule
+from uniclip.rules import Rule
 from uniclip.scopes import all_leaves
 
 _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
@@ -82,7 +83,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
         raise TypeError(msg)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         return attach(optimizer.optimizer, rule)
-    rule = as_rule(rule)
+    rule = rule_for_steps(rule)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {_rules[optimizer]!r}: call remove() of that handle first"
         raise ValueError(msg)
