@@ -70,7 +70,7 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
             if handle.report is not None:  # the scaler may skip the first steps
-                seen.append({"loss": loss.detach(), **handle.report.scalars()})  # nothing is read here
+                seen.append({"loss": loss.detach(), **handle.scalars()})  # nothing is read here
         mean = {name: torch.stack([step[name].float() for step in seen]).mean().item() for name in seen[0]}
         losses.append(mean["loss"])
         print("{:5} {:6.3f} {:10.3f} {:11.3f} {:11.0%}".format(epoch, *(mean[name] for name in SHOWN)))

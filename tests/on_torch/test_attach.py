@@ -788,7 +788,7 @@ def test_schedulers() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "rule", "message"),
     [
-        ([], uc.by_global_norm(1.0), r"optimizer must be a torch.optim.Optimizer, got \[\]"),
+        ([], uc.by_global_norm(1.0), "optimizer must be a torch.optim.Optimizer, got a list: attach to what steps"),
         (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), or a function of one array, got 1.0"),
         (None, uc.Constant(1.0), r"a limit is only one of its choices: uc.Rule\(limit\)"),
         (None, uc.Clipper(uc.by_global_norm(1.0)), "a uc.Clipper is more"),
@@ -983,7 +983,7 @@ def test_functions_are_rules() -> None:
     w.grad = torch.tensor([-3.0, 4.0])
     optimizer.step()
     assert w.tolist() == [1.0, -1.0]
-    assert handle.report.scalars() == {}
+    assert handle.scalars() == {}
 
 
 def test_scalars_for_a_logger() -> None:
@@ -993,6 +993,26 @@ def test_scalars_for_a_logger() -> None:
     handle = attach(optimizer, uc.by_global_norm(1.0, nonfinite="skip"))
     w.grad = torch.tensor([3.0, 4.0])
     optimizer.step()
-    shown = {name: value.item() for name, value in handle.report.scalars().items()}
+    shown = {name: value.item() for name, value in handle.scalars().items()}
     wanted = {"clip/norm": 5.0, "clip/limit": 1.0, "clip/factor": 0.2, "clip/share": 1.0, "clip/skipped": 0.0}
     assert shown == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (uc.by_global_norm, TypeError, r"uc.by_global_norm makes one: call it"),
+        (uc.by_example_norm(1.0), ValueError, r"gradients of single examples.*uc.clip_and_mean"),
+        (uc.chain(uc.by_value(1.0), uc.masked(uc.auto_s(), lambda path, leaf: True)), ValueError, r"single examples"),
+    ],
+    ids=["uncalled", "examples", "examples in a chain"],
+)
+def test_rules_for_other_uses(rule: Any, error: type[Exception], message: str) -> None:
+    """What is no rule for gradients of a batch is refused where it is given."""
+    with pytest.raises(error, match=message):
+        attach(SGD(model().parameters()), rule)
+
+
+def test_nothing_to_log_before_the_first_step() -> None:
+    """Before the first step the scalars are none."""
+    assert attach(SGD(model().parameters()), uc.by_global_norm(1.0)).scalars() == {}

@@ -79,7 +79,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        msg = f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}"
+        msg = f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__qualname__}: attach to what steps"
         raise TypeError(msg)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         return attach(optimizer.optimizer, rule)
@@ -120,6 +120,10 @@ class Attached:
             optimizer.register_load_state_dict_pre_hook(self._load),
         ]
         _rules[optimizer] = rule
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what a logger shows of the last step, see `uniclip.Report.scalars`; nothing before the first."""
+        return {} if self.report is None else self.report.scalars()
 
     def remove(self) -> None:
         """Leave the optimizer as it was before; once more does nothing."""
