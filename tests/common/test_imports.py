@@ -56,3 +56,25 @@ def test_the_algorithm_names_no_framework() -> None:
             text = re.sub('""".*?"""', "", text, flags=re.DOTALL)
         found = {name.lower() for name in named.findall(text)}
         assert found <= allowed.get(file.name, set()), file
+
+
+NEEDED = {
+    "torch": ("torch", "PyTorch: pip install torch"),
+    "keras": ("keras", "Keras 3: pip install keras"),
+    "optax": ("optax", "optax: pip install optax"),
+    "tensorflow": ("tensorflow", "TensorFlow: pip install tensorflow"),
+    "lightning": ("lightning", "Lightning: pip install lightning"),
+    "transformers": ("transformers", "Hugging Face transformers: pip install 'transformers[torch]'"),
+}
+
+
+@pytest.mark.parametrize("module", NEEDED)
+def test_an_adapter_says_what_it_needs(module: str) -> None:
+    """The package of the adapters imports no library, and an adapter without its own names what to install."""
+    library, needed = NEEDED[module]
+    program = (
+        f"import sys, uniclip.integrations\nassert not {FRAMEWORKS} & set(sys.modules)\n"
+        f"sys.modules[{library!r}] = None\nimport uniclip.integrations.{module}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert f"this part of uniclip needs {needed}" in done.stderr

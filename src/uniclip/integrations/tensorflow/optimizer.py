@@ -10,6 +10,7 @@ from typing import Any
 import optree
 import tensorflow as tf
 
+from uniclip._checks import LIMIT, nonnegative
 from uniclip.decide import Report
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.inside import (
@@ -58,7 +59,7 @@ def clip_gradients_by_norm(optimizer: Any, clip_norm: Any) -> ClippedOptimizer:
     >>> w.numpy()
     array([-3., -4.], dtype=float32)
     """
-    return ClippedOptimizer(optimizer, by_global_norm(clip_norm))
+    return ClippedOptimizer(optimizer, by_global_norm(nonnegative("clip_norm", clip_norm, LIMIT)))
 
 
 class ClippedOptimizer(tf.compat.v1.train.Optimizer):

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from uniclip import core
-from uniclip._checks import LIMIT, nonnegative
+from uniclip._checks import LIMIT, nonnegative, within
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.limits import NoState
+from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
 from uniclip.verbs import clip_
 
@@ -72,16 +74,11 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    grads = _grads(parameters)
-    limit, order = _limit("max_norm", max_norm), float(norm_type)
+    grads, limit, order = _grads(parameters), _limit("max_norm", max_norm), _order(norm_type)
     if not _any(grads):
         return torch.tensor(0.0)
-    rule = by_global_norm(limit, ord=order, nonfinite="raise" if error_if_nonfinite else "propagate")
-    try:
-        with torch.no_grad():
-            return clip_(grads, rule).norms
-    except FloatingPointError as error:
-        raise _not_finite(error) from error
+    with torch.no_grad(), _runtime_error():
+        return clip_(grads, by_global_norm(limit, ord=order, nonfinite=_policy(error_if_nonfinite))).norms
 
 
 def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = None) -> None:
@@ -149,15 +146,13 @@ def get_total_norm(
     tensor(13.)
     """
     given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True)}
+    order = _order(norm_type)
     once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
     if not _any(once):
         return torch.tensor(0.0)
-    rule = by_global_norm(math.inf, ord=float(norm_type), nonfinite="raise" if error_if_nonfinite else "propagate")
-    try:
-        with torch.no_grad():
-            return core.measured(rule, once, NoState())[1].norms
-    except FloatingPointError as error:
-        raise _not_finite(error) from error
+    rule = by_global_norm(math.inf, ord=order, nonfinite=_policy(error_if_nonfinite))
+    with torch.no_grad(), _runtime_error():
+        return core.measured(rule, once, NoState())[1].norms
 
 
 def clip_grads_with_norm_(
@@ -196,7 +191,7 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     grads, rule = _grads(parameters), by_global_norm(_limit("max_norm", max_norm))
-    norm = total_norm.full_tensor() if is_dtensor(total_norm) else total_norm
+    norm = total_norm.full_tensor() if is_dtensor(total_norm) else nonnegative("total_norm", total_norm)
     core.clip_known(rule, grads, norm, in_place=True)
 
 
@@ -217,18 +212,18 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
     """Return tensors that are given as such or as an iterable; refuse all else."""
     if isinstance(given, torch.Tensor):
         return [given]
-    hint = "pass model.parameters()" if name == "parameters" else "pass [p.grad for p in model.parameters()]"
+    usual = "model.parameters()" if name == "parameters" else "[p.grad for p in model.parameters()]"
     module = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ParameterList)
     if module or not isinstance(given, Iterable):
-        msg = f"{name} must be a tensor or an iterable of tensors, got a {type(given).__qualname__}: {hint}"
+        msg = f"{name} must be a tensor or an iterable of tensors, got a {type(given).__qualname__}: pass {usual}"
         raise TypeError(msg)
     tensors = list(given)
     if not tensors and isinstance(given, Iterator):
-        msg = f"{name} is an iterator with nothing left in it: pass a list, which can be read twice, or {hint[5:]} anew"
+        msg = f"{name} is an iterator with nothing left in it: pass a list, which can be read twice, or {usual} anew"
         raise ValueError(msg)
     others = [other for other in tensors if not isinstance(other, torch.Tensor) and not (absent and other is None)]
     if others:
-        msg = f"{name} must hold tensors, got {_described(others[0])}: {hint}"
+        msg = f"{name} must hold tensors, got {_described(others[0])}: pass {usual}"
         raise TypeError(msg)
     return tensors
 
@@ -246,9 +241,29 @@ def _any(tensors: list[Any]) -> bool:
 def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
     """Return a limit; a tensor that costs nothing to read as a number."""
     if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 and BACKEND.readable(value) else value.reshape(())
+        if value.numel() != 1:
+            msg = f"{name} must be one number, got a tensor of shape {tuple(value.shape)}"
+            raise ValueError(msg)
+        value = value.item() if BACKEND.readable(value) else value.reshape(())
     return nonnegative(name, value, hint)
 
 
-def _not_finite(error: FloatingPointError) -> RuntimeError:
-    return RuntimeError(f"{error}; pass error_if_nonfinite=False to go on with NaN")
+def _order(norm_type: Any) -> float:
+    """Return the order of a norm, which PyTorch takes as a text, too."""
+    order = float(norm_type)
+    within("norm_type", order, 1, math.inf)
+    return order
+
+
+def _policy(error_if_nonfinite: bool) -> NonFinite:
+    return "raise" if error_if_nonfinite else "propagate"
+
+
+@contextmanager
+def _runtime_error() -> Iterator[None]:
+    """Raise what PyTorch raises where a gradient is not finite."""
+    try:
+        yield
+    except FloatingPointError as error:
+        msg = f"{error}; pass error_if_nonfinite=False to go on with NaN"
+        raise RuntimeError(msg) from error
