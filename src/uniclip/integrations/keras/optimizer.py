@@ -14,16 +14,9 @@ import optree
 
 from uniclip.decide import AVERAGED, LOGGED, Report
 from uniclip.integrations import rule_for_steps
+from uniclip.integrations.keras.checks import refuse_missing, refuse_optimizer, refuse_replicas
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
-from uniclip.integrations.keras.inside import (
-    paths_of,
-    refuse,
-    refuse_missing,
-    refuse_replicas,
-    stand_in,
-    value_of,
-    when,
-)
+from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
 
 
 @keras.saving.register_keras_serializable(package="uniclip")
@@ -80,7 +73,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
                 f"inner is clipped already, by {inner.rule!r}: chain the rules, ClippedOptimizer(inner, uc.chain(a, b))"
             )
             raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
-        refuse(inner)
+        refuse_optimizer(inner)
         super().__init__(
             learning_rate=lambda: inner.learning_rate,  # a number would become a variable of its own
             loss_scale_factor=loss_scale_factor,

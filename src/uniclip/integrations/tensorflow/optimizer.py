@@ -13,15 +13,13 @@ import tensorflow as tf
 from uniclip._checks import LIMIT, nonnegative
 from uniclip.decide import Report
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.tensorflow.inside import (
-    check_optimizer,
-    names_of,
-    outermost_graph,
+from uniclip.integrations.tensorflow.checks import (
+    refuse_optimizer,
     refuse_others,
     refuse_references,
     refuse_strategy,
-    start_of,
 )
+from uniclip.integrations.tensorflow.variables import first_state, names_of, outermost_graph
 from uniclip.presets import by_global_norm
 
 tf1 = tf.compat.v1
@@ -124,7 +122,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         if isinstance(optimizer, ClippedOptimizer):
             msg = f"this optimizer is clipped already, by {optimizer.rule!r}: wrap it once, by uc.chain for two rules"
             raise ValueError(msg)  # noqa: TRY004 - the type is right
-        check_optimizer(optimizer)
+        refuse_optimizer(optimizer)
         self.rule = rule_for_steps(rule)
         self._optimizer = optimizer
         self._inside: Any = None
@@ -234,7 +232,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Any, list[Any]]:
         """Return the parameters, and the structure and variables of a new state for their gradients."""
-        names, values, spec = start_of(self.rule, params, self._name)
+        names, values, spec = first_state(self.rule, params, self._name)
         first = next(iter(params.values()))
         with tf.init_scope():  # out of tf.function and tf.cond
             memory = [self._create_non_slot_variable(v, n, first) for v, n in zip(values, names, strict=True)]

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: MIT
+"""The variables of Keras on its three backends: their names, values, and changes under a condition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from uniclip.backends import DEFAULT, backend_of
+
+
+def paths_of(variables: Sequence[Any]) -> tuple[str, ...]:
+    """Return the path of each variable; one that occurs again gets a number."""
+    names = [str(getattr(variable, "path", variable.name)) for variable in variables]
+    seen = [names[:index].count(name) for index, name in enumerate(names)]
+    return tuple(f"{name}#{count + 1}" if count else name for name, count in zip(names, seen, strict=True))
+
+
+def value_of(variable: Any) -> Any:
+    """Return the value of a variable of Keras or of TensorFlow, an array of the framework."""
+    return keras.ops.convert_to_tensor(variable.value if isinstance(variable, keras.Variable) else variable)
+
+
+def stand_in(variable: Any) -> Any:
+    """Return a NumPy array of a variable's shape that takes no memory; norms are float32 or wider anyway."""
+    wide = keras.backend.standardize_dtype(variable.dtype) == "float64"
+    return np.broadcast_to(np.zeros((), np.float64 if wide else np.float32), tuple(variable.shape))
+
+
+def when(flag: Any, function: Callable[[], None], held: list[Any]) -> None:
+    """Call a function where the flag holds, in compiled code too; the variables it may change are ``held``."""
+    number = keras.ops.cast(flag, "int32")  # a boolean is no array that has a backend
+    if not (backend_of(number) or DEFAULT).traced(number):  # JAX would compile the conditional anew at each step
+        if bool(flag):
+            function()
+    elif keras.backend.backend() == "jax":
+        _when_traced_by_jax(flag, function, held)
+    else:
+        keras.ops.cond(flag, function, lambda: None)
+
+
+def _when_traced_by_jax(flag: Any, function: Callable[[], None], held: list[Any]) -> None:
+    """Do as `when` where a branch cannot assign: it returns the new values of all variables."""
+    before = list(map(value_of, held))
+
+    def after() -> list[Any]:
+        with keras.StatelessScope(list(zip(held, before, strict=True))) as scope:
+            function()
+        return list(map(scope.get_current_value, held))
+
+    for variable, value in zip(held, keras.ops.cond(flag, after, lambda: before), strict=True):
+        variable.assign(value)
