@@ -7,10 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
-from checkpoints import RULES
-from flax import serialization
+from checkpoints import RULES, by_flax, by_orbax
 
 import uniclip as uc
 
@@ -28,20 +26,6 @@ def same(one: Any, other: Any) -> None:
     """Compare two trees bit by bit."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), one, other)
-
-
-def by_flax(state: Any, like: Any, folder: Path) -> Any:
-    """Write and read a state with flax."""
-    (folder / "state.msgpack").write_bytes(serialization.to_bytes(state))
-    return serialization.from_bytes(like, (folder / "state.msgpack").read_bytes())
-
-
-def by_orbax(state: Any, like: Any, folder: Path) -> Any:
-    """Write and read a state with orbax."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", like)
 
 
 @pytest.mark.parametrize("file", [by_flax, by_orbax])

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import linen, nnx, serialization
+from checkpoints import by_flax, by_orbax
+from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import uniclip as uc
@@ -73,20 +73,6 @@ def test_train_state() -> None:
         close(scalars(state), seen)
     close(state.params, params)
     assert scalars(state).keys() == {"clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped"}
-
-
-def by_flax(state: Any, like: Any, folder: Path) -> Any:
-    """Write and read a state with flax."""
-    (folder / "state.msgpack").write_bytes(serialization.to_bytes(state))
-    return serialization.from_bytes(like, (folder / "state.msgpack").read_bytes())
-
-
-def by_orbax(state: Any, like: Any, folder: Path) -> Any:
-    """Write and read a state with orbax."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", like)
 
 
 @pytest.mark.parametrize("file", [by_flax, by_orbax])
