@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from checkpoints import RULES, by_flax, by_orbax
+from flax import serialization
 
 import uniclip as uc
 
