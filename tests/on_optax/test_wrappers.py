@@ -126,7 +126,7 @@ def test_groups() -> None:
     np.testing.assert_allclose(jnp.linalg.norm(updates["b"]), 2.0, rtol=1e-6)
     seen = scalars(state)  # in the order of the labels
     np.testing.assert_allclose(seen["clip/norm/0"], np.sqrt(48), rtol=1e-6)
-    np.testing.assert_allclose(seen["clip/2/norm"], np.sqrt(54), rtol=1e-6)
+    np.testing.assert_allclose(seen["clip/norm/2"], np.sqrt(54), rtol=1e-6)
     assert "clip/skipped/0" in seen
     assert "clip/norm/1" not in seen
 
@@ -188,7 +188,7 @@ def test_scalars_of_several() -> None:
     one, two, three = (to_optax(uc.by_global_norm(float(c))) for c in (1, 2, 3))
     optimizer = optax.chain(to_optax(uc.by_global_norm(4.0), optax.chain(one, two)), three)
     _, state = optimizer.update(LARGE, optimizer.init(PARAMS), PARAMS)
-    assert [float(scalars(state)[f"clip/{number}/limit"]) for number in range(4)] == [4, 1, 2, 3]
+    assert [float(scalars(state)[f"clip/limit/{number}"]) for number in range(4)] == [4, 1, 2, 3]
 
 
 def test_a_rule_without_norms_logs_nothing() -> None:
@@ -219,9 +219,9 @@ def test_what_is_no_rule(wrong: Any, message: str) -> None:
 
 
 def test_a_preset_that_was_not_called() -> None:
-    """It is a function, so init is where this is seen."""
-    with pytest.raises(TypeError, match="call by_norm first"):
-        to_optax(uc.by_norm).init(PARAMS)
+    """The error says what to do."""
+    with pytest.raises(TypeError, match="uc.by_norm makes one: call it"):
+        to_optax(uc.by_norm)
 
 
 @pytest.mark.parametrize("wrong", [0.1, optax.adam, uc.by_norm(1.0)], ids=["number", "function", "rule"])
