@@ -220,7 +220,7 @@ def test_what_is_no_rule(wrong: Any, message: str) -> None:
 
 def test_a_preset_that_was_not_called() -> None:
     """The error says what to do."""
-    with pytest.raises(TypeError, match="uc.by_norm makes one: call it"):
+    with pytest.raises(TypeError, match=r"uc\.by_norm makes one: call it"):
         to_optax(uc.by_norm)
 
 
