@@ -7,7 +7,6 @@ from uniclip.decide import AVERAGED
 from uniclip.integrations import needs, rule_for_steps
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
-    import torch
     from transformers import TrainerCallback
 
 import dataclasses
@@ -22,6 +21,12 @@ _SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
 """The kinds of distributed training where a process holds parts of the gradients only."""
 _KEY = "uniclip"
 """Where ``trainer_state.json`` keeps the state of the rule, among those of the callbacks."""
+
+
+_ANEW = (
+    "give ClipGradients the rule that it was saved with, or begin anew by deleting "
+    f"{_KEY!r} from stateful_callbacks in its trainer_state.json"
+)
 
 
 class ClipGradients(TrainerCallback):
@@ -89,7 +94,7 @@ class ClipGradients(TrainerCallback):
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
             if saved is not None:
-                self.handle.state = _filled(self.handle.state, saved["state"], self.rule)
+                self.handle.fill(saved["state"], _ANEW)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
         self._given = args, args.max_grad_norm
         _warn(args)
@@ -136,22 +141,6 @@ class _Snapshot:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {"state": [array.tolist() for array in optree.tree_leaves(self._handle.state)]}
-
-
-def _filled(state: Any, saved: list[Any], rule: Any) -> Any:
-    """Return a state with the saved numbers in it."""
-    old, spec = optree.tree_flatten(state)
-    new = [
-        torch.tensor(numbers, dtype=array.dtype, device=array.device)
-        for array, numbers in zip(old, saved, strict=False)
-    ]
-    if len(saved) != len(old) or [array.shape for array in new] != [array.shape for array in old]:
-        msg = (
-            f"the checkpoint holds the state of another rule than {rule!r}: give ClipGradients the rule that it was "
-            f"saved with, or begin anew by deleting {_KEY!r} from stateful_callbacks in its trainer_state.json"
-        )
-        raise ValueError(msg)
-    return optree.tree_unflatten(spec, new)
 
 
 def _refuse(optimizer: Any, rule: Any) -> None:

@@ -51,8 +51,9 @@ def refuse_replicas(optimizer: Any) -> None:
 
 def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> None:
     """Refuse gradients of other variables than a rule remembers: it knows them by their order."""
-    missing = [path for path in paths if path not in present]
-    if missing and rule.by_leaf:
+    there = set(present)
+    missing = [path for path in paths if path not in there] if rule.by_leaf else []
+    if missing:
         msg = (
             f"{rule!r} remembers each of the {len(paths)} variables that the optimizer was built with, but "
             f"{missing[0]!r} has no gradient: make it not trainable before you compile, with a new optimizer, or "

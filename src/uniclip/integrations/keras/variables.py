@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,12 @@ from uniclip.backends import DEFAULT, backend_of
 def paths_of(variables: Sequence[Any]) -> tuple[str, ...]:
     """Return the path of each variable; one that occurs again gets a number."""
     names = [str(getattr(variable, "path", variable.name)) for variable in variables]
-    seen = [names[:index].count(name) for index, name in enumerate(names)]
-    return tuple(f"{name}#{count + 1}" if count else name for name, count in zip(names, seen, strict=True))
+    seen: Counter[str] = Counter()
+    paths = []
+    for name in names:
+        seen[name] += 1
+        paths.append(f"{name}#{seen[name]}" if seen[name] > 1 else name)
+    return tuple(paths)
 
 
 def value_of(variable: Any) -> Any:

@@ -170,8 +170,8 @@ class Attached:
         return loss
 
     def _clip(self, loss: Any) -> None:
-        params = [p for p in self._params() if grad_of(p) is not None]
-        grads = list({id(grad): grad for grad in map(grad_of, params)}.values())
+        found = [(p, grad) for p, grad in ((p, grad_of(p)) for p in self._params()) if grad is not None]
+        params, grads = [p for p, _ in found], list({id(grad): grad for _, grad in found}.values())
         if not grads:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -281,17 +281,19 @@ class Attached:
             state_dict[_KEY] = optree.tree_leaves(self.state)  # plain tensors: torch.load loads no other classes
 
     def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
-        if not self.rule.memory or _KEY not in state_dict:
-            return
+        if self.rule.memory and _KEY in state_dict:
+            fix = f"attach the rule that it was saved with, or begin anew by del state_dict[{_KEY!r}]"
+            self.fill(state_dict[_KEY], fix)
+
+    def fill(self, saved: list[Any], fix: str) -> None:
+        """Go on from a saved state, in tensors or lists; ``fix`` is what to do if it does not fit."""
         old, spec = optree.tree_flatten(self.state)
-        new = state_dict[_KEY]
-        if [array.shape for array in new] != [array.shape for array in old]:
-            msg = (
-                f"the checkpoint holds the state of another rule than {self.rule!r}: attach the rule that it was saved "
-                f"with, or begin anew by del state_dict[{_KEY!r}]"
-            )
+        pairs = zip(saved, old, strict=False)
+        new = [torch.as_tensor(array, dtype=like.dtype, device=like.device) for array, like in pairs]
+        if len(saved) != len(old) or [array.shape for array in new] != [array.shape for array in old]:
+            msg = f"the checkpoint holds the state of another rule than {self.rule!r}: {fix}"
             raise ValueError(msg)
-        self.state = optree.tree_unflatten(spec, [b.to(a) for a, b in zip(old, new, strict=True)])
+        self.state = optree.tree_unflatten(spec, new)
 
 
 def _divided(grad: Any) -> bool:
