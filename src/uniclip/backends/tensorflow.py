@@ -30,8 +30,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 _GPUS = tf.config.list_physical_devices("GPU")
-_ROW = 256
-"""How many squares XLA adds in a row, one by one: equal entries allow no more."""
+_ROW = 16
+"""How many entries are added in a row: XLA adds one by one, and the errors of equal entries have one sign."""
 _FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
@@ -189,7 +189,7 @@ class _TensorFlow(Backend):
             return squares([np.asarray(view(array)) for array in arrays])
         if len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}:
             return None
-        totals = [_in_rows(array) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]
+        totals = [_in_rows(array, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]
         return tf.reduce_sum(tf.stack(totals))
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
@@ -210,8 +210,10 @@ class _TensorFlow(Backend):
         return narrow and array.shape.is_fully_defined() and array.shape.num_elements() > PIECE
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
-        if axes is None or array.dtype != tf.float32:
+        if array.dtype != tf.float32:
             return tf.reduce_sum(array, axes)
+        if axes is None:
+            return _in_rows(array, lambda rows: tf.reduce_sum(rows, -1))
         # Along axes TensorFlow adds float32 entries one by one.
         return tf.cast(tf.reduce_sum(tf.cast(array, tf.float64), axes), tf.float32)
 
@@ -253,20 +255,25 @@ class _TensorFlow(Backend):
         return super().quiet() if tf.executing_eagerly() else ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED)
 
 
+def _squares_of(rows: Array) -> Array:
+    return tf.reduce_sum(tf.square(rows), -1)
+
+
 def _in_xla() -> bool:
     """Whether XLA will compile what is being traced; there is no public question."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
-def _in_rows(array: Array) -> Array:
-    """Return ``Σx²``, added in short rows: XLA adds one by one."""
+def _in_rows(array: Array, total: Callable[[Array], Array]) -> Array:
+    """Return the sum of the totals of short rows, in double precision: XLA adds the entries of a row one by one."""
     size = array.shape.num_elements()
+    flat = tf.reshape(array, [-1])
     if size is None or size <= _ROW:
-        return tf.reduce_sum(tf.square(array))
-    flat, whole = tf.reshape(array, [-1]), size - size % _ROW
-    rows = tf.reduce_sum(tf.square(tf.reshape(flat[:whole], [-1, _ROW])), 1)
-    total = tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(tf.reduce_sum(tf.square(flat[whole:])), tf.float64)
-    return tf.cast(total, array.dtype)
+        return total(flat)
+    whole = size - size % _ROW
+    rows = total(tf.reshape(flat[:whole], [-1, _ROW]))
+    wide = tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(total(flat[whole:]), tf.float64)
+    return tf.cast(wide, array.dtype)
 
 
 def _merged(slices: tf.IndexedSlices) -> Array:
