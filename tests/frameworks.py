@@ -85,6 +85,11 @@ class Framework:
         """Switch on what the framework needs for one test."""
         yield
 
+    @contextmanager
+    def debugged(self) -> Iterator[None]:
+        """Have the framework stop at NaN and ∞, if it can."""
+        yield
+
 
 def _numpy_dtype(name: str) -> Any:
     if name == "bfloat16":
@@ -233,6 +238,13 @@ class Torch(Framework):
 
         return isinstance(array, torch.Tensor)
 
+    @contextmanager
+    def debugged(self) -> Iterator[None]:
+        import torch
+
+        with torch.autograd.set_detect_anomaly(True, check_nan=True):
+            yield
+
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         import torch
 
@@ -290,6 +302,16 @@ class TensorFlow(Framework):
         import tensorflow as tf
 
         return tf.is_tensor(array)
+
+    @contextmanager
+    def debugged(self) -> Iterator[None]:
+        import tensorflow as tf
+
+        tf.debugging.enable_check_numerics()
+        try:
+            yield
+        finally:
+            tf.debugging.disable_check_numerics()
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         import tensorflow as tf
@@ -396,6 +418,13 @@ class JAX(Framework):
         import jax
 
         return isinstance(array, jax.Array)
+
+    @contextmanager
+    def debugged(self) -> Iterator[None]:
+        import jax
+
+        with jax.debug_nans(True), jax.debug_infs(True):
+            yield
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         import jax

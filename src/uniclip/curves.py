@@ -60,10 +60,11 @@ def smooth(xp: Any, norm: Any, limit: Any) -> Any:
 
 def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change."""
-    usual, one = (norm > 0) & (limit > 0), xp.ones_like(norm)
-    safe = xp.where(usual, norm, one)
-    ratio = xp.where(usual, limit, one) / safe
-    return xp.where(usual, ratio * xp.tanh(1 / ratio), xp.where(norm > 0, xp.zeros_like(norm), one))
+    above, ratio = _ratio(xp, norm, limit)
+    positive, zero, one = ratio > 0, xp.zeros_like(norm), xp.ones_like(norm)
+    safe = xp.where(positive, ratio, one)
+    x = xp.where(above, 1 / safe, safe)
+    return xp.where(positive, xp.tanh(x) / x, xp.where(above, zero, one))
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,6 +112,12 @@ class NonMonotonic(Printed):
 ON_SCALARS = (hard, normalize, skip)
 """The curves that need nothing of ``xp`` but ``where``, ``equal``, ``ones_like`` and ``zeros_like``: they are worked
 out on scalars too."""
+
+
+RATIOS = (hard, normalize, soft, smooth, tanh)
+"""The curves whose factor is the limit divided by the norm, or nearly, where the norm is far above the limit."""
+AT_MOST_ONE = (hard, skip, soft, smooth, tanh)
+"""The curves whose factor is 1 at most."""
 
 
 def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:

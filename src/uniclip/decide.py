@@ -22,7 +22,7 @@ from uniclip.gradients import Gradients, all_of
 from uniclip.limits import Constant, Given, NoState
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
-from uniclip.scale import factor_of, reduced, scaled
+from uniclip.scale import Bound, Factor, factor_of, reduced, scaled
 from uniclip.tree import flatten
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ class Decision(NamedTuple):
     small: Backend
     """The backend of the values below: that of the gradients, or of scalars where reading them costs nothing."""
     limits: list[Any]
-    factors: list[Any]
+    factors: list[Factor]
+    products: list[Any]
+    """The factors as single numbers."""
     ones: list[Any]
     """Whether each factor is 1."""
     finite: Any
@@ -117,7 +119,7 @@ class Decision(NamedTuple):
         flags = [xp.logical_not(all_of(self.small, self.ones)), self.finite]
         values = [
             grads.arrange(grads.as_arrays([self._typed(*pair) for pair in zip(some, self.norms, strict=True)]))
-            for some in (self.limits, self.factors)
+            for some in (self.limits, self.products)
         ]
         flags += [] if self.skipped is None else [self.skipped]
         return Report(self.arranged_norms(), *values, *grads.as_arrays(flags))
@@ -173,15 +175,18 @@ def decide(
     finite = all_of(small, [*sound, *[small.xp.all(small.xp.isfinite(n)) for n in seen]])
     if rule.nonfinite == "raise":
         refuse(grads, finite)
-    factors, ones = [], []
-    for index, n in enumerate(seen):
-        limits[index] = limit = _checked(small, "limit", limits[index], n)
-        factor = factor_of(small, rule, n, limit, finite)
+    factors, ones, products, measures = [], [], [], _measures(backend, rule.limit)
+    for index, (norm_, n) in enumerate(zip(norms, seen, strict=True)):
+        top = float(small.xp.finfo(norm_.dtype).max)
+        limits[index] = limit = _checked(small, "limit", limits[index], n, top)
+        factor = factor_of(small, rule, n, Bound(limit, top, measures), finite)
         factors.append(factor)
-        ones.append(small.xp.all(small.xp.equal(factor, small.xp.ones_like(factor))))
+        products.append(factor.product(small.xp, top))
+        ones.append(small.xp.all(small.xp.equal(factor.by, small.xp.ones_like(factor.by))))
     if new_state is not state:
         state = kept(small, finite, optree.tree_map(backend.detached, new_state), state)
-    return Decision(grads, norms, small, limits, factors, ones, finite, _skipped(small, rule, factors, finite), state)
+    skipped = _skipped(small, rule, products, finite)
+    return Decision(grads, norms, small, limits, factors, products, ones, finite, skipped, state)
 
 
 def _skipped(backend: Backend, rule: Rule, factors: list[Any], finite: Any) -> Any:
@@ -210,8 +215,25 @@ def _readable(
         return backend, grads.as_arrays(norms), limits, sound
     norms = found[:count]
     # As in code that reads nothing, a limit has the precision of its norm.
-    limits = [float(n.dtype.type(limit)) for n, limit in zip(norms, found[count:], strict=False)]
+    limits = [_rounded(limit, n.dtype) for n, limit in zip(norms, found[count:], strict=False)]
     return SCALARS, norms, limits, found[2 * count :]
+
+
+def _rounded(limit: Any, dtype: Any) -> float:
+    """Return a limit in the precision of a dtype: a finite one stays finite."""
+    rounded = float(dtype.type(limit))
+    return rounded if rounded != math.inf else SCALARS.xp.finfo(dtype).max
+
+
+def _measures(backend: Backend, limit: Any) -> Any:
+    """Return whether a limit is a constant ∞, which only measures: a boolean, or an array of one."""
+    if type(limit) is not Constant:
+        return False
+    if isinstance(limit.value, NUMBERS):
+        return bool(limit.value == math.inf)
+    value = backend.xp.asarray(limit.value)
+    number = backend.number(value)
+    return backend.xp.isinf(value) if number is None else bool(number == math.inf)
 
 
 def given_of(
@@ -235,10 +257,8 @@ def _limits(
     """Ask the rule's limit; refuse an answer that is none."""
     if type(rule.limit) is Constant:  # which asks for no norms
         return [rule.limit.value] * len(norms), state
-    # It sees ∞ as NaN: as a limit, ∞ would leave alone.
-    xp = grads.backend.xp
-    # Not n * NaN, whose derivative is NaN also where it is not taken.
-    seen = [xp.where(xp.isfinite(n), n, xp.ones_like(n) * math.nan) for n in grads.as_arrays(norms)]
+    # It sees ∞ as NaN: as a limit, ∞ would leave alone. No NaN is made of a finite norm, and its derivative stays 1.
+    seen = [n + (n - n) for n in grads.as_arrays(norms)]
     if rule.limit.memory:
         if not grads.tree.leaves:  # a step without gradients teaches nothing
             return [math.inf] * len(norms), state
@@ -282,20 +302,19 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
 
 def _known(grads: Gradients, norm: Any) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
-    backend = grads.backend
-    return [
-        backend.xp.asarray(_checked(backend, "norm", backend.xp.asarray(norm), zero), dtype=zero.dtype)
-        for zero in zeros(grads)
-    ]
+    backend, given = grads.backend, grads.backend.xp.asarray(norm)
+    return [backend.xp.asarray(_checked(backend, "norm", given, zero), dtype=zero.dtype) for zero in zeros(grads)]
 
 
-def _checked(backend: Backend, name: str, value: Any, norm: Any) -> Any:
-    """Return a limit (or a known norm), a number or an array like the norm; refuse a wrong one that can be read."""
+def _checked(backend: Backend, name: str, value: Any, norm: Any, top: float = math.inf) -> Any:
+    """Return a limit (or a known norm), a number or an array like the norm, ``top`` at most; refuse a wrong one."""
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not _not_finite(backend, norm)  # NaN too is not >= 0
+        value = min(value, top)  # the other way round NaN would become top
     else:
-        value = backend.xp.asarray(value, dtype=norm.dtype)
+        xp, value = backend.xp, backend.xp.asarray(value, dtype=norm.dtype)
         wrong = _wrong(backend, name, value, norm)
+        value = value if top == math.inf else xp.where(value > top, xp.ones_like(value) * top, value)
     if wrong:
         msg = f"{name} must be 0 or more{' (0 zeroes the gradients)' if name == 'limit' else ''}, got {value}"
         raise ValueError(msg)

@@ -216,13 +216,14 @@ def upcast(xp: Any, array: Any) -> Any:
     return cast(xp, array, xp.result_type(array.dtype, xp.float32))
 
 
-def spread(backend: Backend, value: Any, leaf: Leaf) -> Any:
-    """Return a group's value in the leaf's own (but wide) precision, device and number of dimensions."""
+def spread(backend: Backend, value: Any, leaf: Leaf, dtype: Any = None) -> Any:
+    """Return a group's value in the leaf's own (but wide) precision, or a wider one, its device and dimensions."""
     xp = backend.xp
+    dtype = xp.result_type(leaf.array.dtype, xp.float32 if dtype is None else dtype)
     value = backend.to_device_of(leaf.array, value)
     for axis in leaf.axes or ():
         value = xp.expand_dims(value, axis=axis)
-    return backend.replicated(leaf.array, cast(xp, value, xp.result_type(leaf.array.dtype, xp.float32)))
+    return backend.replicated(leaf.array, cast(xp, value, dtype))
 
 
 def cast(xp: Any, array: Any, dtype: Any) -> Any:

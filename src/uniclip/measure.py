@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -106,7 +105,7 @@ class _Ruler(NamedTuple):
         dtype = reduce(xp.result_type, dtypes, xp.float32) if len(dtypes) > 1 else xp.float32
 
         def part(leaf: Leaf) -> Any:
-            factor = None if scale is None else spread(self.backend, scale, leaf)
+            factor = None if scale is None else spread(self.backend, scale, leaf, dtype)
             own, factor, whole = self.backend.own_part(leaf.array, factor, leaf.axes, norm.op)
             return whole(self.part(leaf._replace(array=own), norm, dtype, factor))
 
@@ -206,8 +205,9 @@ def _rooted(xp: Any, norm: Norm, total: Any, dtype: Any) -> Any:
 
 def _in_range(total: Any, float32: Any) -> Any:
     """Whether neither overflow nor underflow can have touched a sum of squares (NaN: it may have)."""
-    smallest = 1e-24 if total.dtype == float32 else 4.5e-277  # smallest normal number / eps²
-    return (total > smallest) & (total < math.inf)
+    single = total.dtype == float32
+    smallest = 1e-24 if single else 4.5e-277  # smallest normal number / eps²
+    return (total > smallest) & (total <= (3.4028234663852886e38 if single else 1.7976931348623157e308))
 
 
 def same_shape(shape: Any, other: Any) -> bool:

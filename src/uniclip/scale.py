@@ -3,44 +3,96 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from uniclip.backends.scalars import NUMBERS
+from uniclip.backends.scalars import NUMBERS, SCALARS
+from uniclip.curves import AT_MOST_ONE, RATIOS, normalize
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
-from uniclip.limits import Constant
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
-    from uniclip.rules import Rule
+    from uniclip.rules import Curve, Rule
+
+_FAR = (2.0**-100, 2.0**-900)
+"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is in range."""
+_FLOAT32 = 3.5e38
+"""Above the largest number of float32."""
 
 
-def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) -> Any:
-    """Return the curve's factor; 1 where the limit is infinite, NaN (or the policy's 0) where norm or limit is none.
+class Factor(NamedTuple):
+    """What becomes of the gradients of a group: divided by ``unit``, a power of two, and multiplied by ``by``."""
 
-    A constant infinite limit only measures, so it leaves alone what is not finite, too.
-    """
-    xp, one = backend.xp, backend.xp.ones_like(norm)
-    measures = type(rule.limit) is Constant
+    unit: Any
+    """``None`` if it is 1."""
+    by: Any
+
+    def product(self, xp: Any, top: float) -> Any:
+        """Return both as one factor, ``top`` if that is out of range."""
+        if self.unit is None:
+            return self.by
+        largest = top * xp.where(self.unit < 1, self.unit, xp.ones_like(self.unit))
+        return xp.where(self.by > largest, largest, self.by) / self.unit
+
+    def parts(self) -> list[Any]:
+        """Return the parts that are not 1."""
+        return [self.by] if self.unit is None else [self.by, self.unit]
+
+
+class Bound(NamedTuple):
+    """What a norm may be."""
+
+    limit: Any
+    """A number or an array, ``top`` at most."""
+    top: float
+    """The largest number of the norm's dtype: a limit of ``top`` is none."""
+    measures: Any = False
+    """Whether the rule only measures, also what is not finite: then its constant limit is infinite."""
+
+
+def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any) -> Factor:
+    """Return the curve's factor: 1 where nothing limits, NaN (or the policy's 0) where norm or limit is not finite."""
+    xp, limit, free = backend.xp, bound.limit, bound.measures
+    fault = norm - norm  # 0, or NaN; neither NaN nor ∞ is made of healthy gradients, which debuggers look for
     if isinstance(limit, NUMBERS):
-        factor = one if measures else xp.where(xp.isfinite(norm), one, one * math.nan)
-        if limit != math.inf:
-            curved = rule.curve(xp, norm, xp.asarray(limit, dtype=norm.dtype))
-            factor = xp.where(xp.isfinite(norm), xp.asarray(curved, dtype=norm.dtype), one * math.nan)
+        unlimited, limit = bool(limit >= bound.top), xp.asarray(limit, dtype=norm.dtype)
     else:
         limit = backend.to_device_of(norm, limit)
-        unlimited = xp.isinf(limit)
-        curved = rule.curve(xp, norm, xp.where(unlimited, one, limit))
-        factor = xp.where(xp.isfinite(norm) & (limit >= 0), curved, one * math.nan)
-        factor = xp.where(unlimited if measures else unlimited & xp.isfinite(norm), one, factor)
+        unlimited, fault = limit >= bound.top, fault + (limit - limit)
+    one = xp.ones_like(norm)
+    unit, by = (None, one) if unlimited is True else _curved(backend, rule.curve, norm, limit, bound.top)
+    if not isinstance(unlimited, bool):
+        unit, by = None if unit is None else xp.where(unlimited, one, unit), xp.where(unlimited, one, by)
+    by = by + fault
+    if free is not False:  # then it is unlimited, too
+        by = one if free is True else xp.where(free, one, by)
     if rule.nonfinite in {"skip", "zero"}:
         kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
-        factor = xp.where(kept, factor, xp.zeros_like(factor))
-    return factor
+        by = xp.where(kept, by, xp.zeros_like(by))
+    return Factor(unit, by)
 
 
-def scaled(grads: Gradients, small: Backend, factors: list[Any], ones: list[Any], *, skip: bool) -> Any:
+def _curved(backend: Backend, curve: Curve, norm: Any, limit: Any, top: float) -> tuple[Any, Any]:
+    """Return the factor of a curve; where it would leave the range of its dtype, a unit and that of the norm in it."""
+    xp, near = backend.xp, curve not in RATIOS or backend.one_pass(norm)
+    if backend is SCALARS:
+        near = near or norm * _FAR[0] <= limit <= norm / _FAR[0]
+    unit = None if near else _unit(xp, curve, norm, limit, top)
+    by = xp.asarray(curve(xp, norm if unit is None else norm / unit, limit), dtype=norm.dtype)
+    return unit, by if curve in AT_MOST_ONE else xp.where(by > top, xp.ones_like(by) * top, by)
+
+
+def _unit(xp: Any, curve: Curve, norm: Any, limit: Any, top: float) -> Any:
+    """Return 1, or the power of two by which norm and limit lie too far apart for one factor."""
+    unit = one = xp.ones_like(norm)
+    for far in _FAR if top > _FLOAT32 else _FAR[:1]:
+        unit = xp.where((norm * far > limit) & (limit > 0), one / far, unit)
+        if curve is normalize:
+            unit = xp.where((limit * far > norm) & (norm > 0), one * far, unit)
+    return unit
+
+
+def scaled(grads: Gradients, small: Backend, factors: list[Factor], ones: list[Any], *, skip: bool) -> Any:
     """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are.
 
     ``small`` is the backend of the factors: that of the gradients, or that of scalars.
@@ -74,19 +126,21 @@ def _unscaled(grads: Gradients, group: Group) -> list[Any]:
     ]
 
 
-def _multiplied(grads: Gradients, group: Group, factor: Any, skip: bool) -> list[Any]:  # noqa: FBT001
+def _multiplied(grads: Gradients, group: Group, factor: Factor, skip: bool) -> list[Any]:  # noqa: FBT001
     backend = grads.backend
-    known = isinstance(factor, NUMBERS)
-    arrays = None if skip and not (known and factor != 0) else grads.plain_arrays(group)
-    results = None if arrays is None else backend.scaled(arrays, factor, in_place=grads.in_place)
+    known = isinstance(factor.by, NUMBERS)
+    results = None if skip and not (known and factor.by != 0) else grads.plain_arrays(group)
+    for part in [1 / unit for unit in factor.parts()[1:]] + [factor.by]:
+        results = None if results is None else backend.scaled(results, part, in_place=grads.in_place)
     if results is not None:
         return results
-    (factor,) = grads.as_arrays([factor])
-    function = partial(_times, backend.xp, skip, grads.clean)
-    return [grads.put(leaf, function, spread(backend, factor, leaf)) for leaf in grads.members(group)]
+    parts, function = grads.as_arrays(factor.parts()), partial(_times, backend.xp, skip, grads.clean)
+    return [
+        grads.put(leaf, function, *[spread(backend, part, leaf) for part in parts]) for leaf in grads.members(group)
+    ]
 
 
-def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> Any:
+def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) -> Any:
     """Return the sum (or the mean) of the gradients, each multiplied by its factor, along their first axis."""
     backend, new = grads.backend, list(grads.tree.leaves)
     first = grads.leaves[0] if new else None
@@ -102,10 +156,11 @@ def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> 
             places = " and ".join(grads.tree.place(one.number) for one in (first or leaf, leaf))
             msg = f"leaves need as many examples along the first axis, but {places} have the shapes {shapes}"
             raise ValueError(msg)
-    for group, factor in zip(grads.groups.values(), grads.as_arrays(factors), strict=True):
+    for group, factor in zip(grads.groups.values(), factors, strict=True):
+        parts = grads.as_arrays(factor.parts())
         for leaf in grads.members(group):
-            wide = upcast(backend.xp, leaf.array)
-            total = backend.sum(_times(backend.xp, skip, grads.clean, wide, spread(backend, factor, leaf)), (0,))
+            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf) for part in parts]
+            total = backend.sum(_times(backend.xp, skip, grads.clean, wide, *by), (0,))
             if mean:
                 count = backend.xp.asarray(backend.size(leaf.given, (0,)), dtype=total.dtype)
                 total = total / backend.xp.where(count > 0, count, backend.xp.ones_like(count))
@@ -113,9 +168,10 @@ def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> 
     return grads.tree.rebuild(new)
 
 
-def _times(xp: Any, skip: bool, clean: bool, array: Any, factor: Any) -> Any:  # noqa: FBT001
-    """Return ``array · factor``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
+def _times(xp: Any, skip: bool, clean: bool, array: Any, by: Any, unit: Any = None) -> Any:  # noqa: FBT001
+    """Return ``array / unit · by``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)
     if skip:
-        wide = xp.where(xp.equal(factor, xp.zeros_like(factor)), xp.zeros_like(wide), wide)
-    return cast(xp, wide * factor, array.dtype)
+        wide = xp.where(xp.equal(by, xp.zeros_like(by)), xp.zeros_like(wide), wide)
+    # Divided: compilers would put two factors together first.
+    return cast(xp, (wide if unit is None else wide / unit) * by, array.dtype)

@@ -31,7 +31,7 @@ def test_no_framework_is_imported(code: str) -> None:
 
 
 def test_importing_loads_little() -> None:
-    """Importing uniclip loads no module beyond its own, NumPy's, and those of two small libraries and what they need."""
+    """Importing uniclip loads its own modules, and none beyond those that NumPy and two small libraries need."""
     code = "import sys, numpy, array_api_compat, optree\nbefore = set(sys.modules)\nimport uniclip\n"
     code += "print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

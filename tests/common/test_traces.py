@@ -69,7 +69,7 @@ def test_a_long_training(fw: Framework, name: str) -> None:
     np.testing.assert_allclose([fw.numpy(x).item() for x in factors], wanted, rtol=rtol, atol=1e-9)
     known = [fw.numpy(a).ravel() for a in optree.tree_leaves(state)]
     learned = expected.known()
-    filled = np.concatenate([a[np.isfinite(a)] for a in known])
+    filled = np.concatenate([a[(a != -1) & (a < np.finfo(np.float32).max)] for a in known])
     if learned:
         np.testing.assert_allclose(filled, learned, rtol=rtol, atol=rtol)
     assert [(tuple(a.shape), a.dtype) for a in optree.tree_leaves(state)] == shapes

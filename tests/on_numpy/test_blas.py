@@ -20,7 +20,8 @@ from promises import PROMISES
 checks = [promise.check for promise in PROMISES if "accuracy" in promise.case or "split" in promise.case]
 for check in checks:
     check(KNOWN["numpy"]())
-print(json.dumps([len(checks), [lib["architecture"] for lib in threadpool_info() if lib["internal_api"] == "openblas"]]))
+kernels = [lib["architecture"] for lib in threadpool_info() if lib["internal_api"] == "openblas"]
+print(json.dumps([len(checks), kernels]))
 """
 
 

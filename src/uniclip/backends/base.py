@@ -15,7 +15,8 @@ Rebuild: TypeAlias = Callable[[Array], Any]
 
 PIECE = 2**17
 """How many entries of a large array are worked on at a time; they fit a cache."""
-_BLOCK = 64
+_BLOCK = 16
+"""How many entries are added in a row; libraries that add one by one lose no more in so few."""
 
 
 class Backend:
@@ -47,6 +48,10 @@ class Backend:
 
     def readable(self, array: Array) -> bool:  # noqa: ARG002
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
+        return False
+
+    def one_pass(self, norm: Array) -> bool:  # noqa: ARG002
+        """Whether gradients are multiplied once: on an accelerator a second time would be one more pass over them."""
         return False
 
     # For speed: each has a default that leaves the work to the algorithm, which is written in the array API.

@@ -20,6 +20,7 @@ Scalar: TypeAlias = np.generic
 NUMBERS: tuple[Any, ...] = (float, int, np.float32, np.bool_)  # and float64, which is a float; longdouble is wider
 """What can be worked with in double precision."""
 
+_RANGES = {np.dtype(kind): SimpleNamespace(max=float(np.finfo(kind).max)) for kind in ("float32", "float64")}
 _ONE, _ZERO = np.float64(1), np.float64(0)
 
 namespace = SimpleNamespace(
@@ -27,6 +28,7 @@ namespace = SimpleNamespace(
     any=lambda x, /: x,
     asarray=lambda value, /, *, dtype=None: np.float64(value),  # noqa: ARG005 - there is one dtype
     equal=operator.eq,
+    finfo=_RANGES.__getitem__,
     float32=np.float32,
     float64=np.float64,
     isfinite=lambda x, /: x - x == 0,

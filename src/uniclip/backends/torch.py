@@ -253,6 +253,9 @@ class _Torch(Backend):
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and bool(array.is_cpu)
 
+    def one_pass(self, norm: Array) -> bool:
+        return not self.traced(norm) and not self.readable(norm)
+
     def large(self, array: Array) -> bool:
         recorded = _recorded(array)  # derivatives would keep every piece anyway
         return type(array) is torch.Tensor and not recorded and array.numel() > PIECE and not self.traced(array)

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from uniclip._checks import below_one, nonnegative, whole
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, unlimited
 
 
 class Averages(NamedTuple):
-    """A running average for each norm, and how many steps were taken."""
+    """A running average for each norm, -1 where there is none yet, and how many steps were taken."""
 
     averages: Arrays
     count: Any
@@ -61,7 +60,7 @@ class Ema(Remembers):
 
     def init(self, norms: Arrays, given: Given) -> Averages:
         """Begin with nothing known."""
-        return Averages([n + math.inf for n in norms], given.counter(norms))
+        return Averages([n - 1 for n in norms], given.counter(norms))
 
     def __call__(self, norms: Arrays, state: Averages, given: Given) -> tuple[Arrays, Averages]:
         """Compare with the averages, then learn from what is left."""
@@ -69,8 +68,7 @@ class Ema(Remembers):
         warm = state.count < self.warmup
         joint = _joint(given, norms) if self.warmup and norms else None
         for n, average in zip(norms, state.averages, strict=True):
-            endless = xp.ones_like(n) * math.inf
-            unknown = xp.isinf(average)
+            endless, unknown = unlimited(xp, n), average < 0
             limit = xp.where(unknown, endless, self.ratio * average)
             if joint is not None:
                 whole = xp.astype(given.place(n, joint), n.dtype)
@@ -80,7 +78,8 @@ class Ema(Remembers):
             left = at_most(xp, n, limit)
             first = warm | unknown
             before = xp.where(first, xp.zeros_like(n), average)
-            moved = xp.where(first, at_most(xp, left, average), self.decay * before + (1 - self.decay) * left)
+            least = xp.where(unknown, left, at_most(xp, left, average))
+            moved = xp.where(first, least, self.decay * before + (1 - self.decay) * left)
             limits.append(limit)
             averages.append(xp.where(first & (n <= 0), average, moved))
         return limits, Averages(averages, state.count + 1)
@@ -124,7 +123,8 @@ class SecondMoment(Remembers):
         """Compare with the mean square, then learn from what is left."""
         xp, limits, averages = given.xp, [], []
         for n, v in zip(norms, state.averages, strict=True):
-            limits.append(xp.where((state.count < self.warmup) | (v <= 0), n + math.inf, xp.sqrt(self.factor * v)))
+            free = (state.count < self.warmup) | (v <= 0)
+            limits.append(xp.where(free, unlimited(xp, n), xp.sqrt(self.factor * v)))
             left = at_most(xp, at_most(xp, n, limits[-1]), xp.ones_like(n) * LARGEST)
             averages.append(self.decay * v + (1 - self.decay) * left * left)
         return limits, Averages(averages, state.count + 1)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
@@ -111,8 +110,13 @@ class Remembers(Printed, Limit):
 
 
 def empty(given: Given, n: Any, window: int) -> Any:
-    """Return a history without norms, for norms like ``n``."""
-    return given.place(n, given.xp.zeros((window, *tuple(n.shape)), dtype=n.dtype)) + math.inf
+    """Return a history without norms, for norms like ``n``: -1 where there is none."""
+    return given.place(n, given.xp.zeros((window, *tuple(n.shape)), dtype=n.dtype)) - 1
+
+
+def unlimited(xp: Any, n: Any) -> Any:
+    """Return the limit of a norm that is not limited: the largest number, since ∞ would alarm who looks for it."""
+    return xp.ones_like(n) * float(xp.finfo(n.dtype).max)
 
 
 def pushed(xp: Any, history: Any, n: Any) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import Printed
-from uniclip.limits.base import Arrays, Given, Limit, NoState, Remembers, State
+from uniclip.limits.base import Arrays, Given, Limit, NoState, Remembers, State, unlimited
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,7 +150,7 @@ class TrustRatio(Printed, Limit):
         xp, limits = given.xp, []
         for n, w in zip(norms, given.reference(), strict=True):
             share = 1 / (1 + self.weight_decay * w / xp.where(n > 0, n, xp.ones_like(n)))
-            limits.append(xp.where(w > 0, self.trust_coefficient * w / self.lr * share, xp.ones_like(n) * math.inf))
+            limits.append(xp.where(w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, n)))
         return limits, state
 
 

@@ -13,7 +13,7 @@ from uniclip.limits.base import Arrays, Given, Remembers, empty, pushed
 
 
 class History(NamedTuple):
-    """The last norms along a new first axis, newest first, ∞ where there is none yet; and how many there are."""
+    """The last norms along a new first axis, newest first, -1 where there is none yet; and how many there are."""
 
     norms: Arrays
     count: Any
@@ -71,7 +71,8 @@ class Percentile(Remembers):
             count = full
         for n, history in zip(norms, histories, strict=True):
             in_order = xp.sort(history, axis=0)
-            limits.append(_interpolated(xp, self.q, n, count, partial(_at, xp, in_order)))
+            none_yet = self.window - count  # these come first
+            limits.append(_interpolated(xp, self.q, n, count, partial(_at, xp, in_order, none_yet)))
         return limits, History(histories, count)
 
 
@@ -113,7 +114,9 @@ class PercentileOfAll(Remembers):
         xp, count, limits, counts = given.xp, state.count + 1, [], []
         for n, old in zip(norms, state.below, strict=True):
             numbers = given.place(n, xp.reshape(xp.arange(self.bins), (self.bins,) + (1,) * len(n.shape)))
-            below = old + xp.astype(xp.log(n) <= self.first + self.step * xp.astype(numbers, n.dtype), xp.int32)
+            one, positive = xp.ones_like(n), n > 0
+            log = xp.where(positive, xp.log(xp.where(positive, n, one)), self.first * one)
+            below = old + xp.astype(log <= self.first + self.step * xp.astype(numbers, n.dtype), xp.int32)
 
             def value(rank: Any, below: Any = below, dtype: Any = n.dtype) -> Any:
                 bin_ = xp.astype(xp.sum(xp.astype(below <= rank, xp.int32), axis=0), dtype)
@@ -173,8 +176,8 @@ class TrackedQuantile(Remembers):
         return state.limits, Thresholds(moved)
 
 
-def _at(xp: Any, in_order: Any, rank: Any) -> Any:
-    return xp.take(in_order, xp.reshape(rank, (1,)), axis=0)[0, ...]
+def _at(xp: Any, in_order: Any, first: Any, rank: Any) -> Any:
+    return xp.take(in_order, xp.reshape(first + rank, (1,)), axis=0)[0, ...]
 
 
 def _interpolated(xp: Any, q: float, n: Any, count: Any, at: Callable[[Any], Any]) -> Any:

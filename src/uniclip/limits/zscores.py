@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._checks import below_one, nonnegative, whole, within
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, unlimited
 
 Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
@@ -22,10 +21,12 @@ class Moments(NamedTuple):
 
 
 class NormsAndLosses(NamedTuple):
-    """The last norms and losses along a new first axis, newest first, ∞ where there is none yet."""
+    """The last norms and losses along a new first axis, newest first."""
 
     norms: Arrays
+    """-1 where there is none yet."""
     losses: Any
+    """The largest number of float32 where there is none yet: a loss may be negative."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +81,7 @@ class ZScore(Remembers):
             change = xp.where(spike, target, n) - mean
             # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
             square = weight * change**2 * xp.where(warm, xp.ones_like(n), 1 - weight)
-            limits.append(xp.where(spike, target, xp.ones_like(n) * math.inf))
+            limits.append(xp.where(spike, target, unlimited(xp, n)))
             means.append(mean + weight * change)
             variances.append((1 - weight) * (variance + square))
         return limits, Moments(means, variances, state.count + 1)
@@ -141,7 +142,7 @@ class LogZScore(Remembers):
             least = xp.ones_like(n) * self.eps
             std = xp.sqrt(xp.where(variances[-1] > least, variances[-1], least))
             spike = positive & (log - means[-1] > self.z * std)
-            limits.append(xp.where(spike, xp.exp(means[-1]), xp.ones_like(n) * math.inf))
+            limits.append(xp.where(spike, xp.exp(means[-1]), unlimited(xp, n)))
         return limits, Moments(means, variances, counts)
 
 
@@ -176,7 +177,7 @@ class RollingZScore(Remembers):
 
     def init(self, norms: Arrays, given: Given) -> NormsAndLosses:
         """Begin with empty windows."""
-        losses = given.xp.zeros((self.window,), dtype=given.xp.float32) + math.inf
+        losses = unlimited(given.xp, given.xp.zeros((self.window,), dtype=given.xp.float32))
         return NormsAndLosses(
             [empty(given, n, self.window) for n in norms], given.place(norms[0], losses) if norms else losses
         )
@@ -184,18 +185,18 @@ class RollingZScore(Remembers):
     def __call__(self, norms: Arrays, state: NormsAndLosses, given: Given) -> tuple[Arrays, NormsAndLosses]:
         """Compare with the windows, then keep."""
         xp, losses = given.xp, state.losses
-        usual = [self._threshold(xp, history) for history in state.norms]
+        usual = [self._threshold(xp, history, history >= 0) for history in state.norms]
         if given.loss is not None:
             loss = given.place(losses, xp.reshape(xp.astype(xp.asarray(given.loss), xp.float32), ()))
-            bound = self._threshold(xp, losses)
-            calm = (loss <= bound) | (xp.isinf(bound) & xp.isnan(loss))
+            top = unlimited(xp, loss)
+            bound = self._threshold(xp, losses, losses < top)
+            calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, as long as nothing is known
             usual = [xp.where(calm, limit, xp.zeros_like(limit)) for limit in usual]
             losses = xp.where(xp.isfinite(loss), pushed(xp, losses, loss), losses)
         histories = [pushed(xp, old, n) for old, n in zip(state.norms, norms, strict=True)]
         return usual, NormsAndLosses(histories, losses)
 
-    def _threshold(self, xp: Any, history: Any) -> Any:
-        there = xp.isfinite(history)
+    def _threshold(self, xp: Any, history: Any, there: Any) -> Any:
         count = xp.sum(xp.astype(there, history.dtype), axis=0)
         enough = count >= self.warmup
         count = xp.where(enough, count, xp.ones_like(count) * 2)
@@ -205,4 +206,4 @@ class RollingZScore(Remembers):
         values = values / unit
         mean = xp.sum(values, axis=0) / count
         square = xp.sum(xp.where(there, values - mean, xp.zeros_like(values)) ** 2, axis=0) / (count - 1)
-        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square)), xp.ones_like(mean) * math.inf)
+        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square)), unlimited(xp, mean))

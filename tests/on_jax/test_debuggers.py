@@ -1,0 +1,65 @@
+"""JAX's own searches for NaN and ∞ find none that uniclip has made from healthy gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import checkify
+
+import uniclip as uc
+from healthy import PARAMS, RULES, STEPS, arrays_of, train
+
+GRADS, WEIGHTS = arrays_of(jnp.asarray, STEPS), arrays_of(jnp.asarray, PARAMS)
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Stop at the first NaN or ∞."""
+    with jax.debug_nans(True), jax.debug_infs(True):
+        yield
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_outside_of_jit(name: str) -> None:
+    """Neither NaN nor ∞ is made, in a result, in a report or in a state."""
+    with stopping():
+        train(RULES[name], GRADS[1:4], WEIGHTS)
+
+
+def test_inside_of_jit() -> None:
+    """The same for all rules in one program, whose outputs are looked at."""
+    with stopping():
+        jax.jit(lambda grads, params: [train(rule, grads[2:4], params) for rule in RULES.values()])(GRADS, WEIGHTS)
+
+
+DEEP = ("rows", "L3", "agc", "larc", "groups", "autoclip", "zclip", "adagc", "skip_spikes", "policy zero", "curve tanh")
+"""Rules that together run most of the code: to look at every operation takes long."""
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_checkify(name: str) -> None:
+    """Inside of compiled code every operation is looked at."""
+
+    def steps(grads: Any, params: Any) -> Any:
+        return train(RULES[name], grads, params)
+
+    checked = checkify.checkify(steps, errors=checkify.float_checks)
+    error, _ = checked(GRADS[2:4], WEIGHTS)
+    error.throw()
+
+
+def test_vmap_and_sums() -> None:
+    """The same of transformed code, and of gradients of single examples that are added up."""
+    rules = [uc.by_norm(1.0), uc.by_global_norm(1.0), uc.agc(0.1), uc.by_global_norm(1.0, ord=3)]
+    with stopping():
+        for rule in rules:
+            jax.vmap(lambda g, p, rule=rule: uc.clip(g, rule, p)[0])(GRADS[0], WEIGHTS)
+            jax.grad(lambda g, rule=rule: sum(map(jnp.sum, jax.tree.leaves(uc.clip(g, rule, WEIGHTS)[0]))))(GRADS[2])
+        for rule in (uc.by_example_norm(1.0), uc.auto_s(), uc.by_example_layer_norm(1.0)):
+            uc.clip_and_sum(GRADS[0], rule)
+            uc.clip_and_mean(GRADS[2], rule)

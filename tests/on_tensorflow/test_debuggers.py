@@ -1,0 +1,64 @@
+"""TensorFlow's own searches for NaN and ∞ find none that uniclip has made from healthy gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import tensorflow as tf
+
+import uniclip as uc
+from healthy import PARAMS, RULES, STEPS, arrays_of, train
+
+tf1 = tf.compat.v1
+
+
+def float32(array: object) -> tf.Tensor:
+    """Return a tensor."""
+    return tf.constant(array, tf.float32)
+
+
+@pytest.fixture
+def _stopping() -> Iterator[None]:
+    tf.debugging.enable_check_numerics()
+    yield
+    tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.usefixtures("_stopping")
+@pytest.mark.parametrize("name", RULES)
+def test_eager(name: str) -> None:
+    """Neither NaN nor ∞ is made, in a result, in a report or in a state."""
+    train(RULES[name], arrays_of(float32, STEPS[1:4]), arrays_of(float32, PARAMS))
+
+
+@pytest.mark.usefixtures("_stopping")
+@pytest.mark.parametrize("name", RULES)
+def test_graph(name: str) -> None:
+    """Nor is it in a graph, where each operation is looked at, also one whose result nobody uses."""
+
+    @tf.function(autograph=False)
+    def steps(grads: object, params: object) -> object:
+        return train(RULES[name], grads, params)
+
+    steps(arrays_of(float32, STEPS[2:4]), arrays_of(float32, PARAMS))
+
+
+@pytest.mark.usefixtures("_stopping")
+def test_sums_of_examples() -> None:
+    """Nor where gradients of single examples are added up."""
+    grads = arrays_of(float32, STEPS[0])
+    for rule in (uc.by_example_norm(1.0), uc.auto_s()):
+        uc.clip_and_sum(grads, rule)
+        tf.function(lambda g, rule=rule: uc.clip_and_mean(g, rule), autograph=False)(grads)
+
+
+def test_check_numerics_ops() -> None:
+    """The operation that looks at all tensors of a TensorFlow 1 graph finds none."""
+    with tf.Graph().as_default(), tf1.Session() as session:
+        grads, params = (arrays_of(float32, tree) for tree in (STEPS[0], PARAMS))
+        results = [
+            train(RULES[name], [grads], params) for name in ("global", "rows", "agc", "zclip", "autoclip", "adagc")
+        ]
+        check = tf1.add_check_numerics_ops()
+        session.run([check, [x for x in tf.nest.flatten(results) if tf.is_tensor(x)]])
