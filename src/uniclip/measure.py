@@ -27,7 +27,7 @@ def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -
     2 the units come first: the rounding of 1/p would cost precision when the sum is far from 1.
     """
     ruler, groups = _Ruler(grads, norm, all_reduce), grads.groups.values()
-    if norm.p == 2:  # noqa: PLR2004
+    if norm.p == 2 and not grads.backend.watched():  # noqa: PLR2004
         norms = _euclidean(ruler, groups)
     elif norm.has_powers:
         norms = [ruler.in_units(group) for group in groups]

@@ -604,3 +604,33 @@ def test_small_squares_beside_double_precision(fw: Framework) -> None:
     grads = [fw.array(np.full(1000, 1e-30)), fw.array([1e-33], "float64")]
     norm = float(fw.numpy(fw.run(uc.global_norm, grads)))
     assert norm == pytest.approx(math.sqrt(1000) * float(np.float32(1e-30)), rel=1e-6)
+
+
+def test_norms_of_mixed_dtypes(fw: Framework) -> None:
+    """A norm over leaves of two dtypes is as accurate as the wider one, of any order."""
+    narrow, wide, rtol = ("float32", "float64", 2e-14) if "float64" in fw.dtypes else ("float16", "float32", 1e-6)
+    rng = np.random.default_rng(0)
+    grads = [fw.array(rng.standard_normal(1000), dtype) for dtype in (narrow, wide)]
+    orders = (2, 3) if fw.cost > 20 else (1, 1.5, 2, 2.5, 3, 7, math.inf)
+    entries = [float(x) for leaf in grads for x in fw.numpy(leaf)]
+    found = fw.run(lambda g: [uc.global_norm(g, ord=p) for p in orders], grads)
+    for p, norm in zip(orders, found, strict=True):
+        assert fw.dtype(norm) == wide
+        np.testing.assert_allclose(float(fw.numpy(norm)), oracle.norm(entries, p), rtol=rtol, err_msg=f"order {p}")
+
+
+def test_all_factors_exist_before_anything_is_written(fw: Framework) -> None:
+    """A curve that fails for the second group leaves the first one as it was."""
+    calls = []
+
+    def failing(xp: Any, norm: Any, limit: Any) -> Any:
+        calls.append(norm)
+        if len(calls) == 2:
+            msg = "the second one"
+            raise ArithmeticError(msg)
+        return 0.5 * norm / norm
+
+    grads, clip = [fw.array([3.0]), fw.array([5.0])], uc.clip_ if fw.writes else uc.clip
+    with pytest.raises(Exception, match="the second one"):  # compilers have their own kinds of errors
+        fw.run(lambda g: clip(g, uc.Rule(1.0, scope=uc.each_leaf, curve=failing)), grads)
+    assert [float(fw.numpy(leaf)[0]) for leaf in grads] == [3.0, 5.0]

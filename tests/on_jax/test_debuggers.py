@@ -63,3 +63,14 @@ def test_vmap_and_sums() -> None:
         for rule in (uc.by_example_norm(1.0), uc.auto_s(), uc.by_example_layer_norm(1.0)):
             uc.clip_and_sum(GRADS[0], rule)
             uc.clip_and_mean(GRADS[2], rule)
+
+
+@pytest.mark.parametrize("by", [1e30, 1e-30])
+def test_squares_out_of_range(by: float) -> None:
+    """Finite gradients whose squares are not pass, too."""
+    grads, rule = {"w": jnp.full((400, 400), by), "b": jnp.full(3, by)}, uc.by_norm(1e-3 * by)
+    clip = lambda g: uc.clip(g, rule)[0]
+    with stopping():
+        for clipped in (clip(grads), jax.jit(clip)(grads)):
+            assert clipped["w"][0, 0] == pytest.approx(1e-3 * by / 400, rel=1e-5)
+            assert clipped["b"].tolist() == pytest.approx([1e-3 * by / 3**0.5] * 3, rel=1e-5)

@@ -62,3 +62,14 @@ def test_check_numerics_ops() -> None:
         ]
         check = tf1.add_check_numerics_ops()
         session.run([check, [x for x in tf.nest.flatten(results) if tf.is_tensor(x)]])
+
+
+@pytest.mark.usefixtures("_stopping")
+@pytest.mark.parametrize("by", [1e30, 1e-30])
+def test_squares_out_of_range(by: float) -> None:
+    """Finite gradients whose squares are not pass, too."""
+    grads, rule = [tf.fill([400, 400], by), tf.fill([3], by)], uc.by_norm(1e-3 * by)
+    clip = tf.function(lambda g: uc.clip(g, rule)[0], autograph=False)
+    for clipped in (uc.clip(grads, rule)[0], clip(grads)):
+        assert float(clipped[0][0, 0]) == pytest.approx(1e-3 * by / 400, rel=1e-5)
+        assert float(clipped[1][0]) == pytest.approx(1e-3 * by / 3**0.5, rel=1e-5)

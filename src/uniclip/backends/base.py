@@ -50,6 +50,10 @@ class Backend:
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False
 
+    def watched(self) -> bool:
+        """Whether a debugger stops at ∞, so that not even squares may leave the range."""
+        return False
+
     def one_pass(self, norm: Array) -> bool:  # noqa: ARG002
         """Whether gradients are multiplied once: on an accelerator a second time would be one more pass over them."""
         return False

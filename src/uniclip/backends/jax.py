@@ -119,6 +119,9 @@ class _JAX(Backend):
             return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
         return None
 
+    def watched(self) -> bool:
+        return bool(jax.config.jax_debug_infs)
+
     def traced(self, array: Array) -> bool:
         return isinstance(array, jax.core.Tracer)
 

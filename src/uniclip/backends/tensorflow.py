@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public question
 from tensorflow.python.ops import control_flow_util
 
@@ -199,6 +200,9 @@ class _TensorFlow(Backend):
             return None
         by = {dtype: tf.constant(factor.item(), dtype) for dtype in {array.dtype for array in arrays}}
         return [tf.raw_ops.Mul(x=array, y=by[array.dtype]) for array in arrays]
+
+    def watched(self) -> bool:
+        return hasattr(check_numerics_callback._state, "check_numerics_callback")  # noqa: SLF001 - no public question
 
     def traced(self, array: Array) -> bool:
         return not tf.executing_eagerly() or bool(tf.is_symbolic_tensor(array))
