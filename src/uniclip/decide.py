@@ -77,14 +77,15 @@ class Report(NamedTuple):
         >>> {name: float(value) for name, value in report.scalars().items()}
         {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
         """
-        norms, limits, factors = map(_flat, self[:3])
-        if norms is None:
+        norms, limits, factors = map(_arrays, self[:3])
+        if not norms:
             return {}
-        xp = (backend_of(norms) or DEFAULT).xp
-        not_one = xp.asarray(xp.not_equal(factors, xp.ones_like(factors)), dtype=factors.dtype)
-        values = [xp.max(norms), xp.min(limits), xp.min(factors), xp.mean(not_one)]
+        backend = backend_of(norms[0]) or DEFAULT
+        xp = backend.xp
+        smallest = _over(backend, xp.min, factors)
+        values = [_over(backend, xp.max, norms), _over(backend, xp.min, limits), smallest, _share(backend, factors)]
         if self.skipped is not None:
-            values.append(xp.asarray(self.skipped, dtype=factors.dtype))
+            values.append(xp.asarray(self.skipped, dtype=smallest.dtype))
         return dict(zip(LOGGED, values, strict=False))
 
     def __repr__(self) -> str:
@@ -141,15 +142,28 @@ class Decision(NamedTuple):
         return reduced(self.grads, self.factors, skip=rule.nonfinite == "skip", mean=mean)
 
 
-def _flat(values: Any) -> Any:
-    """Return all values of a field of a report in one array, ``None`` if there are none."""
-    arrays = [array for array in flatten(values).leaves if 0 not in array.shape]
-    if len(arrays) < 2:  # noqa: PLR2004 - nothing to join
-        return arrays[0] if arrays else None
-    backend = backend_of(arrays[0]) or DEFAULT
+def _arrays(values: Any) -> list[Any]:
+    """Return the arrays of a field of a report that are not empty."""
+    return [array for array in flatten(values).leaves if 0 not in array.shape]
+
+
+def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
+    """Return a reduction over all entries of all arrays; only 0-d ones are joined: others may be divided."""
+    if len(arrays) == 1:
+        return function(arrays[0])
     xp = backend.xp
-    dtype = xp.result_type(*[array.dtype for array in arrays])
-    return xp.concat([backend.to_device_of(arrays[0], xp.astype(xp.reshape(a, (-1,)), dtype)) for a in arrays])
+    each = [function(array) if len(array.shape) else array for array in arrays]
+    dtype = xp.result_type(*[one.dtype for one in each])
+    return function(xp.stack([backend.to_device_of(each[0], xp.astype(one, dtype)) for one in each]))
+
+
+def _share(backend: Backend, factors: list[Any]) -> Any:
+    """Return the share of the factors that are not 1."""
+    xp = backend.xp
+    changed = [xp.astype(xp.not_equal(factor, xp.ones_like(factor)), factor.dtype) for factor in factors]
+    if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
+        return _over(backend, xp.mean, changed)
+    return _over(backend, xp.sum, changed) / _over(backend, xp.sum, [xp.ones_like(factor) for factor in factors])
 
 
 def decide(

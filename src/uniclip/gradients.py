@@ -63,7 +63,8 @@ class Gradients(NamedTuple):
         for leaf in leaves:
             shape = leaf.array.shape
             known = getattr(shape, "rank", 0) is not None and all(isinstance(n, int) for n in shape)
-            kind = leaf.array.dtype if known and math.prod(shape) <= _SMALL else leaf.number
+            few = known and math.prod(shape) <= _SMALL
+            kind = leaf.array.dtype if few and self.backend.undivided(leaf.array) else leaf.number
             small.setdefault(kind, []).append(leaf)
         return [
             some[0]._replace(array=xp.concat([self._flat(some[0], leaf) for leaf in some], axis=0))

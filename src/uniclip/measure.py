@@ -52,16 +52,13 @@ def zeros(grads: Gradients) -> list[Any]:
 
 
 def _zero(grads: Gradients, group: Group) -> Any:
-    backend = grads.backend
-    zero = backend.xp.zeros(_kept_shape(grads, group), dtype=grads.norm_dtype(group))
-    return backend.to_device_of(grads.members(group[:1])[0].array, zero) if group else zero
-
-
-def _kept_shape(grads: Gradients, group: Group) -> tuple[int, ...]:
-    if not group or grads.scope.axes is None:
-        return ()
+    backend, dtype = grads.backend, grads.norm_dtype(group)
+    if not group:
+        return backend.xp.zeros((), dtype=dtype)
     first = grads.members(group[:1])[0]
-    return tuple(n for axis, n in enumerate(first.array.shape) if axis not in (first.axes or ()))
+    if grads.scope.axes is not None:
+        return backend.zeros(first.array, first.axes or (), dtype)
+    return backend.to_device_of(first.array, backend.xp.zeros((), dtype=dtype))
 
 
 class _Ruler(NamedTuple):

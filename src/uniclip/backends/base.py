@@ -136,6 +136,17 @@ class Backend:
         """Return an operand, the same in all processes, as one that can be combined with ``array``."""
         return operand
 
+    # For arrays that look whole, although each device holds a part.
+
+    def undivided(self, array: Array) -> bool:  # noqa: ARG002
+        """Whether the array is known to be whole on one device or on each, so that others may be copied into it."""
+        return True
+
+    def zeros(self, array: Array, axes: tuple[int, ...], dtype: Any) -> Array:
+        """Return zeros of the shape of ``array`` without ``axes``, divided among devices as it is."""
+        shape = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
+        return self.to_device_of(array, self.xp.zeros(shape, dtype=dtype))
+
     # In place: libraries whose arrays can be changed override all three.
 
     def why_fixed(self, leaf: Any) -> str | None:  # noqa: ARG002
