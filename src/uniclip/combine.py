@@ -174,9 +174,12 @@ class Masked(Printed):
     ) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         tree = flatten(grads)
-        some, chosen = self._chosen(tree)
-        if not any(chosen):
+        # With all_reduce, None is a gradient that another process may have; () is no leaf at all.
+        some, chosen = self._chosen(tree, left_out=None if all_reduce is None else ())
+        if not any(chosen) and all_reduce is None:
             return tree.rebuild(tree.leaves), state, Report()
+        if all_reduce is not None and params is not None:
+            params, _ = self._chosen(flatten(params, "params"))
         clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
         report = report._replace(skipped=None)  # the other leaves are not left out
         if in_place:
@@ -185,10 +188,10 @@ class Masked(Printed):
         merged = [next(new) if one else leaf for leaf, one in zip(tree.leaves, chosen, strict=True)]
         return tree.rebuild(merged), state, report
 
-    def _chosen(self, tree: Tree) -> tuple[Any, list[bool]]:
-        """Return the tree with ``None`` for the leaves that are left out, and which ones are in."""
+    def _chosen(self, tree: Tree, left_out: Any = None) -> tuple[Any, list[bool]]:
+        """Return the tree with another value for the leaves that are left out, and which ones are in."""
         chosen = [bool(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
-        return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
+        return tree.rebuild([leaf if one else left_out for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
 
 
 def _source(rule: Any) -> str:

@@ -20,6 +20,7 @@ from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
 from uniclip.limits import Constant, Given, NoState
+from uniclip.losses import loss_of
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, reduced, scaled
@@ -240,7 +241,8 @@ def given_of(
         theirs = grads.matching(params)
         return [theirs.backend.detached(n) for n in theirs.as_arrays(measure(theirs, rule.norm, all_reduce))]
 
-    return Given(grads.backend, list(grads.groups), reference, lambda: sizes_of(grads, all_reduce), loss)
+    find_loss = loss_of(grads, all_reduce, loss)
+    return Given(grads.backend, list(grads.groups), reference, lambda: sizes_of(grads, all_reduce), find_loss)
 
 
 def _limits(

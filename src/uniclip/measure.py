@@ -147,7 +147,9 @@ class _Ruler(NamedTuple):
                 )
                 raise ValueError(msg)
         joined = self.reduce(self.backend.joined(parts, op), op)
-        return joined if self.all_reduce is None else self.all_reduce(joined, op)
+        if self.all_reduce is None:
+            return joined
+        return self.all_reduce(joined, op) if op == "sum" else _largest_of_all(self.backend.xp, joined, self.all_reduce)
 
     def reduce(self, parts: list[Any], op: Literal["sum", "max"]) -> Any:
         """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""
@@ -157,6 +159,16 @@ class _Ruler(NamedTuple):
         dtype = xp.result_type(*(one.dtype for one in parts))
         stacked = xp.stack([cast(xp, self.backend.to_device_of(parts[0], one), dtype) for one in parts])
         return self.backend.sum(stacked, (0,)) if op == "sum" else xp.max(stacked, axis=0)
+
+
+def _largest_of_all(xp: Any, value: Any, all_reduce: AllReduce) -> Any:
+    """Return the largest of all processes' values, NaN where one of them is: the maximum of many libraries drops it."""
+    isnan = xp.isnan(value)
+    zero, one = xp.zeros_like(value), xp.ones_like(value)
+    pair = all_reduce(xp.stack([xp.where(isnan, zero, value), xp.where(isnan, one, zero)]), "max")
+    value, isnan = pair[0, ...], pair[1, ...] > 0
+    # 0/0 there, and no constant NaN, which a debugger would take for a result.
+    return xp.where(isnan, zero, value) / xp.where(isnan, zero, one)
 
 
 def _rounded_down(xp: Any, array: Any) -> Any:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,12 @@ def values(large: int, small: int) -> tuple[dict[str, Any], dict[str, P]]:
 
 
 def divided(kind: str, large: int, small: int) -> tuple[Any, Any, Any, Any]:
-    """Return gradients and parameters on one device, and on all."""
+    """Return gradients and parameters as NumPy arrays, and divided among the devices."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(getattr(AxisType, kind),) * 2)
     grads, specs = values(large, small)
     params = {name: np.cos(value) for name, value in grads.items()}
     places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    one = jax.device_put((grads, params), jax.devices()[0])
-    return *one, *jax.device_put((grads, params), (places, places))
+    return grads, params, *jax.device_put((grads, params), (places, places))
 
 
 def same(found: Any, wanted: Any) -> None:
@@ -78,10 +78,10 @@ def same(found: Any, wanted: Any) -> None:
 
 def compiled(rule: uc.Rule, grads: Any, params: Any) -> Callable[..., Any]:
     """Return the update of a rule, compiled; assert that no leaf is sent whole to a device."""
-    program = jax.jit(rule.update).lower(grads, rule.init(params), params).compile()
+    program = jax.jit(partial(step, rule)).lower(grads, rule.init(params), params).compile()
     assert not re.findall(r" all-gather(?:-start)?\(", program.as_text())
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
+    def update(_: uc.Rule, grads: Any, state: Any, params: Any) -> Any:
         return program(grads, jax.device_put(state, program.input_shardings[0][1]), params)
 
     return update
@@ -91,15 +91,21 @@ def three_steps(rule: uc.Rule, update: Callable[..., Any], grads: Any, params: A
     """Return what the third step makes of the gradients, and what it shows."""
     state = rule.init(params)
     for by in (0.5, 1.0, 30.0):
-        clipped, state, report = update({name: g * by for name, g in grads.items()}, state, params)
-    return clipped, report, report.scalars()
+        clipped, state, *seen = update(rule, {name: g * by for name, g in grads.items()}, state, params)
+    return clipped, seen
+
+
+def step(rule: uc.Rule, grads: Any, state: Any, params: Any) -> Any:
+    """Return what a step makes of the gradients, the next state, and all that is shown."""
+    clipped, state, report = rule.update(grads, state, params)
+    return clipped, state, report, report.scalars()
 
 
 def check(kind: str, rule: uc.Rule, large: int = 4, small: int = 4) -> None:
     """Assert that compiled code does with divided gradients what a rule does on one device, and leaves them there."""
     one, its, grads, params = divided(kind, large, small)
     found = three_steps(rule, compiled(rule, grads, params), grads, params)
-    same(found, three_steps(rule, rule.update, one, its))
+    same(found, three_steps(rule, step, one, its))
     assert all(found[0][name].sharding.is_equivalent_to(g.sharding, g.ndim) for name, g in grads.items())
 
 
@@ -107,19 +113,19 @@ def many(kind: str) -> None:
     """Assert that nothing is gathered of a model of many leaves."""
     _, _, grads, params = divided(kind, 16, 50)
     compiled(RULES["zclip"], grads, params)
-    compiled(RULES["policy zero"], grads, params)
 
 
 def eager(kind: str) -> None:
     """Assert the same outside of jit, also of gradients beyond the range of squares, and of large ones in bfloat16."""
-    one, its, grads, params = divided(kind, 2, 2)
-    for rule in (RULES["agc"], RULES["order 3"]):
-        same(three_steps(rule, rule.update, grads, params), three_steps(rule, rule.update, one, its))
-    same(uc.global_norm({name: g * 1e30 for name, g in grads.items()}), uc.global_norm(one) * 1e30)
+    one, its, grads, params = divided(kind, 1, 2)
+    same(three_steps(RULES["agc"], step, grads, params), three_steps(RULES["agc"], step, one, its))
+    same(uc.global_norm({name: g * 1e30 for name, g in grads.items()}), uc.global_norm(one) * np.float32(1e30))
     wide = np.random.default_rng(0).standard_normal((2048, 128)).astype("bfloat16")
-    for rule in (uc.by_norm(1.0), uc.by_norm(1.0, axis=-1), uc.by_value(0.5)):
-        found, _ = uc.clip(jax.device_put(wide, grads["large 0"].sharding), rule)
-        same(np.asarray(found, "float32"), np.asarray(uc.clip(jax.numpy.asarray(wide), rule)[0], "float32"))
+    [found], _ = uc.clip([jax.device_put(wide, grads["large 0"].sharding)], uc.by_norm(1.0, ord=3))
+    same(
+        np.asarray(found, "float32"),
+        np.asarray(uc.clip([jax.numpy.asarray(wide)], uc.by_norm(1.0, ord=3))[0][0], "float32"),
+    )
 
 
 def failure(title: str, run: Callable[[], None]) -> dict[str, str]:

@@ -112,7 +112,7 @@ class Backend:
         shape = leaf.shape
         return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
 
-    # For arrays of which each process holds a part: libraries that have such arrays override all four.
+    # For arrays of which each process holds a part: libraries that have such arrays override all five.
 
     def own_part(
         self,
@@ -131,6 +131,10 @@ class Backend:
     def agreed(self, arrays: list[Array], flag: Array) -> Array:  # noqa: ARG002
         """Return whether a flag holds in all processes that the arrays are split among."""
         return flag
+
+    def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:  # noqa: ARG002
+        """Return what adds values up over all processes that the arrays are split among, ``None`` if they are not."""
+        return None
 
     def replicated(self, array: Array, operand: Array) -> Array:  # noqa: ARG002
         """Return an operand, the same in all processes, as one that can be combined with ``array``."""
