@@ -114,6 +114,6 @@ def _floats(array: Any) -> bool:
 def _unknown(tree: Tree, left: list[int]) -> str:
     which = f"{place('grads', tree.paths()[left[0]])} is None" if left else "there are no gradients"
     return (
-        f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass params=, "
-        "the parameters of this process, which say of what framework, dtype and shape it would be"
+        f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "
+        "params=, the parameters of this process, which say of what framework, dtype and shape it would be"
     )
