@@ -75,7 +75,7 @@ def _without_parameters(scope: Scope, tree: Tree, gaps: list[int], state: Any) -
         if not (shared and present):
             like = None if scope.axes is not None or not (shared or scope.join is None) else _one_kind(present, state)
             if like is None or not tree.leaves:
-                raise ValueError(_unknown(tree, left))
+                raise ValueError(unknown(tree, left))
             for number in left:
                 tree.leaves[number] = like()
     here = [number for number in gaps if tree.leaves[number] is not None]
@@ -111,7 +111,8 @@ def _floats(array: Any) -> bool:
     return backend is not None and bool(backend.xp.isdtype(array.dtype, "real floating"))
 
 
-def _unknown(tree: Tree, left: list[int]) -> str:
+def unknown(tree: Tree, left: list[int]) -> str:
+    """Return what to say where it is not known what stands for a gradient that is absent."""
     which = f"{place('grads', tree.paths()[left[0]])} is None" if left else "there are no gradients"
     return (
         f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "

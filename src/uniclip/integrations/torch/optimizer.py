@@ -68,8 +68,8 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
 
-    With several processes in ``torch.distributed``, a rule that looks at the loss sees the mean of their losses, so that
-    all decide alike: one small reduction in the default group, which every process has to take part in at each
+    With several processes in ``torch.distributed``, a rule that looks at the loss sees the mean of their losses, so
+    that all decide alike: one small reduction in the default group, which every process has to take part in at each
     step, whether it has a loss or not. A loss that is the same in all of them stays what it is.
 
     Examples
