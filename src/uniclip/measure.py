@@ -163,12 +163,11 @@ class _Ruler(NamedTuple):
 
 def _largest_of_all(xp: Any, value: Any, all_reduce: AllReduce) -> Any:
     """Return the largest of all processes' values, NaN where one of them is: the maximum of many libraries drops it."""
-    isnan = xp.isnan(value)
-    zero, one = xp.zeros_like(value), xp.ones_like(value)
-    pair = all_reduce(xp.stack([xp.where(isnan, zero, value), xp.where(isnan, one, zero)]), "max")
-    value, isnan = pair[0, ...], pair[1, ...] > 0
+    isnan, zero = xp.isnan(value), xp.zeros_like(value)
+    pair = all_reduce(xp.stack([xp.where(isnan, zero, value), xp.where(isnan, xp.ones_like(value), zero)]), "max")
+    value, isnan, zero = pair[0, ...], pair[1, ...] > 0, xp.zeros_like(pair[0, ...])
     # 0/0 there, and no constant NaN, which a debugger would take for a result.
-    return xp.where(isnan, zero, value) / xp.where(isnan, zero, one)
+    return xp.where(isnan, zero, value) / xp.where(isnan, zero, xp.ones_like(value))
 
 
 def _rounded_down(xp: Any, array: Any) -> Any:

@@ -50,7 +50,9 @@ def test_jit(rule: Any, kind: str) -> None:
     params, grads = jax.device_put(PARAMS, places), jax.device_put(GRADS, places)
     updates, seen = two_steps(jax.jit(optimizer.update), optimizer.init(params), grads)
     same((updates, seen), wanted)
-    assert jax.tree.map(lambda u: u.sharding, updates) == places
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda u, place: u.sharding.is_equivalent_to(place, u.ndim), updates, places))
+    )
     assert all(value.sharding.is_fully_replicated for value in seen.values())
 
 
@@ -88,8 +90,9 @@ def test_losses_in_shard_map(bad: int | None) -> None:
         losses = jnp.asarray([mean - 0.4, mean + 0.4])
         if step == 3 and bad is not None:
             losses = losses.at[bad].set(jnp.nan)
-        updates, new = update(GRADS, states[0], losses)
-        wanted, its = alone.update(GRADS, states[1], value=losses.mean())
+        grads = jax.tree.map(lambda g, by=1 + 0.1 * (step % 2): g * by, GRADS)
+        updates, new = update(grads, states[0], losses)
+        wanted, its = alone.update(grads, states[1], value=losses.mean())
         same((updates, new), (wanted, its))
         assert bool(its.skipped) == (step == 3)
         states = new, its
