@@ -15,11 +15,8 @@ from uniclip.losses import Loss
 
 def several() -> bool:
     """Whether there are other processes."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    here = torch.distributed
+    return bool(here.is_available() and here.is_initialized() and here.get_world_size() > 1)
 
 
 def refuse_parts(tensors: Iterable[Any], name: str) -> None:
