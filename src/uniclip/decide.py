@@ -20,11 +20,11 @@ from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
 from uniclip.limits import Constant, Given, NoState
+from uniclip.logged import arrays_of, over, share_changed
 from uniclip.losses import loss_of
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, reduced, scaled
-from uniclip.tree import flatten
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -78,15 +78,15 @@ class Report(NamedTuple):
         >>> {name: float(value) for name, value in report.scalars().items()}
         {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
         """
-        norms, limits, factors = map(_arrays, self[:3])
+        norms, limits, factors = map(arrays_of, self[:3])
         if not norms:
             return {}
         backend = backend_of(norms[0]) or DEFAULT
         xp = backend.xp
-        smallest = _over(backend, xp.min, factors)
-        values = [_over(backend, xp.max, norms), _over(backend, xp.min, limits), smallest, _share(backend, factors)]
+        least = over(backend, xp.min, factors)
+        values = [over(backend, xp.max, norms), over(backend, xp.min, limits), least, share_changed(backend, factors)]
         if self.skipped is not None:
-            values.append(xp.asarray(self.skipped, dtype=smallest.dtype))
+            values.append(xp.asarray(self.skipped, dtype=least.dtype))
         return dict(zip(LOGGED, values, strict=False))
 
     def __repr__(self) -> str:
@@ -141,30 +141,6 @@ class Decision(NamedTuple):
     def reduced(self, rule: Rule, *, mean: bool) -> Any:
         """Return the sum (or the mean) of the clipped gradients along their first axis."""
         return reduced(self.grads, self.factors, skip=rule.nonfinite == "skip", mean=mean)
-
-
-def _arrays(values: Any) -> list[Any]:
-    """Return the arrays of a field of a report that are not empty."""
-    return [array for array in flatten(values).leaves if 0 not in array.shape]
-
-
-def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
-    """Return a reduction over all entries of all arrays; only 0-d ones are joined: others may be divided."""
-    if len(arrays) == 1:
-        return function(arrays[0])
-    xp = backend.xp
-    each = [function(array) if len(array.shape) else array for array in arrays]
-    dtype = xp.result_type(*[one.dtype for one in each])
-    return function(xp.stack([backend.to_device_of(each[0], xp.astype(one, dtype)) for one in each]))
-
-
-def _share(backend: Backend, factors: list[Any]) -> Any:
-    """Return the share of the factors that are not 1."""
-    xp = backend.xp
-    changed = [xp.astype(xp.not_equal(factor, xp.ones_like(factor)), factor.dtype) for factor in factors]
-    if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
-        return _over(backend, xp.mean, changed)
-    return _over(backend, xp.sum, changed) / _over(backend, xp.sum, [xp.ones_like(factor) for factor in factors])
 
 
 def decide(
