@@ -10,10 +10,12 @@ import numpy as np
 import optree
 
 from uniclip._checks import check
+from uniclip.absent import filled
 from uniclip.backends import backend_of
 from uniclip.decide import Report
 from uniclip.measure import AllReduce
 from uniclip.rules import as_rule
+from uniclip.scopes import all_leaves
 from uniclip.tree import Tree, flatten, place
 
 
@@ -171,10 +173,14 @@ class Clipper:
         if state is None or self.rule.by_leaf:
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
-            if not tree.leaves and self.rule.memory:
+            if not tree.leaves and self.rule.memory and all_reduce is None:
                 return grads, Report()  # there is nothing to learn, and no framework to learn in
-            self._refuse_others(tree)
-            state = self._first(grads) if state is None else state
+            joined = all_reduce is not None and params is not None  # then the norms are those of all parameters
+            if not joined:
+                self._refuse_others(tree)
+            if state is None and not joined and not tree.leaves and self.rule.memory:
+                filled(all_leaves, grads, None, None)  # an error
+            state = self._first(params if joined else grads) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use what was learned outside of it
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)

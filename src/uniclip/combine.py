@@ -13,13 +13,14 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import Printed, source
+from uniclip.absent import unknown
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS
 from uniclip.decide import LOGGED, Report, kept
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
 from uniclip.rules import Function, as_rule
-from uniclip.scopes import Path
+from uniclip.scopes import Path, all_leaves
 from uniclip.tree import Tree, flatten
 
 
@@ -174,9 +175,12 @@ class Masked(Printed):
     ) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         tree = flatten(grads)
-        some, chosen = self._chosen(tree)
-        if not any(chosen):
-            return tree.rebuild(tree.leaves), state, Report()
+        if all_reduce is None:
+            some, chosen = self._chosen(tree)
+            if not any(chosen):
+                return tree.rebuild(tree.leaves), state, Report()
+        else:
+            some, chosen, params = self._taking_part(tree.rebuild(tree.leaves), params)
         clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
         report = report._replace(skipped=None)  # the other leaves are not left out
         if in_place:
@@ -189,6 +193,20 @@ class Masked(Printed):
         """Return the tree with ``None`` for the leaves that are left out, and which ones are in."""
         chosen = [bool(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
         return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
+
+    def _taking_part(self, grads: Any, params: Any) -> tuple[Any, list[bool], Any]:
+        """Do as `_chosen` where ``None`` is a gradient that other processes may have, and what is left out no leaf."""
+        tree = flatten(grads, none_is_leaf=True)
+        theirs = flatten(params, "params")
+        known = dict(zip(theirs.paths(), theirs.leaves, strict=True))
+        known |= {path: leaf for path, leaf in zip(tree.paths(), tree.leaves, strict=True) if leaf is not None}
+        gaps = [number for number, path in enumerate(tree.paths()) if path not in known] if params is None else []
+        if gaps and getattr(self.rule, "scope", None) != all_leaves:
+            raise ValueError(unknown(tree, gaps))
+        chosen = [n in gaps or (path in known and self.where(path, known[path])) for n, path in enumerate(tree.paths())]
+        some = tree.rebuild([leaf if one else () for leaf, one in zip(tree.leaves, chosen, strict=True)])
+        present = [bool(one) for one, leaf in zip(chosen, tree.leaves, strict=True) if leaf is not None]
+        return some, present, None if params is None else self._chosen(theirs)[0]
 
 
 def _source(rule: Any) -> str:

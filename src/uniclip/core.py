@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from uniclip.absent import Filled, filled
 from uniclip.backends import backend_of
 from uniclip.decide import Report, decide
 from uniclip.gradients import Gradients, Leaf, read
@@ -27,10 +28,18 @@ _NO_STATE = NoState()
 
 def reduced(rule: Rule, grads: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool) -> tuple[Any, Report]:
     """Clip the gradients of examples, and return their sum or mean along the first axis."""
-    given = read(grads, rule.scope)
+    whole, given = _read(rule, grads, _NO_STATE, params, all_reduce)
     with given.backend.quiet():
         decision = decide(rule, given, _NO_STATE, params, all_reduce)
-        return decision.reduced(rule, mean=mean), decision.report()
+        return whole.emptied(decision.reduced(rule, mean=mean)), decision.report()
+
+
+def _read(
+    rule: Rule, grads: Any, state: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool = False
+) -> tuple[Filled, Gradients]:
+    """Read the gradients of a step, and what stands for those that other processes may have."""
+    whole = Filled(grads) if all_reduce is None else filled(rule.scope, grads, params, state)
+    return whole, read(whole.grads, rule.scope, in_place=in_place)._replace(absent=whole.absent)
 
 
 def apply_function(grads: Any, function: Callable[[Any], Any], *, in_place: bool = False) -> tuple[Any, Report]:
@@ -69,10 +78,10 @@ def update(
     loss: Any = None,
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule``; see `Rule.update`."""
-    given = read(grads, rule.scope, in_place=in_place)
+    whole, given = _read(rule, grads, state, params, all_reduce, in_place=in_place)
     with given.backend.quiet():
         decision = decide(rule, given, state, params, all_reduce, loss=loss)
-        return decision.clipped(rule), decision.state, decision.report()
+        return whole.emptied(decision.clipped(rule)), decision.state, decision.report()
 
 
 def measured(
@@ -85,7 +94,7 @@ def measured(
     loss: Any = None,
 ) -> tuple[Any, Report]:
     """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
-    given = read(grads, rule.scope)
+    _, given = _read(rule, grads, state, params, all_reduce)
     with given.backend.quiet():
         decision = decide(rule, given, state, params, all_reduce, norm, loss)
         return decision.state, decision.report()

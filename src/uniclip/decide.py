@@ -20,10 +20,11 @@ from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
 from uniclip.limits import Constant, Given, NoState
+from uniclip.logged import arrays_of, over, share_changed
+from uniclip.losses import loss_of
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import Bound, Factor, factor_of, reduced, scaled
-from uniclip.tree import flatten
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -77,14 +78,15 @@ class Report(NamedTuple):
         >>> {name: float(value) for name, value in report.scalars().items()}
         {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
         """
-        norms, limits, factors = map(_flat, self[:3])
-        if norms is None:
+        norms, limits, factors = map(arrays_of, self[:3])
+        if not norms:
             return {}
-        xp = (backend_of(norms) or DEFAULT).xp
-        not_one = xp.asarray(xp.not_equal(factors, xp.ones_like(factors)), dtype=factors.dtype)
-        values = [xp.max(norms), xp.min(limits), xp.min(factors), xp.mean(not_one)]
+        backend = backend_of(norms[0]) or DEFAULT
+        xp = backend.xp
+        least = over(backend, xp.min, factors)
+        values = [over(backend, xp.max, norms), over(backend, xp.min, limits), least, share_changed(backend, factors)]
         if self.skipped is not None:
-            values.append(xp.asarray(self.skipped, dtype=factors.dtype))
+            values.append(xp.asarray(self.skipped, dtype=least.dtype))
         return dict(zip(LOGGED, values, strict=False))
 
     def __repr__(self) -> str:
@@ -141,17 +143,6 @@ class Decision(NamedTuple):
     def reduced(self, rule: Rule, *, mean: bool) -> Any:
         """Return the sum (or the mean) of the clipped gradients along their first axis."""
         return reduced(self.grads, self.factors, skip=rule.nonfinite == "skip", mean=mean)
-
-
-def _flat(values: Any) -> Any:
-    """Return all values of a field of a report in one array, ``None`` if there are none."""
-    arrays = [array for array in flatten(values).leaves if 0 not in array.shape]
-    if len(arrays) < 2:  # noqa: PLR2004 - nothing to join
-        return arrays[0] if arrays else None
-    backend = backend_of(arrays[0]) or DEFAULT
-    xp = backend.xp
-    dtype = xp.result_type(*[array.dtype for array in arrays])
-    return xp.concat([backend.to_device_of(arrays[0], xp.astype(xp.reshape(a, (-1,)), dtype)) for a in arrays])
 
 
 def decide(
@@ -248,7 +239,8 @@ def given_of(
         theirs = grads.matching(params)
         return [theirs.backend.detached(n) for n in theirs.as_arrays(measure(theirs, rule.norm, all_reduce))]
 
-    return Given(grads.backend, list(grads.groups), reference, lambda: sizes_of(grads, all_reduce), loss)
+    find_loss = loss_of(grads, all_reduce, loss)
+    return Given(grads.backend, list(grads.groups), reference, lambda: sizes_of(grads, all_reduce), find_loss)
 
 
 def _limits(

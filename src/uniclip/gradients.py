@@ -45,6 +45,8 @@ class Gradients(NamedTuple):
     in_place: bool = False
     clean: bool = False
     """Whether entries that are not finite count as 0."""
+    absent: frozenset[int] = frozenset()
+    """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""
 
     def members(self, group: Group) -> list[Leaf]:
         """Return the leaves of a group."""
@@ -63,7 +65,8 @@ class Gradients(NamedTuple):
         for leaf in leaves:
             shape = leaf.array.shape
             known = getattr(shape, "rank", 0) is not None and all(isinstance(n, int) for n in shape)
-            kind = leaf.array.dtype if known and math.prod(shape) <= _SMALL else leaf.number
+            few = known and math.prod(shape) <= _SMALL
+            kind = leaf.array.dtype if few and self.backend.undivided(leaf.array) else leaf.number
             small.setdefault(kind, []).append(leaf)
         return [
             some[0]._replace(array=xp.concat([self._flat(some[0], leaf) for leaf in some], axis=0))
@@ -138,13 +141,16 @@ class Gradients(NamedTuple):
             msg = f"{place('grads', path)} has no parameter: {place('params', path)} is missing"
             raise ValueError(msg)
         used = [theirs.leaves[numbers[path]] for path in paths]
+        if self.scope.join is not None:  # a parameter without a gradient shares no norm
+            pairs = zip(used, self.tree.leaves, strict=True)
+            used = [leaf if id(leaf) in self.absent else param for param, leaf in pairs]
         whole = Tree(used, self.tree.rebuild, self.tree.paths, "params")
         if used and backend_for(whole) is not self.backend:
             msg = f"{whole.place(0)} is of another framework than {self.tree.place(0)}"
             raise TypeError(msg)
         for leaf in self.leaves:
             shapes = [tuple(one.shape) for one in (used[leaf.number], leaf.given)]
-            if shapes[0] != shapes[1]:
+            if shapes[0] != shapes[1] and id(leaf.given) not in self.absent:
                 place_, ours = whole.place(leaf.number), self.tree.place(leaf.number)
                 msg = f"{place_} has shape {shapes[0]}, {ours} {shapes[1]}"
                 raise ValueError(msg)

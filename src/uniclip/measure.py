@@ -51,16 +51,13 @@ def zeros(grads: Gradients) -> list[Any]:
 
 
 def _zero(grads: Gradients, group: Group) -> Any:
-    backend = grads.backend
-    zero = backend.xp.zeros(_kept_shape(grads, group), dtype=grads.norm_dtype(group))
-    return backend.to_device_of(grads.members(group[:1])[0].array, zero) if group else zero
-
-
-def _kept_shape(grads: Gradients, group: Group) -> tuple[int, ...]:
-    if not group or grads.scope.axes is None:
-        return ()
+    backend, dtype = grads.backend, grads.norm_dtype(group)
+    if not group:
+        return backend.xp.zeros((), dtype=dtype)
     first = grads.members(group[:1])[0]
-    return tuple(n for axis, n in enumerate(first.array.shape) if axis not in (first.axes or ()))
+    if grads.scope.axes is not None:
+        return backend.zeros(first.array, first.axes or (), dtype)
+    return backend.to_device_of(first.array, backend.xp.zeros((), dtype=dtype))
 
 
 class _Ruler(NamedTuple):
@@ -149,7 +146,9 @@ class _Ruler(NamedTuple):
                 )
                 raise ValueError(msg)
         joined = self.reduce(self.backend.joined(parts, op), op)
-        return joined if self.all_reduce is None else self.all_reduce(joined, op)
+        if self.all_reduce is None:
+            return joined
+        return self.all_reduce(joined, op) if op == "sum" else _largest_of_all(self.backend.xp, joined, self.all_reduce)
 
     def reduce(self, parts: list[Any], op: Literal["sum", "max"]) -> Any:
         """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""
@@ -159,6 +158,15 @@ class _Ruler(NamedTuple):
         dtype = xp.result_type(*(one.dtype for one in parts))
         stacked = xp.stack([cast(xp, self.backend.to_device_of(parts[0], one), dtype) for one in parts])
         return self.backend.sum(stacked, (0,)) if op == "sum" else xp.max(stacked, axis=0)
+
+
+def _largest_of_all(xp: Any, value: Any, all_reduce: AllReduce) -> Any:
+    """Return the largest of all processes' values, NaN where one of them is: the maximum of many libraries drops it."""
+    isnan, zero = xp.isnan(value), xp.zeros_like(value)
+    pair = all_reduce(xp.stack([xp.where(isnan, zero, value), xp.where(isnan, xp.ones_like(value), zero)]), "max")
+    value, isnan, zero = pair[0, ...], pair[1, ...] > 0, xp.zeros_like(pair[0, ...])
+    # 0/0 there, and no constant NaN, which a debugger would take for a result.
+    return xp.where(isnan, zero, value) / xp.where(isnan, zero, xp.ones_like(value))
 
 
 def _rounded_down(xp: Any, array: Any) -> Any:

@@ -129,7 +129,8 @@ class Rule(Printed):
         in_place : bool, default False
             Write into the given arrays, as `uniclip.clip_` does.
         loss : float or 0-d array, optional
-            The loss of this step, for limits that look at it, such as that of `uniclip.skip_spikes`.
+            The loss of this step, for limits that look at it, such as that of `uniclip.skip_spikes`. Where norms are
+            joined (by ``all_reduce``, or since arrays are distributed), they see the mean of all processes' losses.
 
         Returns
         -------

@@ -39,8 +39,8 @@ def place(name: str, path: Path) -> str:
     return name + "".join(f"[{key!r}]" for key in path)
 
 
-def flatten(tree: Any, name: str = "grads") -> Tree:
-    """Flatten any nesting of containers; ``None`` keeps its place and is no leaf.
+def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tree:
+    """Flatten any nesting of containers; ``None`` keeps its place and is no leaf, unless ``none_is_leaf``.
 
     Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes come back as
     they were; an iterator is consumed once and comes back as a list.
@@ -50,11 +50,11 @@ def flatten(tree: Any, name: str = "grads") -> Tree:
     ValueError
         If an iterator in the tree has nothing (left) in it.
     """
-    leaves, spec = optree.tree_flatten(tree)
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     plain = plain_backend_of(leaves)
-    if plain or all(backend_of(leaf) for leaf in leaves):
+    if plain or all(leaf is None or backend_of(leaf) for leaf in leaves):
         return Tree(leaves, partial(optree.tree_unflatten, spec), spec.paths, name, plain)
-    paths, leaves, rebuild = _flatten(tree, name, ())
+    paths, leaves, rebuild = _flatten(tree, name, (), none_is_leaf=none_is_leaf)
     return Tree(leaves, lambda new: rebuild(iter(new)), lambda: paths, name)
 
 
@@ -135,21 +135,23 @@ def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
     return Tree([tree.leaves[number] for number in kept], rebuild, paths, tree.name, tree.plain)
 
 
-def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:
-    keys, nodes, spec = optree.tree_flatten_with_path(tree)
+def _flatten(
+    tree: Any, name: str, prefix: Path, *, none_is_leaf: bool
+) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:
+    keys, nodes, spec = optree.tree_flatten_with_path(tree, none_is_leaf=none_is_leaf)
     paths: list[Path] = []
     leaves: list[Any] = []
     builders: list[Callable[[Iterator[Any]], Any]] = []
     for key, node in zip(keys, nodes, strict=True):
         path = (*prefix, *key)
-        opened = None if backend_of(node) else _open(node, place(name, path))
+        opened = None if node is None or backend_of(node) else _open(node, place(name, path))
         if opened is None:
             paths.append(path)
             leaves.append(node)
             builders.append(next)
         else:
             container, close = opened
-            more_paths, more_leaves, rebuild = _flatten(container, name, path)
+            more_paths, more_leaves, rebuild = _flatten(container, name, path, none_is_leaf=none_is_leaf)
             paths += more_paths
             leaves += more_leaves
             builders.append(partial(_rebuilt, rebuild, close))

@@ -25,7 +25,8 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     params : tree, optional
         The parameters, for limits that compare with them; a tree of the same paths as ``grads``.
     all_reduce : callable, optional
-        ``all_reduce(array, op)`` joins partial norms across devices; ``op`` is ``"sum"`` or ``"max"``.
+        ``all_reduce(array, op)`` joins partial norms across devices, entry by entry; ``op`` is ``"sum"`` or ``"max"``.
+        A process in which gradients are ``None`` that others may have needs ``params``, so as to take part.
 
     Returns
     -------

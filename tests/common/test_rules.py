@@ -278,9 +278,9 @@ def test_all_reduce(fw: Framework, ord: float, by: float) -> None:
 
     def all_reduce(total: Any, op: str) -> Any:
         asked.append(op)
+        if op == "max":  # with it comes whether it is NaN
+            return fw.array(np.maximum(fw.numpy(total), [other_totals("max", 1.0), 0.0]))
         value = float(fw.numpy(total))
-        if op == "max":
-            return fw.array(max(value, other_totals("max", 1.0)))
         power = 2.0 ** math.floor(math.log2(12.0 * by))
         unit = power * math.floor(12.0 * by / power * 2**20) / 2**20 if "max" in asked else 1.0
         with np.errstate(over="ignore"):
@@ -292,6 +292,26 @@ def test_all_reduce(fw: Framework, ord: float, by: float) -> None:
     squares_only = {1: ["sum"], 2: ["sum"], 3: ["max", "sum"], math.inf: ["max"]}
     both = by > 1 or fw.family in {"array-api-strict", "MLX", "Dask"}  # these cannot be asked which one to take
     assert asked == (["sum", "max", "sum"] if ord == 2 and both else squares_only[ord])
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("ord", [2, 3, math.inf])
+def test_all_reduce_whose_maximum_drops_nan(fw: Framework, ord: float, where: int) -> None:
+    """A device whose gradients are NaN is not alone with them, where the maximum of its library leaves NaN out."""
+    parts = [np.asarray([3.0, -4.0]) * 1e30, np.asarray([12.0, 1.0]) * 1e30]
+    parts[where][0] = np.nan
+
+    def joined(own: Any, op: str) -> Any:
+        other = {"sum": [np.nan if where else 1.0], "max": [0.0, 1.0] if where else [12e30, 0.0]}[op]
+        own = fw.numpy(own)
+        return fw.array(np.fmax(own, other) if op == "max" else own + other[0])
+
+    for nonfinite in ("propagate", "skip"):
+        rule = uc.by_global_norm(1.0, ord=ord, nonfinite=nonfinite)
+        [mine], report = uc.clip([fw.array(parts[0])], rule, all_reduce=joined)
+        assert np.isnan(fw.numpy(report.norms))
+        assert not fw.numpy(report.finite)
+        np.testing.assert_equal(fw.numpy(mine), [np.nan] * 2 if nonfinite == "propagate" else [0.0] * 2)
 
 
 def test_own_function(fw: Framework) -> None:

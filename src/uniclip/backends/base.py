@@ -121,7 +121,7 @@ class Backend:
         shape = leaf.shape
         return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
 
-    # For arrays of which each process holds a part: libraries that have such arrays override all four.
+    # For arrays of which each process holds a part: libraries that have such arrays override all five.
 
     def own_part(
         self,
@@ -141,9 +141,24 @@ class Backend:
         """Return whether a flag holds in all processes that the arrays are split among."""
         return flag
 
+    def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:  # noqa: ARG002
+        """Return what adds values up over all processes that the arrays are split among, ``None`` if they are not."""
+        return None
+
     def replicated(self, array: Array, operand: Array) -> Array:  # noqa: ARG002
         """Return an operand, the same in all processes, as one that can be combined with ``array``."""
         return operand
+
+    # For arrays that look whole, although each device holds a part.
+
+    def undivided(self, array: Array) -> bool:  # noqa: ARG002
+        """Whether the array is known to be whole on one device or on each, so that others may be copied into it."""
+        return True
+
+    def zeros(self, array: Array, axes: tuple[int, ...], dtype: Any) -> Array:
+        """Return zeros of the shape of ``array`` without ``axes``, divided among devices as it is."""
+        shape = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
+        return self.to_device_of(array, self.xp.zeros(shape, dtype=dtype))
 
     # In place: libraries whose arrays can be changed override all three.
 

@@ -101,6 +101,20 @@ def _whole(here: Any, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Any
     return DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
+def meshes(arrays: list[Any]) -> list[Any]:
+    """Return the meshes that arrays are split among."""
+    return list(dict.fromkeys(array.device_mesh for array in arrays if is_dtensor(array)))
+
+
+def added(meshes: Iterable[Any], values: Any) -> Any:
+    """Return values added up over the processes of the meshes."""
+    from torch.distributed.tensor import Partial
+
+    for mesh in meshes:
+        values = _whole(values, mesh, [Partial("sum")] * mesh.ndim, values.shape)
+    return values
+
+
 def agreed(meshes: Iterable[Any], flag: Any) -> Any:
     """Return whether a flag holds in every process of the meshes."""
     from torch.distributed.tensor import Partial

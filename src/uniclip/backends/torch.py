@@ -292,8 +292,12 @@ class _Torch(Backend):
         return dtensor.joined(parts, op) if any([is_dtensor(part) for part in parts]) else parts
 
     def agreed(self, arrays: list[Array], flag: Array) -> Array:
-        meshes = dict.fromkeys(array.device_mesh for array in arrays if is_dtensor(array))
+        meshes = dtensor.meshes(arrays)
         return dtensor.agreed(meshes, flag) if meshes else flag
+
+    def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:
+        meshes = dtensor.meshes(arrays)
+        return partial(dtensor.added, meshes) if meshes else None
 
     def replicated(self, array: Array, operand: Array) -> Array:
         return dtensor.replicated(array, operand) if is_dtensor(array) and not is_dtensor(operand) else operand

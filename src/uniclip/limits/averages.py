@@ -175,7 +175,11 @@ class MeanOverRms(Remembers):
 def _joint(given: Given, norms: Arrays) -> Any:
     """Return the norm of all norms, in units of the largest one."""
     xp, dtype = given.xp, given.xp.result_type(*(n.dtype for n in norms))
-    flat = xp.concat([xp.reshape(xp.astype(given.place(norms[0], n), dtype), (-1,)) for n in norms], axis=0)
-    top = xp.max(flat)
+    norms = [xp.astype(n, dtype) for n in norms if 0 not in n.shape]
+
+    def joined(function: Any, values: Arrays) -> Any:  # only 0-d ones are stacked: others may be divided among devices
+        return function(xp.stack([given.place(values[0], function(v) if len(v.shape) else v) for v in values]))
+
+    top = joined(xp.max, norms)
     unit = xp.where(top > 0, top, xp.ones_like(top))
-    return unit * xp.sqrt(xp.sum((flat / unit) ** 2))
+    return unit * xp.sqrt(joined(xp.sum, [(n / given.place(n, unit)) ** 2 for n in norms]))

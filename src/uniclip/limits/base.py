@@ -32,8 +32,13 @@ class Given(NamedTuple):
     """``reference()`` measures the parameters by the rule's own scope and norm; a ``ValueError`` without ``params``."""
     sizes: Callable[[], Arrays]
     """``sizes()`` counts the entries that each norm covers."""
-    loss: Any = None
-    """The loss of this step, if the caller gave it."""
+    find_loss: Callable[[], Any] = lambda: None
+    """What finds the loss of this step."""
+
+    @property
+    def loss(self) -> Any:
+        """The loss of this step, if the caller gave it; the mean of all processes' where norms are joined, too."""
+        return self.find_loss()
 
     @property
     def xp(self) -> Any:
@@ -73,6 +78,8 @@ class Limit:
 
     memory: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """``{"loss"}`` if it looks at ``given.loss``: then every process takes part in joining their losses."""
 
     def init(self, norms: Arrays, given: Given) -> State:  # noqa: ARG002 - a limit with memory wants them
         """Return the state before the first step, given zeros for norms."""

@@ -202,6 +202,11 @@ class PerGroup(Printed, Limit):
         """Whether one of the limits remembers."""
         return any(limit.memory for _, limit in self.limits)
 
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """What the limits look at."""
+        return frozenset().union(*(limit.needs for _, limit in self.limits))
+
     def init(self, norms: Arrays, given: Given) -> State:
         """Return the state of each group's limit."""
         parts = self._parts(norms, given)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._checks import below_one, nonnegative, whole, within
 from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, unlimited
@@ -168,6 +168,8 @@ class RollingZScore(Remembers):
     window: int
     warmup: int
 
+    needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+
     def __post_init__(self) -> None:
         """Refuse windows in which nothing can be a spike."""
         nonnegative("z", self.z)
@@ -186,8 +188,9 @@ class RollingZScore(Remembers):
         """Compare with the windows, then keep."""
         xp, losses = given.xp, state.losses
         usual = [self._threshold(xp, history, history >= 0) for history in state.norms]
-        if given.loss is not None:
-            loss = given.place(losses, xp.reshape(xp.astype(xp.asarray(given.loss), xp.float32), ()))
+        loss = given.loss
+        if loss is not None:
+            loss = given.place(losses, xp.reshape(xp.astype(xp.asarray(loss), xp.float32), ()))
             top = unlimited(xp, loss)
             bound = self._threshold(xp, losses, losses < top)
             calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, as long as nothing is known

@@ -16,6 +16,7 @@ from uniclip import core
 from uniclip._checks import LIMIT, nonnegative, within
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
+from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
@@ -57,6 +58,7 @@ def clip_grad_norm_(
         If ``parameters`` holds what is no tensor, such as the pairs of ``named_parameters()``.
     ValueError
         If ``max_norm`` is negative or NaN, ``norm_type`` below 1, or a generator has nothing (left) in it.
+        If there are several processes and the parameters are those of ``FullyShardedDataParallel`` (FSDP1).
     RuntimeError
         If ``error_if_nonfinite`` and a gradient is not finite; it names the gradients by their number.
 
@@ -74,7 +76,7 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    grads, limit, order = _grads(parameters), _limit("max_norm", max_norm), _order(norm_type)
+    grads, limit, order = _whole_grads(parameters), _limit("max_norm", max_norm), _order(norm_type)
     if not _any(grads):
         return torch.tensor(0.0)
     with torch.no_grad(), _runtime_error():
@@ -147,6 +149,7 @@ def get_total_norm(
     """
     given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True)}
     order = _order(norm_type)
+    refuse_parts(given.values(), "tensors")
     once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
     if not _any(once):
         return torch.tensor(0.0)
@@ -190,7 +193,7 @@ def clip_grads_with_norm_(
     >>> w.grad
     tensor([0.3000, 0.4000])
     """
-    grads, rule = _grads(parameters), by_global_norm(_limit("max_norm", max_norm))
+    grads, rule = _whole_grads(parameters), by_global_norm(_limit("max_norm", max_norm))
     norm = total_norm.full_tensor() if is_dtensor(total_norm) else nonnegative("total_norm", total_norm)
     core.clip_known(rule, grads, norm, in_place=True)
 
@@ -206,6 +209,13 @@ def grad_of(parameter: Any) -> Any:
 def _grads(parameters: Any) -> list[Any]:
     """Return the gradient of each parameter, ``None`` for one that has none."""
     return [grad_of(parameter) for parameter in _tensors(parameters, "parameters")]
+
+
+def _whole_grads(parameters: Any) -> list[Any]:
+    """Return the gradients of parameters; refuse those whose norm is that of a part."""
+    tensors = _tensors(parameters, "parameters")
+    refuse_parts(tensors, "parameters")
+    return [grad_of(tensor) for tensor in tensors]
 
 
 def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:

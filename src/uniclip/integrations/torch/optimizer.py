@@ -15,9 +15,10 @@ import torch
 
 from uniclip import core
 from uniclip.backends.torch import BACKEND
-from uniclip.integrations import rule_for_steps
+from uniclip.integrations import looks_at_loss, rule_for_steps
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.rules import Rule
+from uniclip.integrations.torch.processes import of_all, refuse_parts, several
+from uniclip.rules import ByValue, Rule
 from uniclip.scopes import all_leaves
 
 _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
@@ -58,13 +59,18 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     TypeError
         If ``optimizer`` is no optimizer, or ``rule`` no rule.
     ValueError
-        If the optimizer has a rule already, or is differentiable.
+        If the optimizer has a rule already, or is differentiable; or if there are several processes, the parameters are
+        those of ``FullyShardedDataParallel`` (FSDP1), and the rule is another than `uniclip.by_value`.
 
     Notes
     -----
     A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
     parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
+
+    With several processes in ``torch.distributed``, a rule that looks at the loss sees the mean of their losses, so
+    that all decide alike: one small reduction in the default group, which every process has to take part in at each
+    step, whether it has a loss or not. A loss that is the same in all of them stays what it is.
 
     Examples
     --------
@@ -90,6 +96,8 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
         raise ValueError(msg)
+    if not isinstance(rule, ByValue):
+        refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer")
     return Attached(optimizer, rule)
 
 
@@ -102,7 +110,7 @@ class Attached:
     """The state of the rule."""
     loss: Any = None
     """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
-    returns one. ``None`` after the step."""
+    returns one. ``None`` after the step. Of several processes the rule sees the mean."""
 
     def __init__(self, optimizer: Any, rule: Any) -> None:
         self.rule = rule
@@ -172,6 +180,10 @@ class Attached:
     def _clip(self, loss: Any) -> None:
         found = [(p, grad) for p, grad in ((p, grad_of(p)) for p in self._params()) if grad is not None]
         params, grads = [p for p, _ in found], list({id(grad): grad for _, grad in found}.values())
+        if several():
+            loss = of_all(loss, next((p.device for p in self._params()), None))
+            if looks_at_loss(self.rule):
+                loss()  # also where there is no gradient, or other processes would wait
         if not grads:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: MIT
+"""Gradients that are absent in one process and may be present in another: with ``all_reduce`` both take part in a step.
+
+An absent gradient is replaced by an array without entries, whose norm is 0: then every process joins as many
+norms, in the same order and in the same dtypes. What it takes to make one is known from the parameters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+
+from uniclip.backends import backend_of
+from uniclip.scopes import Scope, everything
+from uniclip.tree import Tree, flatten, place
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+
+
+class Filled(NamedTuple):
+    """A tree of gradients in which none is absent that another process may have."""
+
+    grads: Any
+    absent: frozenset[int] = frozenset()
+    """The ids of the arrays that stand for absent gradients."""
+    given: Any = None
+    """The tree as it was given, if it has no place for some of these."""
+    gaps: tuple[int, ...] = ()
+    """Their numbers among the leaves, ``None`` counted."""
+
+    def emptied(self, clipped: Any) -> Any:
+        """Return the tree that was clipped with ``None`` for what was absent."""
+        if not self.absent:
+            return clipped
+        if not self.gaps:
+            return self.given
+        tree = flatten(clipped, none_is_leaf=True)
+        return tree.rebuild([None if number in self.gaps else leaf for number, leaf in enumerate(tree.leaves)])
+
+
+def filled(scope: Scope, grads: Any, params: Any, state: Any) -> Filled:
+    """Put arrays without entries in the place of absent gradients.
+
+    Raises
+    ------
+    ValueError
+        If it is not known what they have to be like.
+    """
+    tree = flatten(grads, none_is_leaf=True)
+    gaps = [number for number, leaf in enumerate(tree.leaves) if leaf is None]
+    nothing = len(gaps) == len(tree.leaves)
+    if not gaps and not nothing:
+        return Filled(tree.rebuild(tree.leaves))
+    if params is not None:
+        params = flatten(params, "params")
+        known = dict(zip(params.paths(), params.leaves, strict=True))
+        paths = tree.paths()
+        leaves = {number: _like(scope, known[paths[number]]) for number in gaps if paths[number] in known}
+        if nothing and not leaves and params.leaves:  # a list of the gradients that there are, say
+            every = [_like(scope, leaf) for leaf in params.leaves]
+            return Filled(params.rebuild(every), frozenset(map(id, every)), tree.rebuild(tree.leaves))
+        tree.leaves[:] = [leaves.get(number, leaf) for number, leaf in enumerate(tree.leaves)]
+    return _without_parameters(scope, tree, gaps, state)
+
+
+def _without_parameters(scope: Scope, tree: Tree, gaps: list[int], state: Any) -> Filled:
+    """Fill the places whose parameters are not known."""
+    left = [number for number in gaps if tree.leaves[number] is None]
+    present = [leaf for leaf in tree.leaves if leaf is not None]
+    if left or not tree.leaves:
+        shared = scope.join is everything
+        if not (shared and present):
+            like = None if scope.axes is not None or not (shared or scope.join is None) else _one_kind(present, state)
+            if like is None or not tree.leaves:
+                raise ValueError(unknown(tree, left))
+            for number in left:
+                tree.leaves[number] = like()
+    here = [number for number in gaps if tree.leaves[number] is not None]
+    return Filled(tree.rebuild(tree.leaves), frozenset(id(tree.leaves[n]) for n in here), gaps=tuple(here))
+
+
+def _like(scope: Scope, leaf: Any) -> Any:
+    """Return an array with no entry in each norm of a parameter like ``leaf``."""
+    backend = backend_of(leaf)
+    if backend is None:
+        return None
+    axes = None if scope.axes is None else scope.covered(len(leaf.shape), backend.output_axis)
+    shape = (0,) if axes is None else tuple(0 if axis in axes else n for axis, n in enumerate(leaf.shape))
+    return _empty(backend, leaf, shape)
+
+
+def _empty(backend: Backend, leaf: Any, shape: tuple[int, ...] = (0,)) -> Any:
+    xp, (array, _) = backend.xp, backend.stored(leaf)
+    dtype = xp.asarray(1.0).dtype if xp.isdtype(array.dtype, "integral") else array.dtype
+    return backend.to_device_of(array, xp.zeros(shape, dtype=dtype))
+
+
+def _one_kind(present: list[Any], state: Any) -> Any:
+    """Return what makes an array of the one dtype that there is, ``None`` if there are several or none."""
+    arrays = present or [array for array in optree.tree_leaves(state) if _floats(array)]
+    kinds = {array.dtype for array in arrays}
+    backend = backend_of(arrays[0]) if len(kinds) == 1 else None
+    return None if backend is None else partial(_empty, backend, arrays[0])
+
+
+def _floats(array: Any) -> bool:
+    backend = backend_of(array)
+    return backend is not None and bool(backend.xp.isdtype(array.dtype, "real floating"))
+
+
+def unknown(tree: Tree, left: list[int]) -> str:
+    """Return what to say where it is not known what stands for a gradient that is absent."""
+    which = f"{place('grads', tree.paths()[left[0]])} is None" if left else "there are no gradients"
+    return (
+        f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "
+        "params=, the parameters of this process, which say of what framework, dtype and shape it would be"
+    )

@@ -1,0 +1,180 @@
+"""Gradients divided among eight devices: every rule does what it does on one device, and gathers nothing.
+
+This file is also the script of the processes that have eight devices, one for each kind of axes: they
+compare, and write what went wrong for the tests to read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import uniclip as uc
+
+KINDS = ["Explicit", "Auto"]
+RULES: dict[str, uc.Rule] = {
+    "global": uc.by_global_norm(1.0),
+    "order 3": uc.by_global_norm(1.0, ord=3),
+    "largest": uc.by_global_norm(1.0, ord=math.inf),
+    "each leaf": uc.by_norm(1.0),
+    "last axis": uc.by_norm(0.5, axis=-1),
+    "agc": uc.agc(0.01),
+    "mean square": uc.by_block_rms(0.1),
+    "zclip": uc.zclip(warmup=2),
+    "log_zscore": uc.log_zscore(),
+    "autoclip": uc.autoclip(20, window=4),
+    "skip_spikes": uc.skip_spikes(window=4, warmup=2),
+    "adagc": uc.adagc(warmup=2),
+    "spam": uc.spam(factor=0.5, warmup=1),
+    "adagn": uc.adagn(),
+    "joint warm-up of rows": uc.Rule(uc.Ema(1.0, 0.9, warmup=2), scope=uc.each_row),
+    "policy skip": uc.by_global_norm(1.0, nonfinite="skip"),
+    "policy zero": uc.by_global_norm(1.0, nonfinite="zero"),
+}
+LARGE = [P("x", "y"), P("x", None), P(None, "y"), P(("x", "y"), None)]
+SMALL = [((16,), P("x")), ((8, 16), P("x", "y")), ((3,), P()), ((32,), P(("x", "y")))]
+
+
+def values(large: int, small: int) -> tuple[dict[str, Any], dict[str, P]]:
+    """Return gradients, and how to divide them."""
+    rng, grads, specs = np.random.default_rng(0), {}, {}
+    for number in range(large):
+        grads[f"large {number}"] = rng.standard_normal((128, 64)).astype("float32")
+        specs[f"large {number}"] = LARGE[number % 4]
+    for number in range(small):
+        shape, specs[f"small {number}"] = SMALL[number % 4]
+        grads[f"small {number}"] = rng.standard_normal(shape).astype("float32")
+    return grads, specs
+
+
+def divided(kind: str, large: int, small: int) -> tuple[Any, Any, Any, Any]:
+    """Return gradients and parameters as NumPy arrays, and divided among the devices."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(getattr(AxisType, kind),) * 2)
+    grads, specs = values(large, small)
+    params = {name: np.cos(value) for name, value in grads.items()}
+    places = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    return grads, params, *jax.device_put((grads, params), (places, places))
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Compare trees; sums of parts round in another order."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), found, wanted)
+
+
+def compiled(rule: uc.Rule, grads: Any, params: Any) -> Callable[..., Any]:
+    """Return the update of a rule, compiled; assert that no leaf is sent whole to a device."""
+    program = jax.jit(partial(step, rule)).lower(grads, rule.init(params), params).compile()
+    assert not re.findall(r" all-gather(?:-start)?\(", program.as_text())
+
+    def update(_: uc.Rule, grads: Any, state: Any, params: Any) -> Any:
+        return program(grads, jax.device_put(state, program.input_shardings[0][1]), params)
+
+    return update
+
+
+def three_steps(rule: uc.Rule, update: Callable[..., Any], grads: Any, params: Any) -> Any:
+    """Return what the third step makes of the gradients, and what it shows."""
+    state = rule.init(params)
+    for by in (0.5, 1.0, 30.0):
+        clipped, state, *seen = update(rule, {name: g * by for name, g in grads.items()}, state, params)
+    return clipped, seen
+
+
+def step(rule: uc.Rule, grads: Any, state: Any, params: Any) -> Any:
+    """Return what a step makes of the gradients, the next state, and all that is shown."""
+    clipped, state, report = rule.update(grads, state, params)
+    return clipped, state, report, report.scalars()
+
+
+def check(kind: str, rule: uc.Rule, large: int = 4, small: int = 4) -> None:
+    """Assert that compiled code does with divided gradients what a rule does on one device, and leaves them there."""
+    one, its, grads, params = divided(kind, large, small)
+    found = three_steps(rule, compiled(rule, grads, params), grads, params)
+    same(found, three_steps(rule, step, one, its))
+    assert all(found[0][name].sharding.is_equivalent_to(g.sharding, g.ndim) for name, g in grads.items())
+
+
+def many(kind: str) -> None:
+    """Assert that nothing is gathered of a model of many leaves."""
+    _, _, grads, params = divided(kind, 16, 50)
+    compiled(RULES["zclip"], grads, params)
+
+
+def eager(kind: str) -> None:
+    """Assert the same outside of jit, also of gradients beyond the range of squares, and of large ones in bfloat16."""
+    one, its, grads, params = divided(kind, 1, 2)
+    same(three_steps(RULES["agc"], step, grads, params), three_steps(RULES["agc"], step, one, its))
+    same(uc.global_norm({name: g * 1e30 for name, g in grads.items()}), uc.global_norm(one) * np.float32(1e30))
+    wide = np.random.default_rng(0).standard_normal((2048, 128)).astype("bfloat16")
+    [found], _ = uc.clip([jax.device_put(wide, grads["large 0"].sharding)], uc.by_norm(1.0, ord=3))
+    same(
+        np.asarray(found, "float32"),
+        np.asarray(uc.clip([jax.numpy.asarray(wide)], uc.by_norm(1.0, ord=3))[0][0], "float32"),
+    )
+
+
+def failure(title: str, run: Callable[[], None]) -> dict[str, str]:
+    """Return what goes wrong in a check, by its title."""
+    try:
+        run()
+    except BaseException:  # noqa: BLE001 - the test shows it
+        return {title: traceback.format_exc()}
+    return {}
+
+
+def main(kind: str, file: str) -> None:
+    """Run every check for one kind of axes."""
+    failures = failure("many", lambda: many(kind)) | failure("eager", lambda: eager(kind))
+    for title, rule in RULES.items():
+        failures |= failure(title, lambda rule=rule: check(kind, rule))
+    Path(file).write_text(json.dumps(failures))
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Run the processes, and return what went wrong in each."""
+    folder = tmp_path_factory.mktemp("sharding")
+    devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    processes = {
+        kind: subprocess.Popen(
+            [sys.executable, __file__, kind, str(folder / kind)],
+            env=devices,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for kind in KINDS
+    }
+    try:
+        outputs = {kind: process.communicate(timeout=240)[0] for kind, process in processes.items()}
+    finally:
+        for process in processes.values():
+            process.kill()
+    assert all(process.returncode == 0 for process in processes.values()), outputs
+    return {kind: json.loads((folder / kind).read_text()) for kind in KINDS}
+
+
+@pytest.mark.parametrize("title", [*RULES, "many", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_on_one_device(failures: dict[str, dict[str, str]], kind: str, title: str) -> None:
+    """Divided among devices, gradients are clipped as on one, and stay where they are."""
+    assert title not in failures[kind], failures[kind][title]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
