@@ -169,8 +169,8 @@ class Backend:
         """Return ``array`` on the device of ``other``."""
         return array
 
-    def quiet(self) -> AbstractContextManager[Any]:
-        """Silence the floating-point warnings of libraries that compute, or convert, with NumPy."""
+    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Silence the floating-point warnings of NumPy, and make new arrays where the first gradient is, if any."""
         return np.errstate(all="ignore")
 
 
