@@ -39,7 +39,6 @@ TRACERS = {
     "make_fx, fake": partial(fx, tracing_mode="fake"),
     "make_fx, symbolic": partial(fx, tracing_mode="symbolic"),
     "make_fx, before dispatch": partial(fx, pre_dispatch=True),
-    "make_fx of functionalize": lambda function, example: fx(torch.func.functionalize(function), example),
     "jit.trace": jit_trace,
     "aot_function": lambda function, example: aot_function(function, nop),
 }
@@ -70,7 +69,7 @@ def agree(
             torch.testing.assert_close(a, b, rtol=rtol, atol=atol, equal_nan=True)
 
 
-SCALES = (0.01, 100.0, 1e30, 1e-30, 0.0, math.nan)
+SCALES = (0.01, 100.0, 1e30, 1e-30, 0.0)
 
 
 @tracers
@@ -91,7 +90,7 @@ def test_every_way(trace: Any) -> None:
         return tuple(leaves(everything(grads, limit))) + tensors(more)
 
     limit = torch.tensor(1.0)
-    agree(trace, function, [(*example(by)[:2], limit * min(by, 1) if by == by else limit) for by in SCALES])
+    agree(trace, function, [(*example(by)[:2], limit * min(by, 1.0)) for by in (*SCALES, math.nan)])
 
 
 @tracers
@@ -129,7 +128,7 @@ def test_in_place(trace: Any) -> None:
             results += [here, uc.clip_(here, rule)]
         return tensors([list(map(tuple, results[1::2])), results[::2]])
 
-    agree(trace, function, [example(by) for by in SCALES])
+    agree(trace, function, [example(by) for by in (*SCALES, math.nan)])
 
 
 def test_given_tensors() -> None:
@@ -140,7 +139,7 @@ def test_given_tensors() -> None:
 
     for trace in (jit_trace, fx, partial(fx, tracing_mode="symbolic")):
         recorded = trace(function, example(0.01))
-        for by in SCALES[:4]:
+        for by in SCALES:
             found, wanted = example(by), example(by)
             torch.testing.assert_close(recorded(*found), function(*wanted))
             torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
@@ -156,11 +155,7 @@ def test_memory(trace: Any, rule: uc.Rule) -> None:
     def function(*given: torch.Tensor) -> Tensors:
         state = pytree.tree_unflatten(list(given[3:]), spec)
         clipped, state, report = rule.update(dict(zip(names, given[:3], strict=True)), state)
-        return (
-            *tensors(clipped),
-            *pytree.tree_leaves(state),
-            report.norms if rule.scope is uc.all_leaves else given[0],
-        )
+        return (*tensors(clipped), *pytree.tree_leaves(state), *tensors(report.norms))
 
     steps = [(*example(), *first)]
     for by in (1.0, 1.1, 0.9, 100.0, math.nan, 1.0):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Questions about what PyTorch does with the code that is running: is it traced, are derivatives worked out?
+"""What PyTorch does with the code that is running: whether it is traced, and whether derivatives are worked out.
 
-They are asked at every call, so each is one call into PyTorch's core, of a few hundredths of a microsecond.
+These questions are asked at every call, so each is one call into PyTorch's core: about 0.03 µs.
 """
 
 from __future__ import annotations
