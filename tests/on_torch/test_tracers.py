@@ -90,7 +90,7 @@ def test_every_way(trace: Any) -> None:
         return tuple(leaves(everything(grads, limit))) + tensors(more)
 
     limit = torch.tensor(1.0)
-    agree(trace, function, [(*example(by)[:2], limit * min(by, 1.0)) for by in (*SCALES, math.nan)])
+    agree(trace, function, [(*example(by)[:2], limit * min(1.0, by)) for by in (*SCALES, math.nan)])
 
 
 @tracers

@@ -38,7 +38,11 @@ class Backend:
         return True
 
     def advice(self, leaf: Any) -> str | None:  # noqa: ARG002
-        """Return what to pass instead of a leaf that is surely no gradient, or of a kind that cannot be clipped."""
+        """Return what to pass instead of a leaf that is surely no gradient."""
+        return None
+
+    def unfit(self, leaf: Any) -> str | None:  # noqa: ARG002
+        """Return why an array of this kind cannot be measured, and what to convert it with; ``None`` if it can."""
         return None
 
     def traced(self, array: Array) -> bool:  # noqa: ARG002

@@ -47,7 +47,13 @@ _DOUBLE = {torch.float64, torch.complex128}
 _FLOATS = {*SINGLE, *_DOUBLE, torch.complex64}
 _CPU = torch.device("cpu")
 _DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in SCALARS.items()}
+_STORED = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+"""Formats to keep numbers in, with which PyTorch does not calculate: they are worked on as float32."""
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES_TAKEN = {*_FLOATS, *_STORED, *_INTEGERS, torch.complex32}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
+_DENSE = {torch.jagged: "values()", torch._mkldnn: "to_dense()"}  # noqa: SLF001
+"""How to get a dense tensor out of other layouts; a sparse one is sparse in another way, too."""
 
 
 class _Memory:
@@ -68,8 +74,9 @@ def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     """Return the operand, a copy if it is another view of the array that is to be changed."""
     if torch.compiler.is_compiling():  # which reads before it writes
         return operand
-    # Memory is looked at only where there is some.
-    same = tracing() or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+    # Memory is looked at only where there is some of one's own.
+    unknown = type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing()
+    same = unknown or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
     return operand.clone() if same else operand
 
 
@@ -85,6 +92,8 @@ class _Torch(Backend):
     def plain(self, leaves: list[Any]) -> bool:
         for leaf in leaves:
             if type(leaf) is not torch.Tensor or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
+                return False
+            if leaf.is_nested:
                 return False
         return True
 
@@ -149,9 +158,23 @@ class _Torch(Backend):
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
-    def advice(self, leaf: Any) -> str | None:
+    def unfit(self, leaf: Any) -> str | None:
+        if torch.nn.parameter.is_lazy(leaf):
+            return "it has no shape yet: run the model once"
         if leaf.layout not in _LAYOUTS:
-            return f"its layout, {leaf.layout}, cannot be clipped; convert it with to_sparse_csr() or to_sparse()"
+            way = _DENSE.get(leaf.layout, "to_sparse_csr()")
+            return f"its layout, {leaf.layout}, cannot be worked on; convert it with {way}"
+        if isinstance(leaf, torch.masked.MaskedTensor):
+            return "what masked entries count is not known; convert it with to_tensor(0.0)"
+        if leaf.is_nested:
+            return "a nested tensor is a list of tensors of different sizes: pass that list, unbind()"
+        if leaf.is_quantized:
+            return "a quantized tensor cannot be worked on; convert it with dequantize()"
+        if leaf.dtype not in _DTYPES_TAKEN:
+            return f"PyTorch does not calculate with {leaf.dtype}; convert it with to(torch.float32)"
+        return None
+
+    def advice(self, leaf: Any) -> str | None:
         if not isinstance(leaf, torch.nn.Parameter):
             return None
         return "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the weights, p.detach())"
@@ -176,6 +199,9 @@ class _Torch(Backend):
         return self.xp.sum(array, axis=axes)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
+        if leaf.dtype in _STORED:
+            array, rebuild = self.stored(leaf.to(torch.float32))
+            return array, lambda new: rebuild(new).to(leaf.dtype)
         if leaf.layout is torch.sparse_coo:
             # Entries that occur often are summed in float32, not in half precision.
             merged = leaf if leaf.is_coalesced() else leaf.to(sum_dtype(self.xp, leaf.dtype)).coalesce()
@@ -239,7 +265,7 @@ class _Torch(Backend):
                 operands = tuple(_apart(operand, array).expand(array.shape) for operand in operands)
                 for rows in row_slices(array.shape) if self.large(array) else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
-            if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
+            if leaf.dtype in _STORED or (leaf.layout is torch.sparse_coo and not leaf.is_coalesced()):
                 leaf.copy_(self.stored(leaf)[1](array.to(leaf.dtype)))
 
     def _write_own(self, leaf: Any, array: Any, function: Callable[..., Array], *operands: Array) -> None:
