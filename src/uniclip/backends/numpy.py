@@ -13,7 +13,6 @@ from uniclip.backends.base import PIECE, Array, Backend
 from uniclip.backends.host import WIDE, squares, walk
 from uniclip.backends.scalars import NUMBERS
 
-
 _NOT_NUMPYS = 2
 """What ``dtype.isbuiltin`` is of the types of other packages; the kind of some is one of NumPy's."""
 

@@ -17,7 +17,15 @@ from array_api_compat import torch as compat
 from uniclip.backends import dtensor
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype, unchanged
 from uniclip.backends.dtensor import is_dtensor
-from uniclip.backends.torch_modes import at_home, in_forward_mode, in_transform, recorded, tracing, valueless
+from uniclip.backends.torch_modes import (
+    at_home,
+    in_forward_mode,
+    in_transform,
+    one_for_all,
+    recorded,
+    tracing,
+    valueless,
+)
 from uniclip.backends.torch_sums import SCALARS, SINGLE, in_order, squares_elsewhere, squares_here, squares_in_double
 
 
@@ -52,8 +60,17 @@ _STORED = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES_TAKEN = {*_FLOATS, *_STORED, *_INTEGERS, torch.complex32}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
-_DENSE = {torch.jagged: "values()", torch._mkldnn: "to_dense()"}  # noqa: SLF001
-"""How to get a dense tensor out of other layouts; a sparse one is sparse in another way, too."""
+_UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (torch.nn.parameter.is_lazy, "it has no shape yet; run the model once"),
+    (lambda x: isinstance(x, torch.masked.MaskedTensor), "what masked entries count is not known; use to_tensor(0.0)"),
+    (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
+    (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
+    (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),  # noqa: SLF001
+    (lambda x: x.layout not in _LAYOUTS, "its layout is not one that can be clipped; use to_sparse_csr()"),
+    (lambda x: x.is_quantized, "it is quantized; use dequantize()"),
+    (lambda x: x.dtype not in _DTYPES_TAKEN, "PyTorch does not calculate with this dtype; use to(torch.float32)"),
+]
+"""Kinds of tensors that cannot be clipped, why, and what to make of them first."""
 
 
 class _Memory:
@@ -159,19 +176,9 @@ class _Torch(Backend):
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
     def unfit(self, leaf: Any) -> str | None:
-        if torch.nn.parameter.is_lazy(leaf):
-            return "it has no shape yet: run the model once"
-        if leaf.layout not in _LAYOUTS:
-            way = _DENSE.get(leaf.layout, "to_sparse_csr()")
-            return f"its layout, {leaf.layout}, cannot be worked on; convert it with {way}"
-        if isinstance(leaf, torch.masked.MaskedTensor):
-            return "what masked entries count is not known; convert it with to_tensor(0.0)"
-        if leaf.is_nested:
-            return "a nested tensor is a list of tensors of different sizes: pass that list, unbind()"
-        if leaf.is_quantized:
-            return "a quantized tensor cannot be worked on; convert it with dequantize()"
-        if leaf.dtype not in _DTYPES_TAKEN:
-            return f"PyTorch does not calculate with {leaf.dtype}; convert it with to(torch.float32)"
+        for holds, why in _UNFIT:
+            if holds(leaf):
+                return why
         return None
 
     def advice(self, leaf: Any) -> str | None:
@@ -238,9 +245,12 @@ class _Torch(Backend):
     def why_fixed(self, leaf: Any) -> str | None:
         if leaf.requires_grad and leaf.is_leaf:
             return "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the weights)"
-        compiling = torch.compiler.is_compiling()  # which knows no inference mode
-        if not compiling and leaf.is_inference() and not torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling():  # which knows neither of the following
+            return None
+        if leaf.is_inference() and not torch.is_inference_mode_enabled():
             return "a tensor made in inference mode can be changed only there"
+        if in_transform() and one_for_all(leaf):
+            return "torch.func.vmap maps over many examples, and it is one for all of them"
         return None
 
     def memory(self, leaf: Any) -> Any:

@@ -56,6 +56,17 @@ def in_transform() -> bool:
     return bool(_C._functorch.get_dynamic_layer_stack_depth())  # noqa: SLF001
 
 
+def one_for_all(array: torch.Tensor) -> bool:
+    """Whether ``vmap`` runs the code for many examples at once, and the tensor is the same for all of them."""
+    functorch = _C._functorch  # noqa: SLF001
+    stack = functorch.get_interpreter_stack() or []
+    levels = {layer.level() for layer in stack if layer.key() == functorch.TransformType.Vmap}
+    while functorch.is_functorch_wrapped_tensor(array):
+        levels.discard(functorch.maybe_get_level(array))
+        array = functorch.get_unwrapped(array)
+    return bool(levels)
+
+
 def in_forward_mode() -> bool:
     """Whether derivatives are worked out forward."""
     return bool(forward_ad._current_level >= 0)  # noqa: SLF001
