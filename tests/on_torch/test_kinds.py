@@ -85,7 +85,7 @@ UNFIT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), r"opaque; use to_dense\(\)"),
     "blocks": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), r"its layout .*use to_sparse_csr\(\)"),
     "uint16": (lambda: torch.ones(2).to(torch.uint16), r"dtype torch.uint16 .*use to\(torch.float32\)"),
-    "powers": (lambda: torch.ones(2).to(torch.float8_e8m0fnu), r"does not calculate with this dtype"),
+    "powers": (lambda: torch.ones(2).to(torch.float8_e8m0fnu), r"does not calculate with torch.float8_e8m0fnu"),
     "masked": (lambda: torch.masked.masked_tensor(torch.ones(2), torch.ones(2) > 0), r"use to_tensor\(0\.0\)"),
     "no shape": (torch.nn.parameter.UninitializedBuffer, r"has no shape yet"),
 }

@@ -66,9 +66,12 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
     (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
     (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),  # noqa: SLF001
-    (lambda x: x.layout not in _LAYOUTS, "its layout is not one that can be clipped; use to_sparse_csr()"),
+    (
+        lambda x: x.layout not in _LAYOUTS,
+        "its layout, {0.layout}, cannot be clipped; use to_sparse_csr() or to_sparse()",
+    ),
     (lambda x: x.is_quantized, "it is quantized; use dequantize()"),
-    (lambda x: x.dtype not in _DTYPES_TAKEN, "PyTorch does not calculate with this dtype; use to(torch.float32)"),
+    (lambda x: x.dtype not in _DTYPES_TAKEN, "PyTorch does not calculate with {0.dtype}; use to(torch.float32)"),
 ]
 """Kinds of tensors that cannot be clipped, why, and what to make of them first."""
 
@@ -178,7 +181,7 @@ class _Torch(Backend):
     def unfit(self, leaf: Any) -> str | None:
         for holds, why in _UNFIT:
             if holds(leaf):
-                return why
+                return why.format(leaf)
         return None
 
     def advice(self, leaf: Any) -> str | None:
