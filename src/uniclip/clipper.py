@@ -230,7 +230,8 @@ def _loaded(value: Any, like: Any, name: str) -> Any:
             "Clipper of the same rule on gradients of the same shapes"
         )
         raise ValueError(msg)
-    return backend.to_device_of(like, backend.xp.asarray(values, dtype=like.dtype))
+    with backend.quiet(like):
+        return backend.to_device_of(like, backend.xp.asarray(values, dtype=like.dtype))
 
 
 def _traced(array: Any) -> bool:

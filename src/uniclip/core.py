@@ -29,7 +29,7 @@ _NO_STATE = NoState()
 def reduced(rule: Rule, grads: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool) -> tuple[Any, Report]:
     """Clip the gradients of examples, and return their sum or mean along the first axis."""
     whole, given = _read(rule, grads, _NO_STATE, params, all_reduce)
-    with given.backend.quiet():
+    with given.backend.quiet(given.first):
         decision = decide(rule, given, _NO_STATE, params, all_reduce)
         return whole.emptied(decision.reduced(rule, mean=mean)), decision.report()
 
@@ -38,7 +38,9 @@ def _read(
     rule: Rule, grads: Any, state: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool = False
 ) -> tuple[Filled, Gradients]:
     """Read the gradients of a step, and what stands for those that other processes may have."""
-    whole = Filled(grads) if all_reduce is None else filled(rule.scope, grads, params, state)
+    if all_reduce is None:
+        return Filled(grads), read(grads, rule.scope, in_place=in_place)
+    whole = filled(rule.scope, grads, params, state)
     return whole, read(whole.grads, rule.scope, in_place=in_place)._replace(absent=whole.absent)
 
 
@@ -79,7 +81,7 @@ def update(
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule``; see `Rule.update`."""
     whole, given = _read(rule, grads, state, params, all_reduce, in_place=in_place)
-    with given.backend.quiet():
+    with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, loss=loss)
         return whole.emptied(decision.clipped(rule)), decision.state, decision.report()
 
@@ -95,7 +97,7 @@ def measured(
 ) -> tuple[Any, Report]:
     """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
     _, given = _read(rule, grads, state, params, all_reduce)
-    with given.backend.quiet():
+    with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, norm, loss)
         return decision.state, decision.report()
 
@@ -103,7 +105,7 @@ def measured(
 def clip_known(rule: Rule, grads: Any, norm: Any, *, in_place: bool = False) -> tuple[Any, Any]:
     """Clip by a rule that remembers nothing; return the gradients and their norms, ``norm`` if it is known already."""
     given = read(grads, rule.scope, in_place=in_place)
-    with given.backend.quiet():
+    with given.backend.quiet(given.first):
         decision = decide(rule, given, _NO_STATE, norm=norm)
         return decision.clipped(rule), decision.arranged_norms()
 
@@ -111,7 +113,7 @@ def clip_known(rule: Rule, grads: Any, norm: Any, *, in_place: bool = False) -> 
 def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
     """Return the norms of the gradients, without clipping."""
     given = read(grads, scope)
-    with given.backend.quiet():
+    with given.backend.quiet(given.first):
         return given.arrange(given.as_arrays(measure(given, norm)))
 
 
@@ -125,7 +127,7 @@ def apply(
     """
     backend, tree = flatten_grads(grads, in_place=in_place)
     given = Gradients(backend, each_leaf, {}, tree, in_place=in_place)
-    with backend.quiet():
+    with backend.quiet(given.first):
         leaves = [Leaf(number, leaf, *backend.stored(leaf), None) for number, leaf in enumerate(tree.leaves)]
         ready = [(leaf, _named(tree, leaf, prepare, backend, leaf.array)) for leaf in leaves]
         return tree.rebuild([_named(tree, leaf, given.put, leaf, *change) for leaf, change in ready]), Report()

@@ -294,8 +294,8 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
 
 def _known(grads: Gradients, norm: Any) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
-    backend, given = grads.backend, grads.backend.xp.asarray(norm)
-    return [backend.xp.asarray(_checked(backend, "norm", given, zero), dtype=zero.dtype) for zero in zeros(grads)]
+    backend = grads.backend
+    return [_checked(backend, "norm", backend.xp.asarray(norm, dtype=zero.dtype), zero) for zero in zeros(grads)]
 
 
 def _checked(backend: Backend, name: str, value: Any, norm: Any, top: float = math.inf) -> Any:

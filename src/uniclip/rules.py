@@ -105,7 +105,7 @@ class Rule(Printed):
         if not limit.memory:
             return NoState()
         gradients = read(grads, self.scope, name="params")
-        with gradients.backend.quiet():
+        with gradients.backend.quiet(gradients.first):
             return limit.init(zeros(gradients), given_of(self, gradients))
 
     def update(

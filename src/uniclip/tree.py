@@ -72,7 +72,7 @@ def backend_for(tree: Tree) -> Backend:
         backend = backend_of(leaf)
         if backend is None:
             raise TypeError(_no_array(tree.place(number), leaf))
-        advice = backend.advice(leaf) if tree.name == "grads" else None
+        advice = backend.unfit(leaf) or (backend.advice(leaf) if tree.name == "grads" else None)
         if advice:
             msg = f"{tree.place(number)} is a {describe(leaf)}: {advice}"
             raise TypeError(msg)
@@ -220,6 +220,10 @@ def _two_frameworks(tree: Tree, number: int) -> str:
 
 def describe(leaf: object) -> str:
     """Return the class of an object, and dtype and shape of an array, for an error."""
-    dtype = f" of dtype {leaf.dtype} and shape {tuple(getattr(leaf, 'shape', ()))}" if hasattr(leaf, "dtype") else ""
+    try:
+        shape = f" and shape {tuple(getattr(leaf, 'shape', ()))}"
+    except RuntimeError:  # of PyTorch's nested tensors, and of parameters that have none yet
+        shape = ""
+    dtype = f" of dtype {leaf.dtype}{shape}" if hasattr(leaf, "dtype") else ""
     module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
     return f"{module}{type(leaf).__qualname__}{dtype}"

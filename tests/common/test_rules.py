@@ -532,6 +532,15 @@ def test_known_norm(fw: Framework) -> None:
         assert float(fw.numpy(norm)) == 10.0
 
 
+def test_a_known_norm_has_the_precision_of_the_gradients(fw: Framework) -> None:
+    """A number of Python's is taken in the dtype of the norm, not in the framework's default one."""
+    dtype, known = ("float64", 5e300) if "float64" in fw.dtypes else ("float32", 5e30)
+    clipped, norm = uc.clip_by_global_norm(fw.array([0.6 * known, 0.8 * known], dtype), 1.0, norm=known)
+    rtol = 1e-15 if dtype == "float64" else 1e-6
+    np.testing.assert_allclose(fw.numpy(clipped), [0.6, 0.8], rtol=rtol)
+    np.testing.assert_allclose(fw.numpy(norm), known, rtol=rtol)
+
+
 def test_a_known_norm_is_not_negative() -> None:
     """A negative norm is a mistake."""
     with pytest.raises(ValueError, match=r"norm must be 0 or more, got -1\.0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -28,3 +29,41 @@ def test_long_double() -> None:
     assert abs(report.norms / by - 5) < 1e-18
     assert clipped.dtype == np.longdouble
     np.testing.assert_allclose(clipped, np.asarray([3, 4], np.longdouble) / 5, rtol=1e-18)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e3m4], ids=str)
+@pytest.mark.parametrize("rule", [uc.by_global_norm(2.5), uc.by_norm(2.5, axis=-1), uc.by_value(-2, 2)], ids=repr)
+def test_8_bits(dtype: type, rule: uc.Rule) -> None:
+    """8-bit floats are clipped as float32, and rounded once; in place too."""
+    wide = np.asarray([3.0, 4.0, -0.5], "float32")
+    wanted = uc.clip(wide, rule)[0].astype(dtype)
+    grad = wide.astype(dtype)
+    clipped, _ = uc.clip(grad, rule)
+    uc.clip_(grad, rule)
+    for found in (clipped, grad):
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found.astype("float32"), wanted.astype("float32"))
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.asarray([2.0, 4.0]).astype(ml_dtypes.float8_e8m0fnu),  # neither zero nor negative numbers
+        np.asarray([3, 4]).astype(ml_dtypes.int4),
+        np.zeros(2, [("a", "f4"), ("b", "f4")]),
+        np.asarray(["2020-01-01"], "M8[D]"),
+        np.asarray([3], "m8[D]"),
+        np.asarray([3.0, 4.0], object),
+        np.asarray([True]),
+        np.asarray(["a"]),
+    ],
+    ids=lambda leaf: str(leaf.dtype),
+)
+def test_no_numbers(leaf: np.ndarray) -> None:
+    """What holds no numbers that gradients can have is refused, before anything is changed."""
+    first = np.asarray([3.0, 4.0])
+    for clip in (uc.clip, uc.clip_):
+        for rule in (uc.by_norm(1.0), uc.by_value(1.0)):
+            with pytest.raises(TypeError, match=r"grads\[1\] is a numpy.ndarray of dtype .* not an array of numbers"):
+                clip([first, leaf], rule)
+    assert first.tolist() == [3, 4]

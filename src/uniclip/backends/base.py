@@ -39,7 +39,11 @@ class Backend:
         return True
 
     def advice(self, leaf: Any) -> str | None:  # noqa: ARG002
-        """Return what to pass instead of a leaf that is surely no gradient, or of a kind that cannot be clipped."""
+        """Return what to pass instead of a leaf that is surely no gradient."""
+        return None
+
+    def unfit(self, leaf: Any) -> str | None:  # noqa: ARG002
+        """Return why an array of this kind cannot be measured, and what to convert it with; ``None`` if it can."""
         return None
 
     def traced(self, array: Array) -> bool:  # noqa: ARG002
@@ -193,8 +197,8 @@ class Backend:
         """Return ``array`` on the device of ``other``."""
         return array
 
-    def quiet(self) -> AbstractContextManager[Any]:
-        """Silence the floating-point warnings of libraries that compute, or convert, with NumPy."""
+    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Silence the floating-point warnings of NumPy, and make new arrays where the first gradient is, if any."""
         return np.errstate(all="ignore")
 
 

@@ -112,9 +112,12 @@ class _JAX(Backend):
         return [new for some in _in_parts(arrays) for new in _scaled(some, by)]
 
     def is_array(self, leaf: Any) -> bool:
-        return isinstance(leaf, (jax.Array, sparse.JAXSparse)) and leaf.dtype != jnp.bool_
+        if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):
+            return False
+        # A format of exponents alone has neither zero nor negative numbers.
+        return leaf.dtype in _FLOATS or (jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu")
 
-    def advice(self, leaf: Any) -> str | None:
+    def unfit(self, leaf: Any) -> str | None:
         if isinstance(leaf, sparse.JAXSparse) and not isinstance(leaf, sparse.BCOO):
             return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
         return None
@@ -147,6 +150,9 @@ class _JAX(Backend):
         return jnp.sum(jnp.zeros_like(array, dtype=dtype), axes)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
+        if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):  # which JAX promotes to nothing
+            array, rebuild = self.stored(leaf.astype(jnp.float32))
+            return array, lambda new: rebuild(new).astype(leaf.dtype)
         if isinstance(leaf, sparse.BCOO):
             # Entries that occur often are summed in float32; as many stay stored as were: jit needs it.
             wide = sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape)

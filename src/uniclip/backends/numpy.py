@@ -13,10 +13,13 @@ from uniclip.backends.base import PIECE, Array, Backend
 from uniclip.backends.host import WIDE, squares, walk
 from uniclip.backends.scalars import NUMBERS
 
+_NOT_NUMPYS = 2
+"""What ``dtype.isbuiltin`` is of the types of other packages; the kind of some is one of NumPy's."""
+
 
 def _isdtype(dtype: Any, kind: str) -> bool:
     """Answer as NumPy does, and False for the dtypes of ml_dtypes, about which NumPy raises."""
-    return isinstance(dtype, np.dtype) and dtype.kind != "V" and np.isdtype(dtype, kind)
+    return isinstance(dtype, np.dtype) and dtype.isbuiltin != _NOT_NUMPYS and np.isdtype(dtype, kind)
 
 
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
@@ -36,7 +39,9 @@ class _NumPy(Backend):
         # The product of matrices is not that of their entries, and what masked entries count is not said.
         if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, (np.ndarray, np.generic)):
             return False
-        floats = leaf.dtype.type.__module__ == "ml_dtypes" and "float" in leaf.dtype.name
+        # A format of exponents alone has neither zero nor negative numbers.
+        name = leaf.dtype.name if leaf.dtype.type.__module__ == "ml_dtypes" else ""
+        floats = "float" in name and not name.endswith("e8m0fnu")
         return leaf.dtype.kind in "iufc" or floats
 
     def plain(self, leaves: list[Any]) -> bool:

@@ -259,9 +259,9 @@ class _TensorFlow(Backend):
         # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
         return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
-    def quiet(self) -> AbstractContextManager[Any]:
+    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
-        return super().quiet() if tf.executing_eagerly() else ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED)
+        return super().quiet(first) if tf.executing_eagerly() else ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED)
 
 
 def _squares_of(rows: Array) -> Array:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,12 +13,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from array_api_compat import torch as compat
-from torch.autograd import forward_ad
 
 from uniclip.backends import dtensor
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype, unchanged
 from uniclip.backends.dtensor import is_dtensor
-from uniclip.backends.host import few, squares
+from uniclip.backends.torch_modes import (
+    at_home,
+    in_forward_mode,
+    in_transform,
+    one_for_all,
+    recorded,
+    tracing,
+    valueless,
+)
+from uniclip.backends.torch_sums import SCALARS, SINGLE, in_order, squares_elsewhere, squares_here, squares_in_double
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -43,13 +51,29 @@ _COMPRESSED = {
     torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
-_SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 _DOUBLE = {torch.float64, torch.complex128}
-_FLOATS = {*_SINGLE, *_DOUBLE, torch.complex64}
+_FLOATS = {*SINGLE, *_DOUBLE, torch.complex64}
 _CPU = torch.device("cpu")
-_SCALARS = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-_DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in _SCALARS.items()}
+_DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in SCALARS.items()}
+_STORED = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+"""Formats to keep numbers in, with which PyTorch does not calculate: they are worked on as float32."""
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES_TAKEN = {*_FLOATS, *_STORED, *_INTEGERS, torch.complex32}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
+_UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (torch.nn.parameter.is_lazy, "it has no shape yet; run the model once"),
+    (lambda x: isinstance(x, torch.masked.MaskedTensor), "what masked entries count is not known; use to_tensor(0.0)"),
+    (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
+    (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
+    (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),  # noqa: SLF001
+    (
+        lambda x: x.layout not in _LAYOUTS,
+        "its layout, {0.layout}, cannot be clipped; use to_sparse_csr() or to_sparse()",
+    ),
+    (lambda x: x.is_quantized, "it is quantized; use dequantize()"),
+    (lambda x: x.dtype not in _DTYPES_TAKEN, "PyTorch does not calculate with {0.dtype}; use to(torch.float32)"),
+]
+"""Kinds of tensors that cannot be clipped, why, and what to make of them first."""
 
 
 class _Memory:
@@ -68,104 +92,18 @@ class _Memory:
 
 def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     """Return the operand, a copy if it is another view of the array that is to be changed."""
-    if torch.compiler.is_compiling() or operand.untyped_storage().data_ptr() != array.untyped_storage().data_ptr():
+    if torch.compiler.is_compiling():  # which reads before it writes
         return operand
-    return operand.clone()
+    # Memory is looked at only where there is some of one's own.
+    unknown = type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing()
+    same = unknown or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+    return operand.clone() if same else operand
 
 
-_ROW = 256
-"""How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
-_SHORT = 2**11
-"""Up to how many entries a copy in double precision takes no longer than norms of rows."""
-_SMALL = 2**14
-"""Up to how many entries it is faster to copy arrays into one than to look at each."""
-_KEPT = 2**22
-"""Of how many entries, about, norms of rows are kept before these are added: the memory for them is limited."""
-
-
-def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return vectors of the same norm together, which are short: the norms of rows, and the entries that are left."""
-    if flat.numel() < _SHORT:
-        return [flat]
-    whole = flat.numel() - flat.numel() % _ROW
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
-
-
-def _squares_here(arrays: list[torch.Tensor]) -> Any:
-    """Return the sum of squares as a scalar, from memory that the CPU can read."""
-    dtype, sizes = arrays[0].dtype, [array.numel() for array in arrays]
-    if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
-        return squares([(array.detach() if array.requires_grad else array).numpy() for array in arrays])
-    wide = dtype if dtype is torch.float64 else torch.float32
-    total, parts, entries = 0.0, [], 0
-    for flat in _vectors(arrays, wide):
-        if flat is None:
-            return None
-        parts += _rows(flat)
-        entries += flat.numel()
-        if entries > _KEPT:
-            total += _dot(parts)
-            parts, entries = [], 0
-        del flat  # before the next one is made
-    return _SCALARS[wide](total + _dot(parts) if parts else total)
-
-
-def _vectors(arrays: list[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Tensor | None]:
-    """Yield the entries of arrays in pieces, small arrays together; ``None`` for one that does not lie in a row."""
-    small: list[torch.Tensor] = []
-    entries = 0
-    for array in arrays:
-        size = array.numel()
-        if size > _SMALL:
-            flat = _flat(array)
-            if flat is None:
-                yield None
-            elif array.dtype is wide:
-                yield from flat.split(_KEPT) if size > _KEPT else (flat,)
-            else:
-                yield from (piece.to(wide) for piece in flat.split(PIECE))
-            continue
-        if entries + size > PIECE:
-            yield torch.cat(small).to(wide)
-            small, entries = [], 0
-        small.append(array if array.ndim == 1 else array.reshape(-1))
-        entries += size
-    if small:
-        yield torch.cat(small).to(wide)
-
-
-def _dot(parts: list[torch.Tensor]) -> float:
-    """Return the sum of squares of vectors."""
-    rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
-    return float(torch.dot(rows, rows))
-
-
-def _squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of squares in double precision, to which a compiler converts each entry where it is read."""
-    if any(array.dtype not in _SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
-        return None
-    return torch.stack([array.float().double().square().sum() for array in arrays]).sum()
-
-
-def _squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares on an accelerator, in double precision: there is no second look at what overflowed."""
-    narrow = arrays[0].device.type == "mps"  # has no doubles
-    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64))  # noqa: SLF001
-    return torch.dot(norms, norms)
-
-
-def _flat(array: torch.Tensor) -> torch.Tensor | None:
-    """Return a real array as a vector without a copy, ``None`` if it does not lie in a row."""
-    if array.is_contiguous():
-        return array.view(-1)
-    ordered = _in_order(array)
-    return ordered.view(-1) if ordered.is_contiguous() else None
-
-
-def _in_order(array: torch.Tensor) -> torch.Tensor:
-    """Return the array with its axes as they lie in memory."""
-    return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 class _Torch(Backend):
@@ -175,10 +113,12 @@ class _Torch(Backend):
         for leaf in leaves:
             if type(leaf) is not torch.Tensor or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
                 return False
+            if leaf.is_nested:
+                return False
         return True
 
     def apart(self, leaves: list[Any]) -> bool:
-        if self.traced(leaves[0]):
+        if tracing():
             return False
         spans = []
         for leaf in leaves:
@@ -190,9 +130,9 @@ class _Torch(Backend):
         return all([one[1] <= two[0] for one, two in pairwise(spans)])
 
     def number(self, array: Array) -> Any:
-        if array.ndim or not self.readable(array) or _recorded(array):
+        if array.ndim or not self.readable(array) or recorded(array):
             return None
-        return _SCALARS.get(array.dtype, np.float64)(array.item())
+        return SCALARS.get(array.dtype, np.float64)(array.item())
 
     def array_of(self, number: Any, like: Array) -> Array:
         array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char], device=_CPU)
@@ -200,10 +140,10 @@ class _Torch(Backend):
 
     def squares(self, arrays: list[Array]) -> Array | None:
         first = arrays[0]
-        if self.traced(first):
-            return _squares_in_double(arrays)
+        if tracing():
+            return squares_in_double(arrays)
         dtype, cpu = first.dtype, first.is_cpu
-        if dtype.is_complex or _in_forward_mode():
+        if dtype.is_complex or in_forward_mode():
             return None
         recording = torch.is_grad_enabled()
         for array in arrays:
@@ -211,17 +151,15 @@ class _Torch(Backend):
                 return None
             if recording and array.requires_grad:
                 return None
-        if not self.readable(first):
-            return None if len({array.device for array in arrays}) > 1 else _squares_elsewhere(arrays)
-        return _squares_here(arrays)
+        if not cpu:
+            return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(arrays)
+        return squares_here(arrays)
 
     def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:
-        if self.traced(arrays[0]):
-            return None
-        if isinstance(factor, np.generic):
+        if isinstance(factor, np.generic):  # which has been read
             wide = torch.float64 if any([array.dtype in _DOUBLE for array in arrays]) else torch.float32
             factor = torch.scalar_tensor(factor.item(), dtype=wide, device=_CPU)
-        elif factor.ndim or any(map(_recorded, (factor, *arrays))):
+        elif factor.ndim or tracing() or any(map(recorded, (factor, *arrays))):
             return None
         if not all([array.is_cpu for array in arrays]):
             if len({array.device for array in arrays}) > 1:
@@ -240,15 +178,19 @@ class _Torch(Backend):
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
+    def unfit(self, leaf: Any) -> str | None:
+        for holds, why in _UNFIT:
+            if holds(leaf):
+                return why.format(leaf)
+        return None
+
     def advice(self, leaf: Any) -> str | None:
-        if leaf.layout not in _LAYOUTS:
-            return f"its layout, {leaf.layout}, cannot be clipped; convert it with to_sparse_csr() or to_sparse()"
         if not isinstance(leaf, torch.nn.Parameter):
             return None
         return "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the weights, p.detach())"
 
-    def traced(self, array: Array) -> bool:  # noqa: ARG002 - it is the code that is traced
-        return torch.compiler.is_compiling() or _in_transform()
+    def traced(self, array: Array) -> bool:
+        return tracing() or valueless(array)
 
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and bool(array.is_cpu)
@@ -257,11 +199,12 @@ class _Torch(Backend):
         return not self.traced(norm) and not self.readable(norm)
 
     def large(self, array: Array) -> bool:
-        recorded = _recorded(array)  # derivatives would keep every piece anyway
-        return type(array) is torch.Tensor and not recorded and array.numel() > PIECE and not self.traced(array)
+        if type(array) is not torch.Tensor or self.traced(array):  # whose size may be a symbol
+            return False
+        return array.numel() > PIECE and not recorded(array)  # derivatives would keep every piece anyway
 
     def pieces(self, array: Array) -> Iterable[Array]:
-        ordered = _in_order(array)
+        ordered = in_order(array)
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return [flat[rows] for rows in row_slices(flat.shape)]
 
@@ -269,6 +212,9 @@ class _Torch(Backend):
         return self.xp.sum(array, axis=axes)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
+        if leaf.dtype in _STORED:
+            array, rebuild = self.stored(leaf.to(torch.float32))
+            return array, lambda new: rebuild(new).to(leaf.dtype)
         if leaf.layout is torch.sparse_coo:
             # Entries that occur often are summed in float32, not in half precision.
             merged = leaf if leaf.is_coalesced() else leaf.to(sum_dtype(self.xp, leaf.dtype)).coalesce()
@@ -300,14 +246,21 @@ class _Torch(Backend):
         return partial(dtensor.added, meshes) if meshes else None
 
     def replicated(self, array: Array, operand: Array) -> Array:
-        return dtensor.replicated(array, operand) if is_dtensor(array) and not is_dtensor(operand) else operand
+        if is_dtensor(operand):
+            return operand
+        if operand.ndim or array.is_meta:  # every device but that one takes 0-d tensors of the CPU
+            operand = operand.to(array.device)
+        return dtensor.replicated(array, operand) if is_dtensor(array) else operand
 
     def why_fixed(self, leaf: Any) -> str | None:
         if leaf.requires_grad and leaf.is_leaf:
             return "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the weights)"
-        compiling = torch.compiler.is_compiling()  # which knows no inference mode
-        if not compiling and leaf.is_inference() and not torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling():  # which knows neither of the following
+            return None
+        if leaf.is_inference() and not torch.is_inference_mode_enabled():
             return "a tensor made in inference mode can be changed only there"
+        if in_transform() and one_for_all(leaf):
+            return "torch.func.vmap maps over many examples, and it is one for all of them"
         return None
 
     def memory(self, leaf: Any) -> Any:
@@ -332,7 +285,7 @@ class _Torch(Backend):
                 operands = tuple(_apart(operand, array).expand(array.shape) for operand in operands)
                 for rows in row_slices(array.shape) if self.large(array) else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
-            if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
+            if leaf.dtype in _STORED or (leaf.layout is torch.sparse_coo and not leaf.is_coalesced()):
                 leaf.copy_(self.stored(leaf)[1](array.to(leaf.dtype)))
 
     def _write_own(self, leaf: Any, array: Any, function: Callable[..., Array], *operands: Array) -> None:
@@ -342,7 +295,7 @@ class _Torch(Backend):
             leaf.to_local().copy_(dtensor.unsummed(leaf, array).to_local())
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
-        if torch.compiler.is_compiling() and not _in_transform():  # torch.cond cannot be transformed
+        if torch.compiler.is_compiling() and not in_transform():  # torch.cond cannot be transformed
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
 
@@ -352,22 +305,11 @@ class _Torch(Backend):
     def to_device_of(self, other: Array, array: Array) -> Array:
         return array.to(other.device)
 
-    def quiet(self) -> AbstractContextManager[Any]:
-        return nullcontext() if torch.compiler.is_compiling() else super().quiet()
-
-
-def _recorded(array: torch.Tensor) -> bool:
-    """Whether derivatives with respect to the array are being worked out."""
-    return _in_forward_mode() or (array.requires_grad and torch.is_grad_enabled())
-
-
-def _in_forward_mode() -> bool:
-    return bool(forward_ad._current_level >= 0)  # noqa: SLF001 - torch has no public question
-
-
-def _in_transform() -> bool:
-    """Whether ``torch.func`` is transforming the caller: then a value may stand for many."""
-    return bool(torch._C._functorch.get_dynamic_layer_stack_depth())  # noqa: SLF001 - torch has no public question
+    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+        home = at_home(first)
+        if torch.compiler.is_compiling():
+            return home or nullcontext()
+        return super().quiet() if home is None else _both(super().quiet(), home)
 
 
 BACKEND = _Torch(namespace)

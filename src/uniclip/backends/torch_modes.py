@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT
+"""What PyTorch does with the code that is running: whether it is traced, and whether derivatives are worked out.
+
+These questions are asked at every call, so each is one call into PyTorch's core: about 0.03 µs.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+# PyTorch has no public questions for any of these.
+_C = torch._C  # noqa: SLF001
+_MODES = _C._TorchDispatchModeKey  # noqa: SLF001
+_TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+
+
+def tracing() -> bool:
+    """Whether the code that is running is recorded to run later on other values, or runs on tensors without values."""
+    return (
+        torch.compiler.is_compiling()  # the first one: a compiler knows the answer, and none of the others
+        or in_transform()
+        or (_C._len_torch_dispatch_stack() > 0 and _any_tracer())  # noqa: SLF001
+        or _C._is_tracing()  # noqa: SLF001 - torch.jit.trace
+        or (_C._len_torch_function_stack() > 0 and _before_dispatch())  # noqa: SLF001
+    )
+
+
+def valueless(array: Any) -> bool:
+    """Whether an array has no values to read, wherever it is used: a tensor of the device ``meta``, or a fake one."""
+    if not isinstance(array, torch.Tensor):
+        return False  # a number
+    if type(array) is torch.Tensor:
+        return bool(array.is_meta)
+    return bool(array.is_meta or isinstance(array, FunctionalTensor) or is_fake(array))
+
+
+def _any_tracer() -> bool:
+    """Whether make_fx, aot_function or FakeTensorMode is at work; other modes, which count or log, see real values."""
+    return any([_C._get_dispatch_mode(key) is not None for key in _TRACERS])  # noqa: SLF001
+
+
+def _before_dispatch() -> bool:
+    """Whether make_fx records the operations before they are dispatched."""
+    return bool(_C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch))  # noqa: SLF001
+
+
+def in_transform() -> bool:
+    """Whether ``torch.func`` is transforming the caller: then a value may stand for many."""
+    return bool(_C._functorch.get_dynamic_layer_stack_depth())  # noqa: SLF001
+
+
+def one_for_all(array: torch.Tensor) -> bool:
+    """Whether ``vmap`` runs the code for many examples at once, and the tensor is the same for all of them."""
+    functorch = _C._functorch  # noqa: SLF001
+    stack = functorch.get_interpreter_stack() or []
+    levels = {layer.level() for layer in stack if layer.key() == functorch.TransformType.Vmap}
+    while functorch.is_functorch_wrapped_tensor(array):
+        levels.discard(functorch.maybe_get_level(array))
+        array = functorch.get_unwrapped(array)
+    return bool(levels)
+
+
+def in_forward_mode() -> bool:
+    """Whether derivatives are worked out forward."""
+    return bool(forward_ad._current_level >= 0)  # noqa: SLF001
+
+
+def recorded(array: torch.Tensor) -> bool:
+    """Whether derivatives with respect to the array are being worked out."""
+    return in_forward_mode() or (array.requires_grad and torch.is_grad_enabled())
+
+
+def at_home(array: Any) -> AbstractContextManager[Any] | None:
+    """Return what makes new tensors where ``array`` is: on its device, and fake if it is; ``None`` if they are so.
+
+    A tensor of one device cannot be combined with one that was made on the default device of the user.
+    """
+    if isinstance(array, FakeTensor):
+        mode: AbstractContextManager[Any] = array.fake_mode  # it may be used outside of its mode
+        return mode
+    # A default device is a mode for functions; a compiler takes this class for one, not torch.device itself.
+    # With none, new tensors are on the CPU, and every device but one takes 0-d tensors from there.
+    apart = array is not None and (_C._len_torch_function_stack() > 0 or array.is_meta)  # noqa: SLF001
+    return DeviceContext(array.device) if apart else None

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: MIT
+"""Sums of squares of PyTorch tensors: on the CPU, on an accelerator, and in code that is being compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from uniclip.backends.base import PIECE
+from uniclip.backends.host import few, squares
+
+SINGLE = {torch.float16, torch.bfloat16, torch.float32}
+SCALARS = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
+"""The NumPy scalars that stand for 0-d tensors."""
+
+_ROW = 256
+"""How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
+_SHORT = 2**11
+"""Up to how many entries a copy in double precision takes no longer than norms of rows."""
+_SMALL = 2**14
+"""Up to how many entries it is faster to copy arrays into one than to look at each."""
+_KEPT = 2**22
+"""Of how many entries, about, norms of rows are kept before these are added: the memory for them is limited."""
+
+
+def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return vectors of the same norm together, which are short: the norms of rows, and the entries that are left."""
+    if flat.numel() < _SHORT:
+        return [flat]
+    whole = flat.numel() - flat.numel() % _ROW
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
+    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
+
+
+def squares_here(arrays: list[torch.Tensor]) -> Any:
+    """Return the sum of squares as a scalar, from memory that the CPU can read."""
+    dtype, sizes = arrays[0].dtype, [array.numel() for array in arrays]
+    if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
+        return squares([(array.detach() if array.requires_grad else array).numpy() for array in arrays])
+    wide = dtype if dtype is torch.float64 else torch.float32
+    total, parts, entries = 0.0, [], 0
+    for flat in _vectors(arrays, wide):
+        if flat is None:
+            return None
+        parts += _rows(flat)
+        entries += flat.numel()
+        if entries > _KEPT:
+            total += _dot(parts)
+            parts, entries = [], 0
+        del flat  # before the next one is made
+    return SCALARS[wide](total + _dot(parts) if parts else total)
+
+
+def _vectors(arrays: list[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Tensor | None]:
+    """Yield the entries of arrays in pieces, small arrays together; ``None`` for one that does not lie in a row."""
+    small: list[torch.Tensor] = []
+    entries = 0
+    for array in arrays:
+        size = array.numel()
+        if size > _SMALL:
+            flat = _flat(array)
+            if flat is None:
+                yield None
+            elif array.dtype is wide:
+                yield from flat.split(_KEPT) if size > _KEPT else (flat,)
+            else:
+                yield from (piece.to(wide) for piece in flat.split(PIECE))
+            continue
+        if entries + size > PIECE:
+            yield torch.cat(small).to(wide)
+            small, entries = [], 0
+        small.append(array if array.ndim == 1 else array.reshape(-1))
+        entries += size
+    if small:
+        yield torch.cat(small).to(wide)
+
+
+def _dot(parts: list[torch.Tensor]) -> float:
+    """Return the sum of squares of vectors."""
+    rows = (torch.cat(parts) if len(parts) > 1 else parts[0]).double()
+    return float(torch.dot(rows, rows))
+
+
+def squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of squares in double precision, to which a compiler converts each entry where it is read."""
+    if any(array.dtype not in SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
+        return None
+    return torch.stack([array.float().double().square().sum() for array in arrays]).sum()
+
+
+def squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares on an accelerator, in double precision: there is no second look at what overflowed."""
+    narrow = arrays[0].device.type == "mps"  # has no doubles
+    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64))  # noqa: SLF001
+    return torch.dot(norms, norms)
+
+
+def _flat(array: torch.Tensor) -> torch.Tensor | None:
+    """Return a real array as a vector without a copy, ``None`` if it does not lie in a row."""
+    if array.is_contiguous():
+        return array.view(-1)
+    ordered = in_order(array)
+    return ordered.view(-1) if ordered.is_contiguous() else None
+
+
+def in_order(array: torch.Tensor) -> torch.Tensor:
+    """Return the array with its axes as they lie in memory."""
+    return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
