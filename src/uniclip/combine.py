@@ -12,7 +12,7 @@ from typing import Any
 import optree
 
 from uniclip._checks import check
-from uniclip._repr import Printed, source
+from uniclip._repr import Printed
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS
 from uniclip.decide import LOGGED, Report, kept
@@ -90,9 +90,9 @@ class Chain(Printed):
 
     rules: tuple[Any, ...]
 
-    def __repr__(self) -> str:
+    def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
-        return f"chain({', '.join(map(_source, self.rules))})"
+        return f"chain({', '.join(show(_function_or_rule(rule)) for rule in self.rules)})"
 
     @property
     def memory(self) -> bool:
@@ -143,9 +143,9 @@ class Masked(Printed):
         """Refuse what is no function of a path and a leaf."""
         check("where", self.where, callable(self.where), "a function of (path, leaf)")
 
-    def __repr__(self) -> str:
+    def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
-        return f"masked({_source(self.rule)}, {source(self.where)})"
+        return f"masked({show(_function_or_rule(self.rule))}, {show(self.where)})"
 
     @property
     def memory(self) -> bool:
@@ -191,8 +191,8 @@ class Masked(Printed):
         return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
 
 
-def _source(rule: Any) -> str:
-    return source(rule.function) if isinstance(rule, Function) else repr(rule)
+def _function_or_rule(rule: Any) -> Any:
+    return rule.function if isinstance(rule, Function) else rule
 
 
 def _where(flag: Any, yes: Any, no: Any) -> Any:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from uniclip._repr import describe, short
 from uniclip.backends import backend_of
 from uniclip.decide import Report, decide
 from uniclip.gradients import Gradients, Leaf, read
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce, measure, same_shape
 from uniclip.scopes import each_leaf
-from uniclip.tree import Tree, describe, flatten_grads
+from uniclip.tree import Tree, flatten_grads
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -47,7 +48,7 @@ def _of_function(
     """Call a function of a whole array, and prepare to put the result in its place."""
     result = function(array)
     if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
-        hint = f"; call {function.__name__} first" if hasattr(result, "update") else ""
+        hint = f"; call {short(function)} first" if hasattr(result, "update") else ""
         msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
         raise TypeError(msg)
     kinds = ("complex floating", "real floating")  # what holds one holds those after it, and integers
