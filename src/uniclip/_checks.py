@@ -45,7 +45,7 @@ def nonnegative(name: str, value: Any, hint: str = "") -> Any:
     if isinstance(value, float) and value >= 0:
         return value
     value = real(name, value, f"a number or a 0-d array{hint}")
-    if isinstance(value, Real) and not value >= 0:
+    if isinstance(value, Real) and not float(value) >= 0:
         msg = f"{name} must be 0 or more{hint}, got {short(value)}"
         raise ValueError(msg)
     return value
@@ -89,6 +89,8 @@ def number(name: str, value: Any, wanted: str = "a number") -> Any:
 
 
 _LARGEST = 1.7976931348623157e308
+_BYTES = 8
+"""How long a float is."""
 
 
 def _read(value: Any) -> Any:
@@ -97,7 +99,7 @@ def _read(value: Any) -> Any:
         if isinstance(value, Integral):
             return int(value)
         if isinstance(value, (Real, Decimal)):
-            wide = hasattr(value, "dtype") and float(value) != value == value
+            wide = hasattr(value, "dtype") and value.dtype.itemsize > _BYTES
             return value if wide else float(value)  # a wider float of the host's keeps its digits
         if getattr(value, "shape", None) == () and holds_reals(value):
             return float(value)
@@ -131,7 +133,7 @@ def below_one(name: str, value: Any) -> Any:
     """Return a decay; refuse one with which nothing would ever be learned."""
     value = number(name, value)
     if not 0 <= value < 1:
-        percent = f" (a share: {value / 100} for {value} %)" if 1 < value < 100 else ""  # noqa: PLR2004
+        percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""  # noqa: PLR2004
         msg = f"{name} must be from 0 to below 1{percent}, got {short(value)}"
         raise ValueError(msg)
     return value

@@ -14,7 +14,7 @@ from typing import Any
 
 import optree
 
-_LONGEST = 160
+_LONGEST = 200
 """How many characters of a text, or of a rule, an error shows."""
 _FEW = 8
 """How many values of a tuple, such as axes, an error shows."""
@@ -31,7 +31,7 @@ def short(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
-def describe(leaf: object) -> str:
+def describe(leaf: Any) -> str:
     """Return the class of an object, and dtype and shape of an array."""
     dtype = f" of dtype {leaf.dtype} and shape {_shape(leaf)}" if _is_array(leaf) else ""
     module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
@@ -43,10 +43,10 @@ def article(noun: str) -> str:
     return "an" if noun[:1].lower() in set("aeio") else "a"
 
 
-def holds_arrays(value: object) -> bool:
+def holds_arrays(value: Any) -> bool:
     """Whether a value is an array that is no single number, or a container of arrays."""
     if _is_array(value):
-        return _shape(value) != ()
+        return bool(_shape(value) != ())
     return not isinstance(value, (Number, Printed)) and any(map(_is_array, optree.tree_leaves(value)))
 
 
@@ -61,29 +61,31 @@ def _shape(array: Any) -> Any:
 
 def _named(value: Any) -> str | None:
     """Return what is short by itself: a number, a text, a name, or the source of a choice; ``None`` for all else."""
+    text = getattr(value, "__qualname__", None)
     if isinstance(value, int) and value.bit_length() > _LONGEST:
-        return f"a whole number of {value.bit_length()} bits"
-    if value is None or isinstance(value, (Number, Decimal, str)):
-        return repr(value)
-    if isinstance(value, Printed):
-        return value._printed(short)  # noqa: SLF001 - its own repr is made by it, too
-    if isinstance(value, type):
-        return f"the class {value.__qualname__}"
-    if isinstance(value, ModuleType):
-        return f"the module {value.__name__}"
-    if isinstance(value, functools.partial):
-        return f"functools.partial({short(value.func)}, ...)"
-    if is_dataclass(value) and not _is_array(value):
+        text = f"a whole number of {value.bit_length()} bits"
+    elif value is None or isinstance(value, (Number, Decimal, str)):
+        text = repr(value)
+    elif isinstance(value, Printed):
+        text = value._printed(short)  # noqa: SLF001 - its own repr is made by it, too
+    elif isinstance(value, type):
+        text = f"the class {text}"
+    elif isinstance(value, ModuleType):
+        text = f"the module {value.__name__}"
+    elif isinstance(value, functools.partial):
+        text = f"functools.partial({short(value.func)}, ...)"
+    elif is_dataclass(value) and not _is_array(value):
         parts = [f"{f.name}={short(getattr(value, f.name, None))}" for f in fields(value)]
-        return f"{type(value).__qualname__}({', '.join(parts)})"
-    return getattr(value, "__qualname__", None)
+        text = f"{type(value).__qualname__}({', '.join(parts)})"
+    return text
 
 
-def _contained(value: object) -> str | None:
+def _contained(value: Any) -> str | None:
     """Return what a container holds, and how many; ``None`` for what is none."""
     if _is_array(value) or not isinstance(value, (list, tuple, dict)):
         return None
-    leaves = optree.tree_leaves(value)
+    tree: Any = value
+    leaves = optree.tree_leaves(tree)
     kinds = {"array" if _is_array(leaf) else "number" if isinstance(leaf, Number) else "value" for leaf in leaves}
     name = type(value).__qualname__
     if type(value) is tuple and "array" not in kinds and len(leaves) <= _FEW:

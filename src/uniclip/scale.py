@@ -7,6 +7,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from uniclip._repr import short
 from uniclip.backends.scalars import NUMBERS
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
 from uniclip.limits import Constant
@@ -93,7 +94,7 @@ def reduced(grads: Gradients, factors: list[Any], *, skip: bool, mean: bool) -> 
     for leaf in grads.leaves:
         if leaf.given.shape and (leaf.axes is None or 0 in leaf.axes):
             msg = (
-                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {grads.scope!r}, "
+                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {short(grads.scope)}, "
                 "takes one norm over all of them"
             )
             raise ValueError(msg)

@@ -187,5 +187,6 @@ def _clip_and_reduce(
 
 def _refuse_memory(rule: Any, update: str) -> None:
     if rule.memory:
-        msg = f"{short(rule)} remembers earlier steps: use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
+        how = f"use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
+        msg = f"{short(rule)} remembers earlier steps: {how}"
         raise ValueError(msg)

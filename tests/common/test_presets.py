@@ -512,7 +512,7 @@ def test_in_place(fw: Framework) -> None:
         (lambda g: uc.clip(g, uc.Clipper(uc.zclip())), "a uc.Clipper is more: call it"),
         (lambda g: uc.chain(uc.Clipper(uc.zclip())), "a uc.Clipper is more: call it"),
         (lambda g: uc.clip(g, uc.ZScore(2.5, 0.97)), r"a limit is only one of its choices: uc\.Rule\(limit\)"),
-        (lambda g: uc.Clipper(uc.agc)(g), "call agc first"),
+        (lambda g: uc.Clipper(uc.agc)(g), r"uc\.agc makes one: call it"),
         (lambda g: uc.by_global_norm(uc.zclip()), r"limit must be a number, a 0-d array or a uc\.Limit"),
         (lambda g: uc.by_group_norm({0: uc.zclip()}, max), r"limit must be a number, a 0-d array or a uc\.Limit"),
         (lambda g: uc.zclip().update(g, None), r"state must be what rule\.init\(grads\) returns"),
