@@ -41,6 +41,14 @@ def in_order(call: str, first: object, *others: object) -> None:
 
 
 def nonnegative(name: str, value: Any, hint: str = "") -> Any:
+    """Return a number that is 0 or more as Python's, a 0-d array of a real number as it is; refuse all else."""
+    value = nonnegatives(name, value, hint)
+    single = isinstance(value, Real) or getattr(value.shape, "rank", len(value.shape)) in {0, None}
+    check(name, value, single, f"a number or a 0-d array{hint}")
+    return value
+
+
+def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
     """Return a number that is 0 or more as Python's, an array of real numbers as it is; refuse all else."""
     if isinstance(value, float) and value >= 0:
         return value
@@ -108,6 +116,16 @@ def _read(value: Any) -> Any:
     except Exception:  # noqa: BLE001 - whatever a framework raises for an array that has no value yet
         return None
     return None
+
+
+def refuse_in_step(all_reduce: Any, loss: Any = None) -> None:
+    """Refuse what a step cannot join norms with, and a loss that is not one number."""
+    if all_reduce is not None:
+        check("all_reduce", all_reduce, callable(all_reduce), "a function of (array, op)")
+    if loss is not None:
+        shape = getattr(real("loss", loss, "one number"), "shape", ())
+        single = getattr(shape, "rank", 0) is None or all(n in {1, None} for n in shape)
+        check("loss", loss, single, "one number, such as the mean of those of the examples")
 
 
 def positive(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import optree
 
 from uniclip._checks import check
-from uniclip._repr import Printed
+from uniclip._repr import Printed, holds_arrays
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS
 from uniclip.decide import LOGGED, Report, kept
@@ -119,6 +119,8 @@ class Chain(Printed):
         loss: Any = None,
     ) -> tuple[Any, Any, Report]:
         """Run the rules; see `Rule.update`."""
+        fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
+        check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
         states, new = state if self.memory else [NoState()] * len(self.rules), []
         reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
@@ -187,8 +189,13 @@ class Masked(Printed):
 
     def _chosen(self, tree: Tree) -> tuple[Any, list[bool]]:
         """Return the tree with ``None`` for the leaves that are left out, and which ones are in."""
-        chosen = [bool(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
+        chosen = [_truth(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
         return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
+
+
+def _truth(answer: Any) -> bool:
+    check("what where(path, leaf) returns", answer, not holds_arrays(answer), "True or False")
+    return bool(answer)
 
 
 def _function_or_rule(rule: Any) -> Any:

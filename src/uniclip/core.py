@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from uniclip._checks import flag, refuse_in_step
 from uniclip._repr import describe, short
 from uniclip.backends import backend_of
 from uniclip.decide import Report, decide
@@ -28,6 +29,7 @@ _NO_STATE = NoState()
 
 def reduced(rule: Rule, grads: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool) -> tuple[Any, Report]:
     """Clip the gradients of examples, and return their sum or mean along the first axis."""
+    refuse_in_step(all_reduce)
     given = read(grads, rule.scope)
     with given.backend.quiet():
         decision = decide(rule, given, _NO_STATE, params, all_reduce)
@@ -70,7 +72,8 @@ def update(
     loss: Any = None,
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule``; see `Rule.update`."""
-    given = read(grads, rule.scope, in_place=in_place)
+    refuse_in_step(all_reduce, loss)
+    given = read(grads, rule.scope, in_place=flag("in_place", in_place))
     with given.backend.quiet():
         decision = decide(rule, given, state, params, all_reduce, loss=loss)
         return decision.clipped(rule), decision.state, decision.report()
@@ -86,6 +89,7 @@ def measured(
     loss: Any = None,
 ) -> tuple[Any, Report]:
     """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
+    refuse_in_step(all_reduce, loss)
     given = read(grads, rule.scope)
     with given.backend.quiet():
         decision = decide(rule, given, state, params, all_reduce, norm, loss)
@@ -115,7 +119,7 @@ def apply(
     ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that
     broadcast against it, and the operands.
     """
-    backend, tree = flatten_grads(grads, in_place=in_place)
+    backend, tree = flatten_grads(grads, in_place=flag("in_place", in_place))
     given = Gradients(backend, each_leaf, {}, tree, in_place=in_place)
     with backend.quiet():
         leaves = [Leaf(number, leaf, *backend.stored(leaf), None) for number, leaf in enumerate(tree.leaves)]

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
+from uniclip._checks import real
 from uniclip._repr import short
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
-from uniclip.limits import Constant, Given, NoState
+from uniclip.limits import Constant, Given, NoState, PerGroup
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.scale import factor_of, reduced, scaled
@@ -253,12 +254,15 @@ def _limits(
     if len(limits) != len(norms):
         msg = f"{short(rule.limit)} must return one limit for each of the {len(norms)} norms, got {len(limits)}"
         raise ValueError(msg)
-    return list(limits), state
+    wanted = "a number or an array of real numbers"
+    return [n if hasattr(n, "dtype") else real(f"a limit of {short(rule.limit)}", n, wanted) for n in limits], state
 
 
 def _check_state(rule: Rule, norms: list[Any], state: Any) -> None:
     """Refuse a state that is none, or one for another number of norms."""
-    if state is None or isinstance(state, NoState):
+    own = type(rule.limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
+    kind = isinstance(state, list) if isinstance(rule.limit, PerGroup) else hasattr(state, "_fields")
+    if state is None or isinstance(state, NoState) or (own and not kind):
         msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
         raise TypeError(msg)
     for part in state if isinstance(state, tuple) else ():

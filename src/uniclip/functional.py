@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from uniclip import core
-from uniclip._checks import LIMIT, in_order, nonnegative, real
+from uniclip._checks import LIMIT, in_order, nonnegatives, real
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
 from uniclip.rules import ByValue
@@ -84,7 +84,7 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
            [0.3, 0.4]])
     """
     in_order("uc.clip_by_norm(grads, max_norm)", grads, max_norm)
-    return clip(grads, by_norm(nonnegative("max_norm", max_norm, LIMIT), axis=axis, ord=ord))[0]
+    return clip(grads, by_norm(nonnegatives("max_norm", max_norm, LIMIT), axis=axis, ord=ord))[0]
 
 
 def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
@@ -117,7 +117,7 @@ def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
     array([1.2, 1.6])
     """
     in_order("uc.clip_by_average_norm(grads, max_norm)", grads, max_norm)
-    return clip(grads, by_average_norm(nonnegative("max_norm", max_norm, LIMIT)))[0]
+    return clip(grads, by_average_norm(nonnegatives("max_norm", max_norm, LIMIT)))[0]
 
 
 def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any = None) -> tuple[Any, Any]:
@@ -160,7 +160,7 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
     in_order("uc.clip_by_global_norm(grads, max_norm)", grads, max_norm)
-    rule = by_global_norm(nonnegative("max_norm", max_norm, LIMIT), ord=ord)
+    rule = by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
     return core.clip_known(rule, grads, norm if norm is None else real("norm", norm, "a number or a 0-d array"))
 
 

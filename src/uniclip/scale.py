@@ -7,10 +7,12 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.backends.scalars import NUMBERS
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
 from uniclip.limits import Constant
+from uniclip.measure import broadcasts
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -27,17 +29,26 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) 
     if isinstance(limit, NUMBERS):
         factor = one if measures else xp.where(xp.isfinite(norm), one, one * math.nan)
         if limit != math.inf:
-            curved = rule.curve(xp, norm, xp.asarray(limit, dtype=norm.dtype))
+            curved = _asked(rule.curve, xp, norm, xp.asarray(limit, dtype=norm.dtype))
             factor = xp.where(xp.isfinite(norm), xp.asarray(curved, dtype=norm.dtype), one * math.nan)
     else:
         limit = backend.to_device_of(norm, limit)
         unlimited = xp.isinf(limit)
-        curved = rule.curve(xp, norm, xp.where(unlimited, one, limit))
+        curved = _asked(rule.curve, xp, norm, xp.where(unlimited, one, limit))
         factor = xp.where(xp.isfinite(norm) & (limit >= 0), curved, one * math.nan)
         factor = xp.where(unlimited if measures else unlimited & xp.isfinite(norm), one, factor)
     if rule.nonfinite in {"skip", "zero"}:
         kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
         factor = xp.where(kept, factor, xp.zeros_like(factor))
+    return factor
+
+
+def _asked(curve: Any, xp: Any, norm: Any, limit: Any) -> Any:
+    """Ask a curve; refuse an answer that is no factor."""
+    factor = curve(xp, norm, limit)
+    fits = isinstance(factor, NUMBERS) or (hasattr(factor, "dtype") and broadcasts(factor.shape, norm.shape))
+    wanted = f"a number, or an array like the norm, of shape {tuple(norm.shape)}" if not fits else ""
+    check(f"the factor that {short(curve)} returned", factor, fits, wanted)
     return factor
 
 

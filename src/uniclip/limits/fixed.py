@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from uniclip._checks import LIMIT, check, flag, nonnegative, settle
+from uniclip._checks import LIMIT, check, flag, nonnegative, nonnegatives, settle
 from uniclip._repr import Printed, short
 from uniclip.limits.base import Arrays, Given, Limit, NoState, Remembers, State
 
@@ -31,7 +31,7 @@ class Constant(Printed, Limit):
 
     def __post_init__(self) -> None:
         """Refuse what is no limit."""
-        settle(self, value=nonnegative("limit", self.value, LIMIT))
+        settle(self, value=nonnegatives("limit", self.value, LIMIT))
 
     def __call__(
         self,
