@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from uniclip._repr import holds_arrays, short
+from uniclip.backends import DEFAULT, backend_of, compiling
 
 LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
 """What there is to know about the range of a limit."""
@@ -43,9 +44,11 @@ def in_order(call: str, first: object, *others: object) -> None:
 def nonnegative(name: str, value: Any, hint: str = "") -> Any:
     """Return a number that is 0 or more as Python's, a 0-d array of a real number as it is; refuse all else."""
     value = nonnegatives(name, value, hint)
-    single = isinstance(value, Real) or getattr(value.shape, "rank", len(value.shape)) in {0, None}
-    check(name, value, single, f"a number or a 0-d array{hint}")
-    return value
+    if isinstance(value, Real):
+        return value
+    if getattr(value.shape, "rank", 0) is not None and len(value.shape):
+        check(name, value, False, f"a number or a 0-d array{hint}")  # noqa: FBT003
+    return float(value) if backend_of(value) is DEFAULT else value
 
 
 def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
@@ -69,6 +72,8 @@ def real(name: str, value: Any, wanted: str) -> Any:
 
 def holds_reals(array: Any) -> bool:
     """Whether an array is one of floating-point numbers or integers, by the name of its dtype."""
+    if compiling():
+        return True
     dtype = str(array.dtype)
     return ("float" in dtype or "int" in dtype) and not isinstance(array, type)
 

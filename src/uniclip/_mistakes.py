@@ -55,9 +55,15 @@ def refuse_swapped(grads: Any, rule: Any, call: str) -> None:
         raise TypeError(msg)
 
 
+def _is_own(value: Any) -> bool:
+    """Whether a value is a rule or a state; compilers do not know the modules of builtin classes."""
+    known = hasattr(value, "_fields") or hasattr(value, "memory") or hasattr(value, "state_dict")
+    return known and type(value).__module__.startswith("uniclip.")
+
+
 def refuse_as_grads(value: Any, name: str) -> None:
     """Refuse a rule, or the state of one, in the place of gradients: a state is a tree of arrays, too."""
-    first = value[0] if isinstance(value, (tuple, list)) and value else value
-    if type(first).__module__.startswith("uniclip.") and not hasattr(first, "dtype"):
+    first = value[0] if isinstance(value, (tuple, list)) and value else None  # the state of a chain is a tuple of them
+    if _is_own(value) or _is_own(first):
         msg = f"{name} must be gradients, got {short(value)}: write rule.update(grads, state), uc.clip(grads, rule)"
         raise TypeError(msg)

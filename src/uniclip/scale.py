@@ -46,10 +46,10 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, limit: Any, finite: Any) 
 def _asked(curve: Any, xp: Any, norm: Any, limit: Any) -> Any:
     """Ask a curve; refuse an answer that is no factor."""
     factor = curve(xp, norm, limit)
-    fits = isinstance(factor, NUMBERS) or (hasattr(factor, "dtype") and broadcasts(factor.shape, norm.shape))
-    wanted = f"a number, or an array like the norm, of shape {tuple(norm.shape)}" if not fits else ""
-    check(f"the factor that {short(curve)} returned", factor, fits, wanted)
-    return factor
+    if isinstance(factor, NUMBERS) or (hasattr(factor, "dtype") and broadcasts(factor.shape, norm.shape)):
+        return factor
+    wanted = f"a number, or an array like the norm, of shape {tuple(norm.shape)}"
+    return check(f"the factor that {short(curve)} returned", factor, False, wanted)  # noqa: FBT003
 
 
 def scaled(grads: Gradients, small: Backend, factors: list[Any], ones: list[Any], *, skip: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import linecache
 import math
 import traceback
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,9 +192,12 @@ RETURNED: dict[str, Callable[[Any], Any]] = {
 
 def refused(act: Callable[[], Any]) -> None:
     """Do something; if it is refused, then by uniclip, and in few words."""
+    error = None
     try:
         act()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as caught:
+        error = caught
+    if error is not None:
         message = str(error)
         assert len(message) < LONGEST, message[:LONGEST]
         assert message.count("0.12345") <= 1, message
@@ -227,3 +229,253 @@ def test_no_message_prints_arrays(fw: Framework, name: str) -> None:
     for place in ENTRIES[name][1]:
         for value in large_values(fw):
             attempt(name, place, value, some(fw))
+
+
+SWAPPED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "clip": (lambda g: uc.clip(uc.by_norm(1.0), g), r"grads and rule are swapped.*write uc\.clip\(grads, rule\)"),
+    "clip_": (lambda g: uc.clip_(uc.by_norm(1.0), g), r"swapped.*write uc\.clip_\(grads, rule\)"),
+    "clip by a function": (lambda g: uc.clip(np.sign, g), r"gradients are clipped by uc\.clip\(grads, rule\)"),
+    "clip_and_sum": (lambda g: uc.clip_and_sum(uc.by_example_norm(1.0), g), r"write uc\.clip_and_sum\(grads, rule\)"),
+    "clip_and_mean": (lambda g: uc.clip_and_mean(uc.by_norm(1.0), g), r"write uc\.clip_and_mean\(grads, rule\)"),
+    "clip_by_norm": (lambda g: uc.clip_by_norm(1.0, g), r"first argument is 1\.0: write uc\.clip_by_norm\(grads, max"),
+    "clip_by_average_norm": (
+        lambda g: uc.clip_by_average_norm(1, g),
+        r"write uc\.clip_by_average_norm\(grads, max_norm",
+    ),
+    "clip_by_global_norm": (
+        lambda g: uc.clip_by_global_norm(1.0, g),
+        r"write uc\.clip_by_global_norm\(grads, max_norm",
+    ),
+    "clip_by_value": (lambda g: uc.clip_by_value(-1, 1, g), r"write uc\.clip_by_value\(grads, min, max\)"),
+    "one array": (lambda g: uc.clip_by_norm(1.0, g["a"]), r"the gradients come first, but the first argument is 1\.0"),
+    "Clipper": (uc.Clipper, r"got a dict of 2 arrays; gradients are clipped by .*uc\.Clipper\(rule\)\(grads\)"),
+    "chain": (lambda g: uc.chain(g, uc.by_norm(1.0)), "rule must be a rule.*got a dict of 2 arrays"),
+    "update": (
+        lambda g: uc.zclip().update(uc.zclip().init(g), g),
+        r"a Moments of 3 arrays: write rule\.update\(grads, st",
+    ),
+    "update without memory": (
+        lambda g: uc.by_norm(1.0).update(uc.by_norm(1.0).init(g), g),
+        r"grads must be gradients, got an empty NoState: write rule\.update\(grads, state\)",
+    ),
+    "update by value": (
+        lambda g: uc.by_value(1.0).update(uc.by_value(1.0).init(g), g),
+        r"write rule\.update\(grads, st",
+    ),
+    "update of a chain": (
+        lambda g: uc.chain(uc.zclip(), uc.by_norm(1.0)).update(uc.chain(uc.zclip(), uc.by_norm(1.0)).init(g), g),
+        "state must be what init returned, a tuple of 2 states, got a dict of 2 arrays",
+    ),
+    "update of a mask": (
+        lambda g: uc.masked(uc.zclip(), first).update(uc.masked(uc.zclip(), first).init(g), g),
+        r"write rule\.update\(grads, state\)",
+    ),
+    "measure": (lambda g: uc.zclip().measure(uc.zclip().init(g), g), r"write rule\.update\(grads, state\)"),
+    "a Clipper's step": (lambda g: uc.Clipper(uc.zclip())(uc.zclip()), "grads must be gradients, got Rule"),
+    "masked": (lambda g: uc.masked(first, uc.zclip()), r"where must be a function of \(path, leaf\), got Rule\(ZScore"),
+    "by_group_norm": (lambda g: uc.by_group_norm(label, {"a": 1.0}), "limits must be a mapping.*got label"),
+}
+"""Arguments in the wrong order."""
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_swapped_arguments_are_named(fw: Framework, what: str) -> None:
+    """Arguments in the wrong order are named, with the right one; nothing is clipped, or taken for gradients."""
+    act, message = SWAPPED[what]
+    with pytest.raises(TypeError, match=message):
+        act(some(fw))
+
+
+NO_RULES: dict[str, tuple[Any, str]] = {
+    "a preset": (uc.by_global_norm, r"and uc\.by_global_norm makes one: call it"),
+    "a preset that reads parameters": (uc.agc, r"and uc\.agc makes one: call it"),
+    "the class of rules": (uc.Rule, r"and uc\.Rule makes one: call it"),
+    "a function that combines": (uc.masked, r"and uc\.masked makes one: call it"),
+    "a limit": (
+        uc.ZScore(2.5, 0.97),
+        r"a limit is only one of its choices: uc\.Rule\(limit\), got ZScore\(2\.5, 0\.97\)",
+    ),
+    "the class of a limit": (uc.Percentile, r"uc\.Rule\(limit\), got the class Percentile"),
+    "a curve": (uc.hard, r"a curve is only one of its choices: uc\.Rule\(1\.0, curve=curve\), got hard"),
+    "a curve with a number": (uc.Regularized(0.1), r"curve=curve\), got Regularized\(0\.1\)"),
+    "a scope": (uc.each_leaf, r"uc\.Rule\(1\.0, scope=scope\), got each_leaf"),
+    "a scope's function": (uc.unit, r"uc\.Rule\(1\.0, scope=scope\), got unit"),
+    "a norm": (uc.L2, r"uc\.Rule\(1\.0, norm=norm\), got L2"),
+    "a clipper": (uc.Clipper(uc.zclip()), r"a uc\.Clipper is more: call it.*got a uniclip\.clipper\.Clipper"),
+    "a function of all gradients": (
+        uc.clip_by_norm,
+        r"uc\.clip_by_norm is a function of all gradients: give it a rule such",
+    ),
+    "a module": (
+        uc.presets,
+        r"such as uc\.by_global_norm\(1\.0\), or a function of one array, got the module uniclip\.pres",
+    ),
+    "a text": ("by_norm", r"such as uc\.by_global_norm\(1\.0\), or a function of one array, got 'by_norm'"),
+    "a number": (1.0, r"such as uc\.by_global_norm\(1\.0\).*got 1\.0"),
+    "nothing": (None, r"such as uc\.by_global_norm\(1\.0\).*got None"),
+    "rules in a list": ([uc.by_norm(1.0), uc.zclip()], "got a list of 2 values"),
+}
+"""What is given for a rule."""
+
+
+@pytest.mark.parametrize("what", NO_RULES)
+def test_what_is_no_rule_says_what_to_write(what: str) -> None:
+    """The same words wherever a rule is wanted."""
+    value, message = NO_RULES[what]
+    grads = [np.ones(2)]
+    for act in (
+        lambda: uc.clip(grads, value),
+        lambda: uc.clip_(grads, value),
+        lambda: uc.Clipper(value),
+        lambda: uc.chain(uc.by_norm(1.0), value),
+        lambda: uc.masked(value, first),
+    ):
+        with pytest.raises(TypeError, match=f"^rule must be a rule, .*{message}"):
+            act()
+
+
+def test_functions_are_rules_still(fw: Framework) -> None:
+    """A function of one array is one, whatever kind of function."""
+    for function in (abs, lambda grad: abs(grad), np.vectorize(abs).__call__ if fw.family == "NumPy" else abs):
+        [clipped], _ = uc.clip([fw.array([-2.0])], function)
+        assert fw.numpy(clipped).item() == 2.0
+
+
+def numbers(fw: Framework) -> list[Any]:
+    """Return one and a half in all the ways of saying it."""
+    kinds = [1.5, Fraction(3, 2), Decimal("1.5"), np.float16(1.5), np.float32(1.5), np.float64(1.5), np.asarray(1.5)]
+    return [*kinds, fw.array(1.5)]
+
+
+def test_numbers_of_any_kind(fw: Framework) -> None:
+    """Orders, limits, bounds and decays are numbers of any kind, and 0-d arrays; the results are the same."""
+    grads = [fw.array([[3.0, 4.0], [0.3, 0.4]])]
+    wanted = [fw.numpy(clipped[0]) for clipped in used_as(1.5, grads)]
+    for value in numbers(fw):
+        for clipped, expected in zip(used_as(value, grads), wanted, strict=True):
+            np.testing.assert_allclose(fw.numpy(clipped[0]), expected, rtol=1e-6, err_msg=repr(value))
+
+
+def used_as(value: Any, grads: Any) -> list[Any]:
+    """Return gradients clipped with a number in several places."""
+    return [
+        uc.clip_by_global_norm(grads, value)[0],
+        uc.clip_by_norm(grads, 1.0, ord=value),
+        uc.clip(grads, uc.by_norm(value))[0],
+        uc.clip_by_value(grads, -1.0, value),
+        uc.clip_by_value(grads, -value, value),
+        uc.Clipper(uc.zclip(value, warmup=2))(grads),
+        uc.Clipper(uc.Rule(uc.Ema(value, 0.5)))(grads),
+        uc.clip(grads, uc.auto_s(gamma=value))[0],
+    ]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.int32, np.asarray])
+def test_whole_numbers_of_any_kind(fw: Framework, kind: Any) -> None:
+    """Axes and windows are whole numbers of any kind; a list of axes is as good as a tuple."""
+    grads = fw.array([[3.0, 4.0], [0.3, 0.4]])
+    one, zero = kind(1), kind(0)
+    wanted = fw.numpy(uc.clip_by_norm(grads, 1.0, axis=1))
+    for rule in (
+        uc.by_norm(1.0, axis=one),
+        uc.by_norm(1.0, axis=[one]),
+        uc.by_norm(1.0, axis=(one,)),
+        uc.Rule(1.0, scope=uc.axes(one)),
+        uc.Rule(1.0, scope=uc.Scope(axes=[one])),
+        uc.Rule(1.0, scope=uc.unit(zero)),
+        uc.Rule(1.0, scope=uc.Scope(axes=lambda ndim, output_axis: [one])),
+    ):
+        np.testing.assert_array_equal(fw.numpy(uc.clip(grads, rule)[0]), wanted)
+    assert uc.by_norm(1.0, axis=one) == uc.by_norm(1.0, axis=1)
+    assert repr(uc.by_norm(1.0, axis=[zero, one])) == repr(uc.by_norm(1.0, axis=(0, 1)))
+    assert uc.autoclip(kind(50), window=kind(4)) == uc.autoclip(50, window=4)
+    assert repr(uc.skip_spikes(window=kind(8))) == repr(uc.skip_spikes(window=8))
+
+
+def test_rules_hold_plain_numbers() -> None:
+    """Whatever kind of number a rule is made with, it prints, compares and is saved as if with Python's own."""
+    for one, two in (
+        (uc.by_norm(Fraction(1, 2), ord=Fraction(3, 2)), uc.by_norm(0.5, ord=1.5)),
+        (uc.zclip(np.float32(2.5), np.float64(0.5), warmup=np.int64(3)), uc.zclip(2.5, 0.5, warmup=3)),
+        (uc.by_value(np.float32(0.5)), uc.by_value(0.5)),
+        (uc.by_value(np.uint8(5)), uc.by_value(5)),
+        (uc.agc(Decimal("0.25"), axis=np.int64(0)), uc.agc(0.25, axis=0)),
+    ):
+        assert one == two
+        assert repr(one) == repr(two)
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: uc.by_norm(1 + 2j), TypeError, r"limit must be a number or a 0-d array.*got \(1\+2j\)"),
+    (lambda: uc.by_norm(np.complex64(1)), TypeError, "limit must be a number"),
+    (lambda: uc.by_norm(np.ones((), complex)), TypeError, "limit must be .*dtype complex128"),
+    (lambda: uc.clip_by_norm(np.ones(2), np.ones((), complex)), TypeError, "max_norm must be .*dtype complex128"),
+    (lambda: uc.by_norm("1"), TypeError, "limit must be .*got '1'"),
+    (lambda: uc.by_norm(None), TypeError, "limit must be .*got None"),
+    (lambda: uc.by_norm(True), TypeError, "limit must be .*got True"),
+    (lambda: uc.by_norm(np.bool_(True)), TypeError, "limit must be "),
+    (lambda: uc.by_norm([1.0, 2.0]), TypeError, "limit must be .*got a list of 2 numbers"),
+    (
+        lambda: uc.by_norm(10**400),
+        ValueError,
+        "limit must be within the range of a float .*a whole number of 1329 bits",
+    ),
+    (lambda: uc.by_norm(Fraction(10**400)), ValueError, "limit must be within the range of a float"),
+    (lambda: uc.by_norm(np.float32("nan")), ValueError, "limit must be 0 or more.*got nan"),
+    (lambda: uc.clip(np.ones(2), uc.by_norm(np.ones(1))), ValueError, r"a limit of shape \(1,\).*give one number"),
+    (lambda: uc.agc(np.ones(2)), TypeError, r"ratio must be a number or a 0-d array, got .*shape \(2,\)"),
+    (lambda: uc.by_value(1j), TypeError, "lo must be a number or an array of real numbers"),
+    (lambda: uc.by_value(np.ones(2, complex)), TypeError, "lo must be .*dtype complex128"),
+    (lambda: uc.by_value(-1.0, 1j), TypeError, "max must be .*got 1j"),
+    (lambda: uc.by_value(True), TypeError, "lo must be .*got True"),
+    (lambda: uc.by_value(np.ones(2, "uint8")), TypeError, "a lone lo needs a dtype that holds -lo.*give both"),
+    (lambda: uc.by_value(-1.0, 10**400), ValueError, "max must be within the range of a float"),
+    (lambda: uc.by_norm(1.0, axis=True), TypeError, "axis must be a whole number, got True"),
+    (lambda: uc.by_norm(1.0, axis=np.bool_(True)), TypeError, "axis must be a whole number"),
+    (lambda: uc.by_norm(1.0, axis=1.0), TypeError, r"axis must be a whole number or a tuple of them, got 1\.0"),
+    (lambda: uc.by_norm(1.0, axis="1"), TypeError, "axis must be a whole number"),
+    (lambda: uc.unit(1.5), TypeError, "axis must be a whole number, got 1.5"),
+    (lambda: uc.clip_by_norm(np.ones((2, 2)), 1.0, axis=(0, 0)), ValueError, r"axes \(0, 0\) name one axis twice"),
+    (
+        lambda: uc.clip_by_norm(np.ones((2, 2)), 1.0, axis=(1, -1)),
+        ValueError,
+        r"grads of shape \(2, 2\): axes \(1, -1\)",
+    ),
+    (lambda: uc.groups("encoder"), TypeError, "label must be a function"),
+    (lambda: uc.Scope(join=1), TypeError, "join must be a function"),
+    (lambda: uc.Norm(2, size_power=math.nan), ValueError, "size_power must be finite, got nan"),
+    (lambda: uc.Norm(2, size_power=math.inf), ValueError, "size_power must be finite, got inf"),
+    (lambda: uc.Norm(2, size_power="1"), TypeError, "size_power must be a number, got '1'"),
+    (lambda: uc.Norm(True), TypeError, "order of a norm, must be a number"),
+    (lambda: uc.Norm(2 + 0j), TypeError, "order of a norm, must be a number"),
+    (lambda: uc.Norm(np.ones(2)), TypeError, r"order of a norm, must be .*shape \(2,\)"),
+    (lambda: uc.Norm(Decimal("nan")), ValueError, "order of a norm, must be .*got nan"),
+    (lambda: uc.autoclip(window=4.0), TypeError, r"window must be a whole number, got 4\.0"),
+    (lambda: uc.autoclip(window=True), TypeError, "window must be a whole number, got True"),
+    (lambda: uc.by_norm(1.0, nonfinite=None), ValueError, "nonfinite must be one of 'propagate', .*got None"),
+    (
+        lambda: uc.clip(np.ones(2), uc.by_norm(1.0), None, "dp"),
+        TypeError,
+        r"all_reduce must be a function of \(array, op\)",
+    ),
+    (lambda: uc.Clipper(uc.zclip())(np.ones(2), loss=np.ones(2)), TypeError, r"loss must be one number.*shape \(2,\)"),
+    (lambda: uc.zclip().update(np.ones(2), [1.0]), TypeError, r"state must be what rule\.init\(grads\) returns"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_refused(number: int) -> None:
+    """What makes no sense is refused by the name of the argument and its value, in an error of uniclip's."""
+    act, error, message = REFUSED[number]
+    with pytest.raises(error, match=message) as found:
+        act()
+    assert raised(found.value).startswith("raise")
+
+
+def test_bounds_that_are_nan(fw: Framework) -> None:
+    """NaN among bounds, and bounds that cross in one entry, are refused where they can be read."""
+    grads, low, high = fw.array([1.0, 2.0, 3.0]), fw.array([-1.0, math.nan, -1.0]), fw.array([1.0, -2.0, 1.0])
+    if fw.raises:
+        for rule in (uc.by_value(low, 1.0), uc.by_value(-1.0, -low), uc.by_value(-1.0, high)):
+            with pytest.raises(ValueError, match=r"grads: min must not be above max, and neither NaN: got min="):
+                uc.clip(grads, rule)

@@ -6,6 +6,9 @@ A step that is not finite changes nothing that they have learned.
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 from uniclip._checks import number, whole, within
 from uniclip.curves import normalize, skip
 from uniclip.limits import (
@@ -72,6 +75,14 @@ def _in_percent(name: str, value: float) -> None:
         rule = f"uc.Rule(uc.Percentile({share}, window)) if it is really meant"
         msg = f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}; write {rule}"
         raise ValueError(msg)
+
+
+def _at_least_one(ratio: float) -> None:
+    """Refuse a growth where a ratio is wanted: below 1 every norm would be a part of the one before."""
+    if isinstance(ratio, Real) and ratio < 1:
+        share = float(ratio)
+        hint = f" ({1 + share:g} for a growth of {100 * share:g} %; below 1 all gradients shrink to 0)"
+        within("ratio", ratio, 1, math.inf, hint if share > 0 else "")
 
 
 def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -225,7 +236,7 @@ def adagc(
     Raises
     ------
     ValueError
-        If a number is out of range.
+        If a number is out of range; ``ratio`` is at least 1.
 
     Notes
     -----
@@ -241,6 +252,7 @@ def adagc(
     >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 2.0)]
     [1.0, 1.05]
     """
+    _at_least_one(ratio)
     return Rule(Ema(ratio, decay, warmup, warmup_norm), scope=each_leaf, nonfinite=nonfinite)
 
 
@@ -259,7 +271,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     Raises
     ------
     ValueError
-        If ``ratio`` is negative or NaN.
+        If ``ratio`` is below 1 or NaN: 1 % of growth is 1.01.
 
     Notes
     -----
@@ -272,6 +284,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 10.0, 10.0)]
     [1.0, 1.5, 2.25]
     """
+    _at_least_one(ratio)
     return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
 
 
