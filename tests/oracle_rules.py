@@ -75,8 +75,9 @@ class BitsAndBytes(Learner):
 class ZClip(Learner):
     """Kumar et al., arXiv:2504.02507."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, clip_factor: float = 1.0, *, skip_update_on_spike: bool = False) -> None:
         self.target, self.first, self.mean, self.variance = target, [], 0.0, 0.0
+        self.clip_factor, self.skip_update_on_spike = clip_factor, skip_update_on_spike
 
     def limit(self, norm: float) -> float:
         if self.steps < 25:
@@ -87,10 +88,12 @@ class ZClip(Learner):
         score, limit = (norm - self.mean) / (std + 1e-6), math.inf
         if score > 2.5:
             limit = {
-                "reciprocal": self.mean + 2.5 * std / (score / 2.5),
+                "reciprocal": self.clip_factor * (self.mean + 2.5 * std / (score / 2.5)),
                 "mean": self.mean,
                 "threshold": self.mean + 2.5 * std,
             }[self.target]
+            if self.skip_update_on_spike:
+                return limit
         left = min(norm, limit)
         self.mean = 0.97 * self.mean + 0.03 * left
         self.variance = 0.97 * self.variance + 0.03 * (left - self.mean) ** 2
@@ -186,12 +189,12 @@ class Spam(Learner):
 class AndrewsQuantile(Learner):
     """Andrew et al., arXiv:1905.03871, for one norm at a step."""
 
-    def __init__(self) -> None:
-        self.c = 0.1
+    def __init__(self, least: float = 0.0, most: float = math.inf) -> None:
+        self.c, self.least, self.most = 0.1, least, most
 
     def limit(self, norm: float) -> float:
         limit = self.c
-        self.c *= math.exp(-0.2 * ((norm <= limit) - 0.5))
+        self.c = max(self.least, min(self.most, self.c * math.exp(-0.2 * ((norm <= limit) - 0.5))))
         return limit
 
     def known(self) -> Sequence[float]:

@@ -163,8 +163,16 @@ __all__ = [
 def __getattr__(name: str) -> str:
     """Look the version up only when asked (PEP 562)."""
     if name == "__version__":
-        from importlib.metadata import version  # noqa: PLC0415 - takes a third of the time that uniclip takes to import
-
-        return version("uniclip")
+        return _version()
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def _version() -> str:
+    """Return the installed version; a copy among the files of another package has none."""
+    from importlib.metadata import version  # noqa: PLC0415 - takes a third of the time that uniclip takes to import
+
+    try:
+        return version("uniclip") or "0+unknown"  # some Pythons return None where a file of metadata is broken
+    except (ImportError, KeyError):
+        return "0+unknown"

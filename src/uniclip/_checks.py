@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Refuse arguments that do not fit; each error names the argument, what is allowed, and what it got."""
+"""Refuse arguments that do not fit; each error names the argument, what is allowed, and what it got.
+
+The functions for numbers return them as Python's own, whatever they were: every framework can work with those.
+"""
 
 from __future__ import annotations
 
 import math
-from numbers import Real
-from typing import TypeVar
+import operator
+from collections.abc import Iterable
+from decimal import Decimal
+from numbers import Integral, Real
+from typing import Any
 
-T = TypeVar("T")
+from uniclip._repr import holds_arrays, short
+from uniclip.backends import DEFAULT, backend_of, compiling
 
 LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
 """What there is to know about the range of a limit."""
@@ -16,49 +23,165 @@ LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
 def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
     """Refuse an argument that does not fit."""
     if not fits:
-        msg = f"{name} must be {wanted}, got {value!r}"
+        msg = f"{name} must be {wanted}, got {short(value)}"
         raise TypeError(msg)
 
 
-def nonnegative(name: str, value: T, hint: str = "") -> T:
-    """Return ``value`` unless it is no number or array, or a number that is negative or NaN."""
+def settle(choice: object, **values: object) -> None:
+    """Put checked values into the fields of a frozen dataclass."""
+    for name, value in values.items():
+        object.__setattr__(choice, name, value)
+
+
+def in_order(call: str, first: object, *others: object) -> None:
+    """Refuse a number in the place of the gradients, and gradients in the place of a number."""
+    misplaced = isinstance(first, (Real, str)) or first is None or getattr(first, "shape", None) == ()
+    if misplaced and any(map(holds_arrays, others)):
+        msg = f"the gradients come first, but the first argument is {short(first)}: write {call}"
+        raise TypeError(msg)
+
+
+def nonnegative(name: str, value: Any, hint: str = "") -> Any:
+    """Return a number that is 0 or more as Python's, a 0-d array of a real number as it is; refuse all else."""
+    value = nonnegatives(name, value, hint)
+    if isinstance(value, Real):
+        return value
+    if getattr(value.shape, "rank", 0) is not None and len(value.shape):
+        check(name, value, False, f"a number or a 0-d array{hint}")  # noqa: FBT003
+    return float(value) if backend_of(value) is DEFAULT else value
+
+
+def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
+    """Return a number that is 0 or more as Python's, an array of real numbers as it is; refuse all else."""
     if isinstance(value, float) and value >= 0:
         return value
-    if not isinstance(value, Real) and not hasattr(value, "dtype"):
-        msg = f"{name} must be a number or a 0-d array{hint}, got {value!r}"
-        raise TypeError(msg)
+    value = real(name, value, f"a number or a 0-d array{hint}")
     if isinstance(value, Real) and not float(value) >= 0:
-        msg = f"{name} must be 0 or more{hint}, got {value!r}"
+        msg = f"{name} must be 0 or more{hint}, got {short(value)}"
         raise ValueError(msg)
     return value
 
 
-def positive(name: str, value: float) -> None:
-    """Refuse what is no number, or not above 0."""
-    check(name, value, isinstance(value, Real), "a number")
-    if not value > 0:
-        msg = f"{name} must be above 0, got {value!r}"
+def real(name: str, value: Any, wanted: str) -> Any:
+    """Return a real number as Python's, an array of real numbers as it is; refuse all else."""
+    if hasattr(value, "dtype") and not isinstance(value, Real):
+        check(name, value, holds_reals(value), wanted)
+        return value
+    return number(name, value, wanted)
+
+
+def holds_reals(array: Any) -> bool:
+    """Whether an array is one of floating-point numbers or integers, by the name of its dtype."""
+    if compiling():
+        return True
+    dtype = str(array.dtype)
+    return ("float" in dtype or "int" in dtype) and not isinstance(array, type)
+
+
+def number(name: str, value: Any, wanted: str = "a number") -> Any:
+    """Return a real number of any kind, a 0-d array that can be read too, as Python's float or int.
+
+    Raises
+    ------
+    TypeError
+        If it is none; a boolean is none.
+    ValueError
+        If it is beyond the range of a float.
+    """
+    if isinstance(value, bool):
+        check(name, value, False, wanted)  # noqa: FBT003
+    if isinstance(value, float):
+        return value if type(value) is float else float(value)
+    result = _read(value)
+    if result is None:
+        check(name, value, False, wanted)  # noqa: FBT003
+    if isinstance(result, int) and abs(result) > _LARGEST:
+        msg = f"{name} must be within the range of a float ({_LARGEST:.2}, or math.inf), got {short(value)}"
         raise ValueError(msg)
+    return result
 
 
-def within(name: str, value: float, low: float, high: float) -> None:
-    """Refuse what is no number, or out of range."""
-    check(name, value, isinstance(value, Real), "a number")
+_LARGEST = 1.7976931348623157e308
+_BYTES = 8
+"""How long a float is."""
+
+
+def _read(value: Any) -> Any:
+    """Return a number of another kind as an int or float, ``None`` if it is none."""
+    try:
+        if isinstance(value, Integral):
+            return int(value)
+        if isinstance(value, (Real, Decimal)):
+            wide = hasattr(value, "dtype") and value.dtype.itemsize > _BYTES
+            return value if wide else float(value)  # a wider float of the host's keeps its digits
+        if getattr(value, "shape", None) == () and holds_reals(value):
+            return float(value)
+    except OverflowError:
+        return int(value)
+    except Exception:  # noqa: BLE001 - whatever a framework raises for an array that has no value yet
+        return None
+    return None
+
+
+def refuse_in_step(all_reduce: Any, loss: Any = None) -> None:
+    """Refuse what a step cannot join norms with, and a loss that is not one number."""
+    if all_reduce is not None:
+        check("all_reduce", all_reduce, callable(all_reduce), "a function of (array, op)")
+    if loss is not None:
+        shape = getattr(real("loss", loss, "one number"), "shape", ())
+        single = getattr(shape, "rank", 0) is None or all(n in {1, None} for n in shape)
+        check("loss", loss, single, "one number, such as the mean of those of the examples")
+
+
+def positive(name: str, value: Any) -> Any:
+    """Return a number above 0; refuse all else."""
+    value = number(name, value)
+    if not value > 0:
+        msg = f"{name} must be above 0, got {short(value)}"
+        raise ValueError(msg)
+    return value
+
+
+def within(name: str, value: Any, low: float, high: float, hint: str = "") -> Any:
+    """Return a number that is in range; refuse all else."""
+    value = number(name, value)
     if not low <= value <= high:
         allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-        msg = f"{name} must be {allowed}, got {value!r}"
+        msg = f"{name} must be {allowed}{hint}, got {short(value)}"
         raise ValueError(msg)
+    return value
 
 
-def below_one(name: str, value: float) -> None:
-    """Refuse a decay with which nothing would ever be learned."""
-    check(name, value, isinstance(value, Real), "a number")
+def below_one(name: str, value: Any) -> Any:
+    """Return a decay; refuse one with which nothing would ever be learned."""
+    value = number(name, value)
     if not 0 <= value < 1:
-        msg = f"{name} must be from 0 to below 1, got {value!r}"
+        percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""  # noqa: PLR2004
+        msg = f"{name} must be from 0 to below 1{percent}, got {short(value)}"
+        raise ValueError(msg)
+    return value
+
+
+def whole(name: str, value: Any, low: float = -math.inf) -> int:
+    """Return a whole number of any kind as Python's; refuse all else, and what is below ``low``."""
+    try:
+        result = operator.index(value)
+    except Exception:  # noqa: BLE001 - whatever a framework raises for an array that is none
+        result = None
+    fits = result is not None and not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", ""))
+    check(name, value, fits, "a whole number")
+    return within(name, result, low, math.inf) if low > -math.inf else result  # type: ignore[return-value]
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Refuse what is none of some names."""
+    if not (isinstance(value, str) and value in allowed):
+        msg = f"{name} must be one of {', '.join(map(repr, allowed))}, got {short(value)}"
         raise ValueError(msg)
 
 
-def whole(name: str, value: int, low: int) -> None:
-    """Refuse what is no whole number, or below ``low``."""
-    check(name, value, isinstance(value, int), "a whole number")
-    within(name, value, low, math.inf)
+def flag(name: str, value: Any) -> bool:
+    """Return a boolean as Python's; refuse all else."""
+    single = getattr(value, "shape", None) == () and "bool" in str(getattr(value, "dtype", ""))
+    check(name, value, isinstance(value, bool) or single, "True or False")
+    return bool(value)

@@ -1,16 +1,102 @@
 # SPDX-License-Identifier: MIT
-"""Print a choice as the source that makes it."""
+"""Print a choice as the source that makes it, and any value in a few words for an error."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from dataclasses import MISSING, fields
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from decimal import Decimal
+from numbers import Number
+from types import ModuleType
 from typing import Any
+
+import optree
+
+_LONGEST = 200
+"""How many characters of a text, or of a rule, an error shows."""
+_FEW = 8
+"""How many values of a tuple, such as axes, an error shows."""
 
 
 def source(value: object) -> str:
     """Return the name of a function or class, else what the value prints as."""
     return value.__qualname__ if hasattr(value, "__qualname__") else repr(value)
+
+
+def short(value: object) -> str:
+    """Describe any value in a few words; an array by its class, dtype and shape, never by its entries."""
+    text = _named(value) or _contained(value) or f"{article(describe(value))} {describe(value)}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def describe(leaf: Any) -> str:
+    """Return the class of an object, and dtype and shape of an array."""
+    dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") and not isinstance(leaf, type) else ""
+    dtype += f" and shape {_shape(leaf)}" if _is_array(leaf) else ""
+    module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
+    return f"{module}{type(leaf).__qualname__}{dtype}"
+
+
+def article(noun: str) -> str:
+    """Return the article of a noun."""
+    return "an" if noun[:1].lower() in set("aeio") else "a"
+
+
+def holds_arrays(value: Any) -> bool:
+    """Whether a value is an array that is no single number, or a container of arrays."""
+    if _is_array(value):
+        return bool(_shape(value) != ())
+    return not isinstance(value, (Number, Printed)) and any(map(_is_array, optree.tree_leaves(value)))
+
+
+def _is_array(value: Any) -> bool:
+    try:
+        return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type)
+    except RuntimeError:  # of PyTorch's nested tensors, and of parameters that have no shape yet
+        return False
+
+
+def _shape(array: Any) -> Any:
+    shape = getattr(array, "shape", ())
+    return shape if getattr(shape, "rank", 0) is None else tuple(shape)  # one of unknown rank is no sequence
+
+
+def _named(value: Any) -> str | None:
+    """Return what is short by itself: a number, a text, a name, or the source of a choice; ``None`` for all else."""
+    text = getattr(value, "__qualname__", None)
+    if isinstance(value, int) and value.bit_length() > _LONGEST:
+        text = f"a whole number of {value.bit_length()} bits"
+    elif value is None or isinstance(value, (Number, Decimal, str)):
+        text = repr(value)
+    elif isinstance(value, Printed):
+        text = value._printed(short)  # noqa: SLF001 - its own repr is made by it, too
+    elif isinstance(value, type):
+        text = f"the class {text}"
+    elif isinstance(value, ModuleType):
+        text = f"the module {value.__name__}"
+    elif isinstance(value, functools.partial):
+        text = f"functools.partial({short(value.func)}, ...)"
+    elif is_dataclass(value) and not _is_array(value):
+        parts = [f"{f.name}={short(getattr(value, f.name, None))}" for f in fields(value)]
+        text = f"{type(value).__qualname__}({', '.join(parts)})"
+    return text
+
+
+def _contained(value: Any) -> str | None:
+    """Return what a container holds, and how many; ``None`` for what is none."""
+    if _is_array(value) or not isinstance(value, (list, tuple, dict)):
+        return None
+    tree: Any = value
+    leaves = optree.tree_leaves(tree)
+    kinds = {"array" if _is_array(leaf) else "number" if isinstance(leaf, Number) else "value" for leaf in leaves}
+    name = type(value).__qualname__
+    if type(value) is tuple and "array" not in kinds and len(leaves) <= _FEW:
+        return f"({', '.join(map(short, value))}{',' * (len(value) == 1)})"
+    kind = kinds.pop() if len(kinds) == 1 else "value"
+    many = f"{article(name)} {name} of {len(leaves)} {kind}{'' if len(leaves) == 1 else 's'}"
+    return many if leaves else f"an empty {name}"
 
 
 def _differs(value: Any, default: Any) -> bool:
@@ -23,17 +109,21 @@ class Printed:
 
     def __repr__(self) -> str:
         """Return source text that evaluates to an equal object."""
+        return self._printed(source)
+
+    def _printed(self, show: Callable[[object], str]) -> str:
+        """Return the source text, with the arguments as ``show`` prints them."""
         known = vars(sys.modules[type(self).__module__])
         for name, value in known.items():
             if type(value) is type(self) and value == self:
                 return name
-        return f"{type(self).__name__}({', '.join(self._arguments())})"
+        return f"{type(self).__name__}({', '.join(self._arguments(show))})"
 
-    def _arguments(self) -> list[str]:
+    def _arguments(self, show: Callable[[object], str]) -> list[str]:
         me: Any = self
         defaults = [(f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(me)]
         return [
-            source(getattr(self, name)) if default is MISSING else f"{name}={source(getattr(self, name))}"
+            show(getattr(self, name)) if default is MISSING else f"{name}={show(getattr(self, name))}"
             for name, default in defaults
             if default is MISSING or _differs(getattr(self, name), default)
         ]

@@ -10,6 +10,7 @@ import numpy as np
 import optree
 
 from uniclip._checks import check
+from uniclip._repr import short
 from uniclip.absent import filled
 from uniclip.backends import backend_of
 from uniclip.decide import Report
@@ -159,7 +160,7 @@ class Clipper:
         names = [_name(path) for path in paths]
         if set(names) != set(saved):
             msg = (
-                f"the saved state, of {sorted(saved)}, is not one of {self.rule!r} on these gradients, which has "
+                f"the saved state, of {sorted(saved)}, is not one of {short(self.rule)} on these gradients, which has "
                 f"{sorted(names)}: load it into a Clipper of the rule that it was saved from"
             )
             raise ValueError(msg)
@@ -195,8 +196,8 @@ class Clipper:
         others = sorted(set(paths) ^ set(self._paths or paths))
         if others:
             msg = (
-                f"{self.rule!r} remembers each leaf by itself, and {', '.join(others[:5])} had a gradient at one step "
-                "and none at another: give the same leaves at every step, zeros if there is no gradient"
+                f"{short(self.rule)} remembers each leaf by itself, and {', '.join(others[:5])} had a gradient at one "
+                "step and none at another: give the same leaves at every step, zeros if there is no gradient"
             )
             raise ValueError(msg)
         self._paths = paths
@@ -204,8 +205,8 @@ class Clipper:
     def _refuse_traced(self, state: Any) -> None:
         if any(_traced(array) for array in optree.tree_leaves(state)):
             msg = (
-                f"{self!r} would remember values of code that is being compiled, which runs once: use "
-                "state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
+                f"Clipper({short(self.rule)}) would remember values of code that is being compiled, which runs once: "
+                "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
             )
             raise TypeError(msg)
 

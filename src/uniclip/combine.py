@@ -12,7 +12,7 @@ from typing import Any
 import optree
 
 from uniclip._checks import check
-from uniclip._repr import Printed, source
+from uniclip._repr import Printed, holds_arrays
 from uniclip.absent import unknown
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS
@@ -91,9 +91,9 @@ class Chain(Printed):
 
     rules: tuple[Any, ...]
 
-    def __repr__(self) -> str:
+    def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
-        return f"chain({', '.join(map(_source, self.rules))})"
+        return f"chain({', '.join(show(_function_or_rule(rule)) for rule in self.rules)})"
 
     @property
     def memory(self) -> bool:
@@ -120,6 +120,8 @@ class Chain(Printed):
         loss: Any = None,
     ) -> tuple[Any, Any, Report]:
         """Run the rules; see `Rule.update`."""
+        fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
+        check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
         states, new = state if self.memory else [NoState()] * len(self.rules), []
         reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
@@ -144,9 +146,9 @@ class Masked(Printed):
         """Refuse what is no function of a path and a leaf."""
         check("where", self.where, callable(self.where), "a function of (path, leaf)")
 
-    def __repr__(self) -> str:
+    def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
-        return f"masked({_source(self.rule)}, {source(self.where)})"
+        return f"masked({show(_function_or_rule(self.rule))}, {show(self.where)})"
 
     @property
     def memory(self) -> bool:
@@ -191,7 +193,7 @@ class Masked(Printed):
 
     def _chosen(self, tree: Tree) -> tuple[Any, list[bool]]:
         """Return the tree with ``None`` for the leaves that are left out, and which ones are in."""
-        chosen = [bool(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
+        chosen = [_truth(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
         return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
 
     def _taking_part(self, grads: Any, params: Any) -> tuple[Any, list[bool], Any]:
@@ -209,8 +211,13 @@ class Masked(Printed):
         return some, present, None if params is None else self._chosen(theirs)[0]
 
 
-def _source(rule: Any) -> str:
-    return source(rule.function) if isinstance(rule, Function) else repr(rule)
+def _truth(answer: Any) -> bool:
+    check("what where(path, leaf) returns", answer, not holds_arrays(answer), "True or False")
+    return bool(answer)
+
+
+def _function_or_rule(rule: Any) -> Any:
+    return rule.function if isinstance(rule, Function) else rule
 
 
 def _where(flag: Any, yes: Any, no: Any) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from uniclip._checks import flag, refuse_in_step
+from uniclip._repr import describe, short
 from uniclip.absent import Filled, filled
 from uniclip.backends import backend_of
 from uniclip.decide import Report, decide
@@ -14,7 +16,7 @@ from uniclip.gradients import Gradients, Leaf, read
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce, measure, same_shape
 from uniclip.scopes import each_leaf
-from uniclip.tree import Tree, describe, flatten_grads
+from uniclip.tree import Tree, flatten_grads
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -28,6 +30,7 @@ _NO_STATE = NoState()
 
 def reduced(rule: Rule, grads: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool) -> tuple[Any, Report]:
     """Clip the gradients of examples, and return their sum or mean along the first axis."""
+    refuse_in_step(all_reduce)
     whole, given = _read(rule, grads, _NO_STATE, params, all_reduce)
     with given.backend.quiet(given.first):
         decision = decide(rule, given, _NO_STATE, params, all_reduce)
@@ -58,7 +61,7 @@ def _of_function(
     """Call a function of a whole array, and prepare to put the result in its place."""
     result = function(array)
     if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
-        hint = f"; call {function.__name__} first" if hasattr(result, "update") else ""
+        hint = f"; call {short(function)} first" if hasattr(result, "update") else ""
         msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
         raise TypeError(msg)
     kinds = ("complex floating", "real floating")  # what holds one holds those after it, and integers
@@ -80,7 +83,8 @@ def update(
     loss: Any = None,
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule``; see `Rule.update`."""
-    whole, given = _read(rule, grads, state, params, all_reduce, in_place=in_place)
+    refuse_in_step(all_reduce, loss)
+    whole, given = _read(rule, grads, state, params, all_reduce, in_place=flag("in_place", in_place))
     with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, loss=loss)
         return whole.emptied(decision.clipped(rule)), decision.state, decision.report()
@@ -96,6 +100,7 @@ def measured(
     loss: Any = None,
 ) -> tuple[Any, Report]:
     """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
+    refuse_in_step(all_reduce, loss)
     _, given = _read(rule, grads, state, params, all_reduce)
     with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, norm, loss)
@@ -125,7 +130,7 @@ def apply(
     ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that
     broadcast against it, and the operands.
     """
-    backend, tree = flatten_grads(grads, in_place=in_place)
+    backend, tree = flatten_grads(grads, in_place=flag("in_place", in_place))
     given = Gradients(backend, each_leaf, {}, tree, in_place=in_place)
     with backend.quiet(given.first):
         leaves = [Leaf(number, leaf, *backend.stored(leaf), None) for number, leaf in enumerate(tree.leaves)]

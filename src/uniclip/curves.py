@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from uniclip._checks import positive
+from uniclip._checks import positive, settle
 from uniclip._repr import Printed
 
 
@@ -81,7 +81,7 @@ class Regularized(Printed):
 
     def __post_init__(self) -> None:
         """Refuse what would divide by zero."""
-        positive("gamma", self.gamma)
+        settle(self, gamma=positive("gamma", self.gamma))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
         """Return the factor."""
@@ -102,7 +102,7 @@ class NonMonotonic(Printed):
 
     def __post_init__(self) -> None:
         """Refuse what would divide by zero."""
-        positive("r", self.r)
+        settle(self, r=positive("r", self.r))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
         """Return the factor."""

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
+from uniclip._checks import real
+from uniclip._repr import short
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
 from uniclip.gradients import Gradients, all_of
-from uniclip.limits import Constant, Given, NoState
+from uniclip.limits import Constant, Given, NoState, PerGroup
 from uniclip.logged import arrays_of, over, share_changed
 from uniclip.losses import loss_of
 from uniclip.measure import AllReduce, measure, same_shape, sizes_of, zeros
@@ -234,7 +236,7 @@ def given_of(
 
     def reference() -> list[Any]:
         if params is None:
-            msg = f"{rule!r} compares gradients with their parameters: pass params="
+            msg = f"{short(rule)} compares gradients with their parameters: pass params="
             raise ValueError(msg)
         theirs = grads.matching(params)
         return [theirs.backend.detached(n) for n in theirs.as_arrays(measure(theirs, rule.norm, all_reduce))]
@@ -257,25 +259,29 @@ def _limits(
         _check_state(rule, seen, state)
     answer = rule.limit(seen, state, given())
     if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], (list, tuple))):  # noqa: PLR2004
-        msg = f"{rule.limit!r} must return (limits, state), a list of limits and the next state, got {answer!r}"
+        wanted = "(limits, state), a list of limits and the next state"
+        msg = f"{short(rule.limit)} must return {wanted}, got {short(answer)}"
         raise TypeError(msg)
     limits, state = answer
     if len(limits) != len(norms):
-        msg = f"{rule.limit!r} must return one limit for each of the {len(norms)} norms, got {len(limits)}"
+        msg = f"{short(rule.limit)} must return one limit for each of the {len(norms)} norms, got {len(limits)}"
         raise ValueError(msg)
-    return list(limits), state
+    wanted = "a number or an array of real numbers"
+    return [n if hasattr(n, "dtype") else real(f"a limit of {short(rule.limit)}", n, wanted) for n in limits], state
 
 
 def _check_state(rule: Rule, norms: list[Any], state: Any) -> None:
     """Refuse a state that is none, or one for another number of norms."""
-    if state is None or isinstance(state, NoState):
-        msg = f"state must be what rule.init(grads) returns, or an update before, for {rule!r}, got {state!r}"
+    own = type(rule.limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
+    kind = isinstance(state, list) if isinstance(rule.limit, PerGroup) else hasattr(state, "_fields")
+    if state is None or isinstance(state, NoState) or (own and not kind):
+        msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
         raise TypeError(msg)
     for part in state if isinstance(state, tuple) else ():
         if isinstance(part, list) and len(part) != len(norms):
             msg = (
-                f"the state of {rule!r} is for {len(part)} norms, but there are {len(norms)}: it was made for other "
-                "gradients, or some are None that were not, or the other way round"
+                f"the state of {short(rule)} is for {len(part)} norms, but there are {len(norms)}: it was made for "
+                "other gradients, or some are None that were not, or the other way round"
             )
             raise ValueError(msg)
 
@@ -308,7 +314,8 @@ def _checked(backend: Backend, name: str, value: Any, norm: Any, top: float = ma
         wrong = _wrong(backend, name, value, norm)
         value = value if top == math.inf else xp.where(value > top, xp.ones_like(value) * top, value)
     if wrong:
-        msg = f"{name} must be 0 or more{' (0 zeroes the gradients)' if name == 'limit' else ''}, got {value}"
+        shown = short(value) if getattr(value, "shape", ()) else value
+        msg = f"{name} must be 0 or more{' (0 zeroes the gradients)' if name == 'limit' else ''}, got {shown}"
         raise ValueError(msg)
     return value
 

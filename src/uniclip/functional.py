@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from uniclip import core
-from uniclip._checks import LIMIT, nonnegative
+from uniclip._checks import LIMIT, in_order, nonnegatives, real
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
 from uniclip.rules import ByValue
@@ -48,6 +48,7 @@ def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
     >>> uc.clip_by_value({"w": np.asarray([-3.0, 0.5]), "b": None}, -1, 1)
     {'w': array([-1. ,  0.5]), 'b': None}
     """
+    in_order("uc.clip_by_value(grads, min, max)", grads, min, max)
     return clip(grads, ByValue(min, max))[0]
 
 
@@ -82,7 +83,8 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    return clip(grads, by_norm(nonnegative("max_norm", max_norm, LIMIT), axis=axis, ord=ord))[0]
+    in_order("uc.clip_by_norm(grads, max_norm)", grads, max_norm)
+    return clip(grads, by_norm(nonnegatives("max_norm", max_norm, LIMIT), axis=axis, ord=ord))[0]
 
 
 def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
@@ -114,7 +116,8 @@ def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    return clip(grads, by_average_norm(nonnegative("max_norm", max_norm, LIMIT)))[0]
+    in_order("uc.clip_by_average_norm(grads, max_norm)", grads, max_norm)
+    return clip(grads, by_average_norm(nonnegatives("max_norm", max_norm, LIMIT)))[0]
 
 
 def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any = None) -> tuple[Any, Any]:
@@ -156,7 +159,9 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return core.clip_known(by_global_norm(nonnegative("max_norm", max_norm, LIMIT), ord=ord), grads, norm)
+    in_order("uc.clip_by_global_norm(grads, max_norm)", grads, max_norm)
+    rule = by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
+    return core.clip_known(rule, grads, norm if norm is None else real("norm", norm, "a number or a 0-d array"))
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from uniclip._checks import check
 from uniclip.backends.base import unchanged
 from uniclip.backends.scalars import Scalar
 from uniclip.scopes import Scope, everything
@@ -170,9 +172,20 @@ def read(grads: Any, scope: Scope, *, in_place: bool = False, name: str = "grads
     elif scope.join is not everything:
         groups = {}
         for number, path, leaf in zip(numbers, tree.paths(), tree.leaves, strict=True):
-            groups.setdefault(scope.join(path, leaf), []).append(number)
+            groups.setdefault(_label(scope.join(path, leaf)), []).append(number)
         groups = dict(sorted(groups.items(), key=lambda item: repr(item[0])))  # whichever leaf comes first, or is None
     return Gradients(backend, scope, groups, tree, special, in_place)
+
+
+def _label(found: Any) -> Hashable:
+    """Return the label of a group; refuse what cannot be looked up: an array may differ from an equal one."""
+    try:
+        fits = not hasattr(found, "dtype") or isinstance(found, (Number, str)) or found in {True, False}
+        hash(found)
+    except TypeError:
+        fits = False
+    check("the label of a group", found, fits, "hashable, such as a text or a number")
+    return found  # type: ignore[no-any-return]
 
 
 def _leaves(backend: Backend, scope: Scope, tree: Tree) -> list[Leaf]:

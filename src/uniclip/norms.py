@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
-from uniclip._repr import Printed
+from uniclip._checks import number, settle
+from uniclip._repr import Printed, short
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -28,8 +28,10 @@ class Norm(Printed):
 
     Raises
     ------
+    TypeError
+        If ``p`` or ``size_power`` is no number.
     ValueError
-        If ``p`` is below 1 or NaN.
+        If ``p`` is below 1 or NaN, or ``size_power`` not finite.
 
     Examples
     --------
@@ -42,8 +44,14 @@ class Norm(Printed):
 
     def __post_init__(self) -> None:
         """Refuse an order that is no norm."""
-        if not isinstance(self.p, Real) or not float(self.p) >= 1:
-            msg = f"ord, the order of a norm, must be a number of at least 1 (or math.inf), got {self.p!r}"
+        wanted = "a number of at least 1 (or math.inf)"
+        name = "ord, the order of a norm,"
+        settle(self, p=number(name, self.p, wanted), size_power=number("size_power", self.size_power))
+        if not self.p >= 1:
+            msg = f"{name} must be {wanted}, got {short(self.p)}"
+            raise ValueError(msg)
+        if not math.isfinite(self.size_power):
+            msg = f"size_power must be finite, got {self.size_power}"
             raise ValueError(msg)
 
     @property

@@ -9,8 +9,9 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from uniclip import core
-from uniclip._checks import check
-from uniclip._repr import Printed
+from uniclip._checks import check, one_of, real, settle
+from uniclip._mistakes import is_rule, own_module, refuse_as_rule
+from uniclip._repr import Printed, short
 from uniclip.curves import hard
 from uniclip.decide import Report, given_of
 from uniclip.gradients import cast, read
@@ -74,9 +75,7 @@ class Rule(Printed):
         check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
         check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
         check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
-        if self.nonfinite not in POLICIES:
-            msg = f"nonfinite must be one of {', '.join(map(repr, POLICIES))}, got {self.nonfinite!r}"
-            raise ValueError(msg)
+        one_of("nonfinite", self.nonfinite, POLICIES)
 
     @property
     def memory(self) -> bool:
@@ -232,13 +231,13 @@ class ByValue(EachArray):
 
     def __post_init__(self) -> None:
         """Refuse bounds that are no numbers, NaN or the wrong way round."""
-        for name in ("min", "max"):
-            bound = getattr(self, name)
-            fits = isinstance(bound, Real) or hasattr(bound, "dtype")
-            check(name, bound, fits, "a number or an array (math.inf or -math.inf for no bound)")
-        if isinstance(self.min, Real) and isinstance(self.max, Real) and not float(self.min) <= float(self.max):
-            msg = f"min must not be above max, and neither NaN: got min={self.min!r}, max={self.max!r}"
-            raise ValueError(msg)
+        wanted = "a number or an array of real numbers (math.inf or -math.inf for no bound)"
+        settle(self, min=real("min", self.min, wanted), max=real("max", self.max, wanted))
+        if isinstance(self.min, Real) and isinstance(self.max, Real) and not self.min <= self.max:
+            raise ValueError(self._wrong_way())
+
+    def _wrong_way(self) -> str:
+        return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
 
     def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
         """Clip each entry."""
@@ -259,25 +258,19 @@ class ByValue(EachArray):
             if not broadcasts(bound.shape, array.shape):
                 msg = f"{name} of shape {tuple(bound.shape)} does not fit an array of shape {tuple(array.shape)}"
                 raise ValueError(msg)
-        if backend.readable(low) and backend.readable(high) and bool(xp.any(low > high)):
-            msg = f"min must not be above max: got min={self.min!r}, max={self.max!r}"
-            raise ValueError(msg)
+        if backend.readable(low) and backend.readable(high) and not bool(xp.all(low <= high)):
+            raise ValueError(self._wrong_way())
         low, high = (backend.replicated(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
 def as_rule(rule: Any) -> Any:
     """Return a rule as it is, a function of one gradient array as a rule."""
-    wanted = "a rule, such as uc.by_global_norm(1.0), or a function of one array"
-    if isinstance(rule, Limit):
-        wanted = "a rule, and a limit is only one of its choices: uc.Rule(limit)"
-    elif hasattr(rule, "load_state_dict"):
-        wanted = "a rule, and a uc.Clipper is more: call it, clipped = clipper(grads)"
-    elif hasattr(rule, "memory") and not isinstance(rule, type):
+    if is_rule(rule):
         return rule
-    elif callable(rule) and not isinstance(rule, type):
+    if callable(rule) and not isinstance(rule, type) and not hasattr(rule, "load_state_dict") and not own_module(rule):
         return Function(rule)
-    return check("rule", rule, False, wanted)  # noqa: FBT003
+    return refuse_as_rule(rule)
 
 
 def _whole(xp: Any, bound: Any, info: Any) -> Any:
@@ -291,6 +284,6 @@ def _whole(xp: Any, bound: Any, info: Any) -> Any:
         return xp.clip(bound, max(info.min, own.min), min(info.max, own.max))
     inside = max(info.min, min(info.max, bound))
     if not float(inside).is_integer():
-        msg = f"integer gradients need whole bounds, got {bound!r}"
+        msg = f"integer gradients need whole bounds, got {short(bound)}"
         raise TypeError(msg)
     return int(inside)

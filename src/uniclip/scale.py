@@ -6,9 +6,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from uniclip._checks import check
+from uniclip._repr import short
 from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import AT_MOST_ONE, RATIOS, normalize
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
+from uniclip.measure import broadcasts
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -78,7 +81,7 @@ def _curved(backend: Backend, curve: Curve, norm: Any, limit: Any, top: float) -
     if backend is SCALARS:
         near = near or norm * _FAR[0] <= limit <= norm / _FAR[0]
     unit = None if near else _unit(xp, curve, norm, limit, top)
-    by = xp.asarray(curve(xp, norm if unit is None else norm / unit, limit), dtype=norm.dtype)
+    by = xp.asarray(_asked(curve, xp, norm if unit is None else norm / unit, limit), dtype=norm.dtype)
     return unit, by if curve in AT_MOST_ONE else xp.where(by > top, xp.ones_like(by) * top, by)
 
 
@@ -90,6 +93,15 @@ def _unit(xp: Any, curve: Curve, norm: Any, limit: Any, top: float) -> Any:
         if curve is normalize:
             unit = xp.where((limit * far > norm) & (norm > 0), one * far, unit)
     return unit
+
+
+def _asked(curve: Any, xp: Any, norm: Any, limit: Any) -> Any:
+    """Ask a curve; refuse an answer that is no factor."""
+    factor = curve(xp, norm, limit)
+    if isinstance(factor, NUMBERS) or (hasattr(factor, "dtype") and broadcasts(factor.shape, norm.shape)):
+        return factor
+    wanted = f"a number, or an array like the norm, of shape {tuple(norm.shape)}"
+    return check(f"the factor that {short(curve)} returned", factor, False, wanted)  # noqa: FBT003
 
 
 def scaled(grads: Gradients, small: Backend, factors: list[Factor], ones: list[Any], *, skip: bool) -> Any:
@@ -147,7 +159,7 @@ def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) 
     for leaf in grads.leaves:
         if leaf.given.shape and (leaf.axes is None or 0 in leaf.axes):
             msg = (
-                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {grads.scope!r}, "
+                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {short(grads.scope)}, "
                 "takes one norm over all of them"
             )
             raise ValueError(msg)

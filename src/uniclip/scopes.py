@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from uniclip._checks import check, settle, whole
 from uniclip._repr import Printed
 
 Path: TypeAlias = tuple[Any, ...]
@@ -43,27 +44,39 @@ class Scope(Printed):
     join: Label | None = None
 
     def __post_init__(self) -> None:
-        """Refuse axes that are no whole numbers."""
-        if isinstance(self.axes, tuple) and not all(isinstance(axis, int) for axis in self.axes):
-            msg = f"axes must be whole numbers, got {self.axes!r}"
-            raise TypeError(msg)
+        """Refuse axes that are no whole numbers, and labels that are no function."""
+        if self.axes is not None and not callable(self.axes):
+            settle(self, axes=_numbers(self.axes))
+        check("join", self.join, self.join is None or callable(self.join), "a function of (path, leaf)")
 
-    def __repr__(self) -> str:
+    def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal scope."""
         if isinstance(self.axes, FanIn) and self.join is None:
             return f"unit({'' if self.axes.axis is None else self.axes.axis})"
-        return super().__repr__()
+        return super()._printed(show)
 
     def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:
         """Return the axes of an ``ndim``-dimensional leaf that one norm covers, ``None`` for all."""
         axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes
         if axes is None:
             return None
+        axes = _numbers(axes)
         wrong = [axis for axis in axes if not -ndim <= axis < ndim]
         if wrong:
             msg = f"axis {wrong[0]} is out of range for {ndim} dimension(s)"
             raise ValueError(msg)
-        return tuple(sorted({axis % ndim for axis in axes}))
+        covered = sorted({axis % ndim for axis in axes})
+        if len(covered) < len(axes):
+            msg = f"axes {axes} name one axis twice, of {ndim} dimension(s)"
+            raise ValueError(msg)
+        return tuple(covered)
+
+
+def _numbers(axes: Any) -> tuple[int, ...]:
+    """Return one axis, or several in any sequence, as a tuple of Python's whole numbers."""
+    fits = isinstance(axes, (list, tuple, range)) or hasattr(axes, "__index__")
+    check("axis", axes, fits, "a whole number or a tuple of them")
+    return tuple(whole("axis", axis) for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,)))
 
 
 def everything(path: Path, leaf: object) -> Hashable:  # noqa: ARG001 - the signature of a label
@@ -84,6 +97,11 @@ class FanIn:
     """Cover all axes but the output axis; a vector or a scalar is one unit."""
 
     axis: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an axis that is no whole number."""
+        if self.axis is not None:
+            settle(self, axis=whole("axis", self.axis))
 
     def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
         """Return every axis but the output's."""
@@ -113,9 +131,9 @@ def axes(*axis: int) -> Scope:
     return Scope(axes=axis)
 
 
-def along(axis: int | tuple[int, ...]) -> Scope:
+def along(axis: Any) -> Scope:
     """Give one norm to the entries along one axis or several."""
-    return axes(axis) if isinstance(axis, int) else axes(*axis)
+    return Scope(axes=_numbers(axis))
 
 
 def unit(axis: int | None = None) -> Scope:
@@ -132,4 +150,5 @@ def groups(label: Label) -> Scope:
 
     ``path`` is the tuple of keys that leads to the leaf, and the label must be hashable.
     """
+    check("label", label, callable(label), "a function of (path, leaf) that names the group of a leaf")
     return Scope(join=label)

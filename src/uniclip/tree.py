@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import optree
 
+from uniclip._mistakes import refuse_as_grads
+from uniclip._repr import describe
 from uniclip.backends import DEFAULT, Backend, backend_of, plain_backend_of
 from uniclip.backends.base import unchanged
 from uniclip.backends.memory import overlaps_itself, sharing
@@ -47,9 +49,12 @@ def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tr
 
     Raises
     ------
+    TypeError
+        If it is a rule, or the state of one.
     ValueError
         If an iterator in the tree has nothing (left) in it.
     """
+    refuse_as_grads(tree, name)
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     plain = plain_backend_of(leaves)
     if plain or all(leaf is None or backend_of(leaf) for leaf in leaves):
@@ -216,14 +221,3 @@ def _two_frameworks(tree: Tree, number: int) -> str:
         f"{tree.place(number)} is a {describe(tree.leaves[number])} but {tree.place(0)} is a "
         f"{describe(tree.leaves[0])}: convert all gradients to one framework first"
     )
-
-
-def describe(leaf: object) -> str:
-    """Return the class of an object, and dtype and shape of an array, for an error."""
-    try:
-        shape = f" and shape {tuple(getattr(leaf, 'shape', ()))}"
-    except RuntimeError:  # of PyTorch's nested tensors, and of parameters that have none yet
-        shape = ""
-    dtype = f" of dtype {leaf.dtype}{shape}" if hasattr(leaf, "dtype") else ""
-    module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
-    return f"{module}{type(leaf).__qualname__}{dtype}"

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from uniclip import core
-from uniclip._checks import check
+from uniclip._mistakes import refuse_swapped
+from uniclip._repr import short
 from uniclip.decide import Report
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
@@ -167,6 +168,7 @@ def clip_and_mean(
 
 
 def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[Any, Report]:
+    refuse_swapped(grads, rule, "uc.clip_(grads, rule)" if in_place else "uc.clip(grads, rule)")
     rule = as_rule(rule)
     _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")
     clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
@@ -176,12 +178,16 @@ def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, i
 def _clip_and_reduce(
     grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool
 ) -> tuple[Any, Report]:
-    check("rule", rule, isinstance(rule, Rule), "one of norms, such as uc.by_example_norm(1.0)")
+    refuse_swapped(grads, rule, f"uc.clip_and_{'mean' if mean else 'sum'}(grads, rule)")
+    if not isinstance(rule, Rule):
+        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
+        raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
     return core.reduced(rule, grads, params, all_reduce, mean=mean)
 
 
 def _refuse_memory(rule: Any, update: str) -> None:
     if rule.memory:
-        msg = f"{rule!r} remembers earlier steps: use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
+        how = f"use a uc.Clipper(rule); or state = rule.init(grads), then {update}"
+        msg = f"{short(rule)} remembers earlier steps: {how}"
         raise ValueError(msg)

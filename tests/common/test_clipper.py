@@ -158,7 +158,7 @@ def test_it_prints_as_its_source() -> None:
 @pytest.mark.parametrize("wrong", [1.0, None, uc.Rule, "zclip"], ids=repr)
 def test_what_is_no_rule(wrong: Any) -> None:
     """Whatever is neither a rule nor a function is refused at once."""
-    with pytest.raises(TypeError, match=r"rule must be a rule, such as uc.by_global_norm\(1.0\)"):
+    with pytest.raises(TypeError, match=r"rule must be a rule, .*uc.by_global_norm\(1.0\)"):
         uc.Clipper(wrong)
 
 

@@ -79,3 +79,17 @@ def test_an_adapter_says_what_it_needs(module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert f"this part of uniclip needs {needed}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "broken", ["raise importlib.metadata.PackageNotFoundError(name)", "return None", "raise KeyError"]
+)
+def test_a_copy_without_metadata_has_a_version(broken: str) -> None:
+    """A copy among the files of another package has no metadata; asking for its version is no error."""
+    program = (
+        f"import importlib.metadata\ndef version(name):\n    {broken}\nimportlib.metadata.version = version\n"
+        "import uniclip\nprint(uniclip.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "0+unknown"
+    assert uniclip.__version__[0].isdigit()

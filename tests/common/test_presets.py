@@ -61,6 +61,17 @@ def test_agc(fw: Framework) -> None:
         uc.clip(fw.array([1.0]), uc.agc())
 
 
+def test_agc_of_any_order(fw: Framework) -> None:
+    """As timm's ``norm_type``: both norms are of that order."""
+    rng = np.random.default_rng(0)
+    weights, grads = rng.normal(size=(4, 3)), 9 * rng.normal(size=(4, 3))
+    for order in (1, 2, 3, math.inf):
+        sizes = [np.linalg.norm(values, order, axis=1, keepdims=True) for values in (weights, grads)]
+        wanted = grads * np.minimum(1, 0.1 * np.maximum(sizes[0], 1e-3) / sizes[1])
+        [result], _ = clipped(fw, [grads], uc.agc(0.1, axis=1, ord=order), [weights])
+        np.testing.assert_allclose(result, wanted, rtol=CLOSE)
+
+
 def test_agc_without_the_head(fw: Framework) -> None:
     """The last layer's weight is left out, its bias is not; params may be given for all."""
     rule = uc.masked(uc.agc(0.01), lambda path, leaf: path[-2:] != ("head", "kernel"))
@@ -144,6 +155,19 @@ def test_what_is_not_finite_spoils_no_memory(fw: Framework, bad: float) -> None:
         assert fw.numpy(result[0]).item() == 0.0 if rule.nonfinite == "skip" else math.isnan(fw.numpy(result[0]).item())
         [result], _, _ = rule.update([fw.array([1.05])], state)
         assert 1.0 <= fw.numpy(result).item() <= 1.06
+
+
+def test_zclip_options(fw: Framework) -> None:
+    """The published code multiplies mean and deviation by clip_factor; without an update a spike teaches nothing."""
+    state = lambda array, count: Moments([array(1.0)], [array(0.25)], count)
+    _, found, new = after(fw, uc.zclip(2.0, clip_factor=0.5), state, [3.0])
+    assert found == pytest.approx(0.5 * 1.500001, rel=1e-6)
+    assert float(fw.numpy(new.means[0])) == pytest.approx(0.97 + 0.03 * 0.5 * 1.500001, rel=1e-6)
+    _, found, new = after(fw, uc.zclip(2.0, skip_update_on_spike=True), state, [3.0])
+    assert found == pytest.approx(1.500001, rel=1e-6)
+    assert (float(fw.numpy(new.means[0])), float(fw.numpy(new.variances[0]))) == (1.0, 0.25)
+    _, found, new = after(fw, uc.zclip(2.0, clip_factor=9.0), state, [3.0])  # nothing is learned that was not seen
+    assert float(fw.numpy(new.means[0])) == pytest.approx(0.97 + 0.03 * 3, rel=1e-6)
 
 
 def test_log_zscore_of_seven_norms(fw: Framework) -> None:
@@ -253,6 +277,15 @@ def test_quantile_step(fw: Framework) -> None:
         assert float(fw.numpy(new.limits[0])) == pytest.approx(wanted, rel=1e-6)
     _, same, _ = rule.update([fw.array(np.zeros((0, 1)))], new)  # a batch of no example
     assert float(fw.numpy(same.limits[0])) == float(fw.numpy(new.limits[0]))
+
+
+def test_quantile_bounds(fw: Framework) -> None:
+    """The bounds of Opacus' AdaClip: the limit moves, and stays between them."""
+    rule = uc.by_example_quantile(start=1.0, min=0.95, max=1.05)
+    for values, wanted in (([[0.5], [0.1]], 0.95), ([[0.5], [2.0]], 1.0), ([[3.0], [2.0]], 1.05)):
+        state = rule.init([fw.array(values)])
+        _, new, _ = fw.run(lambda g, s: rule.update([g], s), fw.array(values), state)
+        assert float(fw.numpy(new.limits[0])) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_automatic_clipping(fw: Framework) -> None:
@@ -512,7 +545,7 @@ def test_in_place(fw: Framework) -> None:
         (lambda g: uc.clip(g, uc.Clipper(uc.zclip())), "a uc.Clipper is more: call it"),
         (lambda g: uc.chain(uc.Clipper(uc.zclip())), "a uc.Clipper is more: call it"),
         (lambda g: uc.clip(g, uc.ZScore(2.5, 0.97)), r"a limit is only one of its choices: uc\.Rule\(limit\)"),
-        (lambda g: uc.Clipper(uc.agc)(g), "call agc first"),
+        (lambda g: uc.Clipper(uc.agc)(g), r"uc\.agc makes one: call it"),
         (lambda g: uc.by_global_norm(uc.zclip()), r"limit must be a number, a 0-d array or a uc\.Limit"),
         (lambda g: uc.by_group_norm({0: uc.zclip()}, max), r"limit must be a number, a 0-d array or a uc\.Limit"),
         (lambda g: uc.zclip().update(g, None), r"state must be what rule\.init\(grads\) returns"),
@@ -540,6 +573,18 @@ def test_rules_that_are_none() -> None:
         (lambda: uc.skip_spikes(window=10, warmup=20), "warmup must be from 2 to 10, got 20"),
         (lambda: uc.auto_s(gamma=0.0), "gamma must be above 0"),
         (lambda: uc.by_group_norm({"a": -1.0}, str), "limit must be 0 or more"),
+        (lambda: uc.zclip(clip_factor=-1.0), "clip_factor must be 0 or more"),
+        (lambda: uc.zclip(target="mean", clip_factor=0.7), "clip_factor is for target='reciprocal' only, got 0.7"),
+        (lambda: uc.agc(ord=0.5), "ord, .*at least 1"),
+        (lambda: uc.by_example_quantile(min=1.0), "start must be from min to max, got start=0.1, min=1.0, max=inf"),
+        (lambda: uc.by_example_quantile(start=2.0, max=1.0), "start must be from min to max"),
+        (lambda: uc.autoclip(0.95), r"percentile must be in percent, 95 for a share of 0\.95.*uc\.Percentile\(0\.95"),
+        (lambda: uc.autoclip(0.95, window=None), r"percentile must be in percent, 95 for a share of 0\.95"),
+        (lambda: uc.percentile(0.05), r"p must be in percent, 5 for a share of 0\.05, got 0\.05"),
+        (lambda: uc.by_example_quantile(50), r"quantile must be from 0 to 1 \(a share: 0\.5 for 50 %\), got 50"),
+        (lambda: uc.zclip(decay=97), r"decay must be from 0 to below 1 \(a share: 0\.97 for 97 %\), got 97"),
+        (lambda: uc.norm_growth(0.01), r"ratio must be at least 1 .*1\.01 for a growth of 1 %.*got 0\.01"),
+        (lambda: uc.adagc(0.05), r"ratio must be at least 1 .*1\.05 for a growth of 5 %.*got 0\.05"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()

@@ -42,6 +42,9 @@ PRESETS = [
     uc.percentile(),
     uc.zclip(),
     uc.zclip(3.0, target="mean", nonfinite="skip"),
+    uc.zclip(clip_factor=0.7, skip_update_on_spike=True),
+    uc.agc(ord=math.inf),
+    uc.by_example_quantile(min=0.05, max=2.0),
     uc.log_zscore(),
     uc.adagc(),
     uc.norm_growth(),
@@ -401,8 +404,10 @@ def test_a_rule_that_is_none() -> None:
     for rule in (1.0, uc.Rule, {"w": uc.by_norm(1.0)}, None):
         with pytest.raises(TypeError, match="rule must be a rule"):
             uc.clip([np.ones(2)], rule)
-    with pytest.raises(TypeError, match=r"it returned uniclip\.rules\.Rule; call by_global_norm first"):
-        uc.clip([np.float32(1)], uc.by_global_norm)
+    with pytest.raises(TypeError, match=r"it returned uniclip\.rules\.Rule; call .*<lambda> first"):
+        uc.clip([np.float32(1)], lambda norm: uc.by_global_norm(norm))
+    with pytest.raises(TypeError, match=r"call functools\.partial\(by_global_norm, \.\.\.\) first"):
+        uc.clip([np.float32(1)], functools.partial(uc.by_global_norm, ord=1))
 
 
 @pytest.mark.parametrize(
@@ -413,7 +418,7 @@ def test_a_rule_that_is_none() -> None:
         (lambda: uc.Rule(1.0, norm=2), r"norm must be a uc\.Norm.*got 2"),
         (lambda: uc.Rule(1.0, curve=1.0), r"curve must be a function"),
         (lambda: uc.Rule(lambda norm: 1.0), r"limit must be a number"),
-        (lambda: uc.axes((0, 1)), r"axes must be whole numbers"),
+        (lambda: uc.axes((0, 1)), r"axis must be a whole number, got \(0, 1\)"),
         (lambda: uc.by_value(None), r"lo must be a number"),
         (lambda: uc.clip_by_value([np.ones(2)], -1.0, None), r"max must be a number or an array .*got None"),
     ],
@@ -426,8 +431,8 @@ def test_a_choice_that_is_none(make: Any, message: str) -> None:
 
 def test_orders_that_are_none() -> None:
     """An order is a number of at least 1."""
-    for order in ("fro", None, 0, math.nan):
-        with pytest.raises(ValueError, match=r"order.*at least 1"):
+    for order, error in (("fro", TypeError), (None, TypeError), (0, ValueError), (math.nan, ValueError)):
+        with pytest.raises(error, match=r"order.*at least 1"):
             uc.Norm(order)
 
 

@@ -22,12 +22,21 @@ RULES: dict[str, tuple[uc.Rule, Callable[[], Any]]] = {
     "zclip": (uc.zclip(), lambda: by_hand.ZClip("reciprocal")),
     "zclip to the mean": (uc.zclip(target="mean"), lambda: by_hand.ZClip("mean")),
     "zclip to the threshold": (uc.zclip(target="threshold"), lambda: by_hand.ZClip("threshold")),
+    "zclip, harder": (uc.zclip(clip_factor=0.7), lambda: by_hand.ZClip("reciprocal", 0.7)),
+    "zclip without its spikes": (
+        uc.zclip(skip_update_on_spike=True),
+        lambda: by_hand.ZClip("reciprocal", skip_update_on_spike=True),
+    ),
     "log_zscore": (uc.log_zscore(), by_hand.LogZScore),
     "norm_growth": (uc.norm_growth(), by_hand.NormGrowth),
     "skip_spikes": (uc.skip_spikes(), by_hand.SkipSpikes),
     "spam": (uc.spam(), by_hand.Spam),
     "adagn": (uc.adagn(), by_hand.AdaGN),
     "by_example_quantile": (uc.by_example_quantile(), by_hand.AndrewsQuantile),
+    "by_example_quantile in bounds": (
+        uc.by_example_quantile(min=0.1, max=0.9),
+        lambda: by_hand.AndrewsQuantile(0.1, 0.9),
+    ),
 }
 SAME = 1e-6
 """How far factors and states may be off, relatively, where there is double precision."""
@@ -58,7 +67,7 @@ def test_a_long_training(fw: Framework, name: str) -> None:
     """Every factor, and what was learned, is what the paper's formula gives; NaN and ∞ teach nothing."""
     rule, make = RULES[name]
     (dtype, rtol), expected = tolerances(fw), make()
-    shape = (1, 1) if name == "by_example_quantile" else (1,)
+    shape = (1, 1) if name.startswith("by_example_quantile") else (1,)
     step = fw.compiled(lambda grads, state: rule.update(grads, state)[1:])
     state, factors = rule.init([fw.array(np.ones(shape), dtype)]), []
     shapes = [(tuple(a.shape), a.dtype) for a in optree.tree_leaves(state)]

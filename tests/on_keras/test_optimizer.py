@@ -340,7 +340,8 @@ PRESETS: list[Any] = [
     uc.by_global_norm(math.inf, ord=math.inf, nonfinite="zero"), uc.by_global_norm(1.0, curve=uc.tanh),
     uc.by_block_rms(1.0), uc.by_example_norm(1.0), uc.by_example_layer_norm(1.0, by_size=True),
     uc.by_example_quantile(), uc.auto_s(), uc.psac(), uc.agc(), uc.larc(0.1), uc.autoclip(),
-    uc.autoclip(window=None), uc.agc(0.1, axis=(0, 1)),
+    uc.autoclip(window=None), uc.agc(0.1, axis=(0, 1)), uc.agc(ord=math.inf), uc.by_example_quantile(min=0.05, max=2.0),
+    uc.zclip(clip_factor=0.7, skip_update_on_spike=True),
     uc.percentile(), uc.zclip(), uc.log_zscore(), uc.adagc(), uc.norm_growth(), uc.skip_spikes(), uc.spam(), uc.adagn(),
     uc.normalized(), uc.chain(uc.by_value(1.0), uc.adagc()), uc.Rule(1.0, scope=uc.unit(1), norm=uc.RMS),
 ]  # fmt: skip

@@ -205,7 +205,7 @@ def test_scalars_of_an_optimizer_that_does_not_clip() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (optax.adam(0.1), r"rule must be a rule, such as uc.by_global_norm\(1.0\).* got GradientTransformation"),
+        (optax.adam(0.1), r"rule must be a rule, such as uc.by_global_norm\(1.0\).* got a GradientTransformation"),
         (1.0, r"rule must be a rule, .* got 1.0"),
         (uc.Clipper(uc.by_norm(1.0)), r"rule must be a rule, and a uc.Clipper is more"),
         (uc.autoclip().limit, r"rule must be a rule, and a limit is only one of its choices: uc.Rule\(limit\)"),

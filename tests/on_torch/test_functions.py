@@ -125,21 +125,65 @@ def test_nothing_to_clip(given: Any) -> None:
 
 
 def test_generators() -> None:
-    """A generator is read once, and a spent one is an error: PyTorch only warns, or clips nothing."""
+    """A generator is read once, and a spent one is a warning in all functions: in PyTorch only in clip_grad_norm_."""
     net = torch.nn.Linear(2, 1, bias=False)
     net.weight.grad = torch.tensor([[3.0, 4.0]])
     given = net.parameters()
     assert clip_grad_norm_(given, 1.0).item() == 5
-    for call in (
-        lambda: clip_grad_norm_(given, 1.0),
-        lambda: clip_grad_value_(given, 1.0),
-        lambda: clip_grads_with_norm_(given, 1.0, 5.0),
-        lambda: get_total_norm(given),
-    ):
-        with pytest.raises(ValueError, match=r"is an iterator with nothing left in it: pass a list"):
-            call()
+    stage = torch.nn.ReLU()  # of a pipeline, without parameters
+    for make in (lambda: given, stage.parameters, lambda: map(abs, given)):
+        for call in (
+            lambda: clip_grad_norm_(make(), 1.0),
+            lambda: clip_grad_value_(make(), 1.0),
+            lambda: clip_grads_with_norm_(make(), 1.0, 5.0),
+            lambda: get_total_norm(make()),
+        ):
+            with pytest.warns(UserWarning, match="is an empty generator, and there is nothing to clip") as seen:
+                assert not call()
+            assert [one.filename for one in seen] == [__file__]  # where the user's code is
     with pytest.warns(UserWarning, match="empty generator"):
-        torch.nn.utils.clip_grad_norm_(given, 1.0)
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(given, 1.0), torch.tensor(0.0))
+
+
+def test_gradients_instead_of_parameters() -> None:
+    """Tensors that can have no gradient are refused: PyTorch clips none of them, and returns 0."""
+    grads = [torch.tensor([3.0, 4.0])]
+    w = torch.nn.Parameter(torch.tensor([1.5, 2.0]))
+    recorded = torch.autograd.grad(w.square().sum(), w, create_graph=True)
+    for make in (lambda: grads, lambda: grads[0], lambda: recorded, lambda: iter(grads), lambda: [w.detach()]):
+        for call in (
+            lambda: clip_grad_norm_(make(), 1.0),
+            lambda: clip_grad_value_(make(), 1.0),
+            lambda: clip_grads_with_norm_(make(), 1.0, 5.0),
+        ):
+            with pytest.raises(TypeError, match=r"can have no gradient: pass the parameters.*uc\.clip_\("):
+                call()
+    assert torch.nn.utils.clip_grad_norm_(grads, 1.0).item() == 0
+
+
+def test_without_gradients_as_torch() -> None:
+    """What could have a gradient and has none is 0, as in PyTorch: frozen parameters, too."""
+    frozen = torch.nn.Linear(2, 1).requires_grad_(requires_grad=False)
+    held = torch.zeros(2)
+    held.grad = torch.tensor([3.0, 4.0])
+    inner = torch.nn.Parameter(torch.ones(2)) * 1
+    inner.retain_grad()
+    for make, norm in (
+        (frozen.parameters, 0),
+        (lambda: [held, torch.zeros(3)], 5),
+        (lambda: [torch.zeros(2, requires_grad=True)], 0),
+        (lambda: [inner], 0),
+    ):
+        assert torch.nn.utils.clip_grad_norm_(make(), 9.0).item() == norm
+        assert clip_grad_norm_(make(), 9.0).item() == norm
+
+
+def test_a_norm_that_is_nan() -> None:
+    """A known norm may be NaN, as a number or as a tensor; all gradients become NaN."""
+    for norm in (math.nan, torch.tensor(math.nan)):
+        (w,) = params_of(torch.tensor([3.0, 4.0]))
+        clip_grads_with_norm_(w, 1.0, norm)
+        assert w.grad.isnan().all()
 
 
 def test_sparse() -> None:
@@ -276,6 +320,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative tensor": (lambda: clip_grad_norm_([], torch.tensor(-2.0)), ValueError, "max_norm .* got -2.0"),
     "no number": (lambda: clip_grad_norm_([], "1"), TypeError, "max_norm must be a number or a 0-d array"),
     "negative value": (lambda: clip_grad_value_([], -1.0), ValueError, "clip_value must be 0 or more, got -1.0"),
+    "swapped": (
+        lambda: clip_grad_norm_(1.0, params_of(torch.ones(2))),
+        TypeError,
+        "parameters must be a tensor or an iterable of tensors, got a float, and parameters come first: pass model",
+    ),
+    "order in words": (lambda: clip_grad_norm_([], 1.0, "fro"), TypeError, "norm_type must be a number .* got 'fro'"),
+    "several norms": (
+        lambda: clip_grads_with_norm_(params_of(torch.ones(2)), 1.0, torch.ones(1000)),
+        ValueError,
+        r"total_norm must be one number, got a torch.Tensor of dtype torch.float32 and shape \(1000,\)",
+    ),
     "negative with norm": (lambda: clip_grads_with_norm_([], -1.0, 1.0), ValueError, "max_norm must be 0 or more"),
     "negative norm": (
         lambda: clip_grads_with_norm_(params_of(torch.ones(2)), 1.0, -1.0),

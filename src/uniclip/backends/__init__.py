@@ -6,6 +6,7 @@ If an object exists, its framework is imported already, so the import below neve
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import array_api_compat
@@ -13,7 +14,7 @@ import array_api_compat
 from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
-__all__ = ["DEFAULT", "Backend", "backend_of", "plain_backend_of"]
+__all__ = ["DEFAULT", "Backend", "backend_of", "compiling", "plain_backend_of"]
 
 _CACHE: dict[type, Backend | None] = {}  # not functools.lru_cache, about which torch.compile warns
 
@@ -48,6 +49,12 @@ def backend_of(leaf: Any) -> Backend | None:
             backend = load()
             return backend if backend.is_array(leaf) else None
     return _other(leaf)
+
+
+def compiling() -> bool:
+    """Whether PyTorch compiles the code that runs, which knows no dtype of NumPy's numbers."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
 
 
 def plain_backend_of(leaves: list[Any]) -> Backend | None:

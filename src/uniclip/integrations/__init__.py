@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from uniclip import presets
+from uniclip._repr import short
 from uniclip.rules import as_rule
 from uniclip.scopes import each_example
 
@@ -30,13 +30,10 @@ def rule_for_steps(rule: Any) -> Any:
     ValueError
         If it clips the gradients of single examples, which optimizers do not get.
     """
-    if callable(rule) and rule in vars(presets).values():
-        msg = f"rule must be a rule, and uc.{rule.__name__} makes one: call it, as in uc.by_global_norm(1.0)"
-        raise TypeError(msg)
     rule = as_rule(rule)
     if _by_example(rule):
         msg = (
-            f"{rule!r} clips the gradients of single examples, and an optimizer gets those of the batch: clip by "
+            f"{short(rule)} clips the gradients of single examples, and an optimizer gets those of the batch: clip by "
             "uc.clip_and_mean before, and give its result to the optimizer"
         )
         raise ValueError(msg)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from uniclip._checks import check
+from uniclip._repr import short
 from uniclip.decide import Report
 
 _REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
@@ -158,9 +159,8 @@ def scalars(opt_state: Any) -> dict[str, Any]:
 
 
 def _not_its_state(rule: Any, why: str) -> str:
-    return (
-        f"state must be what init returned, or the update before, of to_optax({rule!r}){why}: begin with init(params)"
-    )
+    wanted = f"what init returned, or the update before, of to_optax({short(rule)})"
+    return f"state must be {wanted}{why}: begin with init(params)"
 
 
 def _is_variable(node: Any) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from uniclip._repr import short
 from uniclip.decide import AVERAGED
 from uniclip.integrations import needs, rule_for_steps
 
@@ -161,8 +162,8 @@ def _check_skipped(optimizer: Any, rule: Any) -> None:
     """Refuse a step that nobody clipped, unless GradScaler skipped it."""
     if not optimizer.step_was_skipped:
         msg = (
-            f"{type(optimizer.optimizer).__name__} took a step in which {rule!r} saw no gradients: ClipGradients needs "
-            "an optimizer that takes them from p.grad in step(), which layer-wise ones do not"
+            f"{type(optimizer.optimizer).__name__} took a step in which {short(rule)} saw no gradients: ClipGradients "
+            "needs an optimizer that takes them from p.grad in step(), which layer-wise ones do not"
         )
         raise RuntimeError(msg)
 

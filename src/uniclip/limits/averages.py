@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from uniclip._checks import below_one, nonnegative, whole
+from uniclip._checks import below_one, nonnegative, settle, whole
 from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, unlimited
 
 
@@ -53,10 +53,8 @@ class Ema(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse what is no such choice."""
-        nonnegative("ratio", self.ratio)
-        nonnegative("warmup_norm", self.warmup_norm)
-        below_one("decay", self.decay)
-        whole("warmup", self.warmup, 0)
+        settle(self, ratio=nonnegative("ratio", self.ratio), decay=below_one("decay", self.decay))
+        settle(self, warmup=whole("warmup", self.warmup, 0), warmup_norm=nonnegative("warmup_norm", self.warmup_norm))
 
     def init(self, norms: Arrays, given: Given) -> Averages:
         """Begin with nothing known."""
@@ -111,9 +109,8 @@ class SecondMoment(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse what is no such choice."""
-        nonnegative("factor", self.factor)
-        below_one("decay", self.decay)
-        whole("warmup", self.warmup, 0)
+        settle(self, factor=nonnegative("factor", self.factor), decay=below_one("decay", self.decay))
+        settle(self, warmup=whole("warmup", self.warmup, 0))
 
     def init(self, norms: Arrays, given: Given) -> Averages:
         """Begin with 0."""
@@ -151,8 +148,9 @@ class MeanOverRms(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse what is no such choice."""
-        below_one("mean_decay", self.mean_decay)
-        below_one("square_decay", self.square_decay)
+        for name in ("mean_decay", "square_decay"):
+            settle(self, **{name: below_one(name, getattr(self, name))})
+        settle(self, eps=nonnegative("eps", self.eps))
 
     def init(self, norms: Arrays, given: Given) -> MeansAndSquares:
         """Begin with nothing known."""

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from uniclip._checks import LIMIT, check, nonnegative
-from uniclip._repr import Printed
+from uniclip._checks import LIMIT, check, flag, nonnegative, nonnegatives, settle
+from uniclip._repr import Printed, short
 from uniclip.limits.base import Arrays, Given, Limit, NoState, Remembers, State, unlimited
+
+_NAMED = 10
+"""How many labels an error names."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +30,7 @@ class Constant(Printed, Limit):
 
     def __post_init__(self) -> None:
         """Refuse what is no limit."""
-        nonnegative("limit", self.value, LIMIT)
+        settle(self, value=nonnegatives("limit", self.value, LIMIT))
 
     def __call__(
         self,
@@ -98,8 +101,9 @@ class Relative(Printed, Limit):
 
     def __post_init__(self) -> None:
         """Refuse what is no ratio."""
-        nonnegative("ratio", self.ratio)
-        nonnegative("eps", self.eps)
+        settle(self, ratio=nonnegative("ratio", self.ratio), eps=nonnegative("eps", self.eps))
+        wanted = "an array, one number for each norm"
+        check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
 
     def __call__(
         self,
@@ -143,7 +147,7 @@ class TrustRatio(Printed, Limit):
     def __post_init__(self) -> None:
         """Refuse what is negative."""
         for name in ("lr", "trust_coefficient", "weight_decay"):
-            nonnegative(name, getattr(self, name))
+            settle(self, **{name: nonnegative(name, getattr(self, name))})
 
     def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
         """Measure the parameters; one that is zero limits nothing."""
@@ -171,7 +175,7 @@ class Split(Printed, Limit):
 
     def __post_init__(self) -> None:
         """Refuse what is no limit."""
-        nonnegative("total", self.total, LIMIT)
+        settle(self, total=nonnegative("total", self.total, LIMIT), by_size=flag("by_size", self.by_size))
 
     def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
         """Split the total."""
@@ -233,7 +237,8 @@ class PerGroup(Printed, Limit):
         for label in given.labels:
             if label not in limits:
                 hint = "; PerGroup needs a scope of groups, scope=uc.groups(label)" if label is None else ""
-                msg = f"group {label!r} has no limit: add it to {list(limits)} (math.inf leaves it alone){hint}"
+                known = ", ".join(map(short, list(limits)[:_NAMED])) + ", ..." * (len(limits) > _NAMED)
+                msg = f"group {short(label)} has no limit: add it to [{known}] (math.inf leaves it alone){hint}"
                 raise ValueError(msg)
         return [
             (limits[label], n, shared.only(i)) for i, (label, n) in enumerate(zip(given.labels, norms, strict=True))

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-from uniclip._checks import nonnegative, positive, whole, within
+from uniclip._checks import flag, nonnegative, positive, settle, whole, within
 from uniclip.limits.base import Arrays, Given, Remembers, empty, pushed
 
 
@@ -52,8 +53,8 @@ class Percentile(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse what is no percentile, and windows that hold nothing."""
-        within("the percentile q", self.q, 0, 100)
-        whole("window", self.window, 1)
+        settle(self, q=within("the percentile q", self.q, 0, 100), window=whole("window", self.window, 1))
+        settle(self, filled=flag("filled", self.filled))
 
     def init(self, norms: Arrays, given: Given) -> History:
         """Begin with an empty window."""
@@ -101,7 +102,7 @@ class PercentileOfAll(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse what is no percentile."""
-        within("the percentile q", self.q, 0, 100)
+        settle(self, q=within("the percentile q", self.q, 0, 100))
 
     def init(self, norms: Arrays, given: Given) -> Histogram:
         """Begin with nothing counted."""
@@ -142,6 +143,8 @@ class TrackedQuantile(Remembers):
         How fast the limit moves.
     start : float
         The first limit, above 0.
+    min, max : float, defaults 0 and ∞
+        Between which the limit moves.
 
     Notes
     -----
@@ -152,12 +155,17 @@ class TrackedQuantile(Remembers):
     quantile: float
     rate: float
     start: float
+    min: float = 0.0
+    max: float = math.inf
 
     def __post_init__(self) -> None:
         """Refuse what is no such choice."""
-        within("quantile", self.quantile, 0, 1)
-        nonnegative("rate", self.rate)
-        positive("start", self.start)
+        settle(self, quantile=within("quantile", self.quantile, 0, 1, " (a share: 0.5 for 50 %)"))
+        settle(self, rate=nonnegative("rate", self.rate), start=positive("start", self.start))
+        settle(self, min=within("min", self.min, 0, math.inf), max=positive("max", self.max))
+        if not self.min <= self.start <= self.max:
+            msg = f"start must be from min to max, got start={self.start}, min={self.min}, max={self.max}"
+            raise ValueError(msg)
 
     def init(self, norms: Arrays, given: Given) -> Thresholds:
         """Begin with the first limit."""
@@ -172,8 +180,14 @@ class TrackedQuantile(Remembers):
             one = xp.ones_like(limit)
             count = xp.sum(xp.ones_like(n)) * one
             share = xp.sum(xp.astype(n <= limit, n.dtype)) / xp.where(count > 0, count, one)
-            moved.append(xp.where(count > 0, limit * xp.exp(-self.rate * (share - self.quantile)), limit))
+            change = xp.exp(-self.rate * (share - self.quantile))
+            moved.append(self._bounded(xp, xp.where(count > 0, limit * change, limit)))
         return state.limits, Thresholds(moved)
+
+    def _bounded(self, xp: Any, limit: Any) -> Any:
+        one = xp.ones_like(limit)
+        above = xp.where(limit < self.min, one * self.min, limit) if self.min else limit
+        return xp.where(above > self.max, one * self.max, above) if self.max < math.inf else above
 
 
 def _at(xp: Any, in_order: Any, first: Any, rank: Any) -> Any:

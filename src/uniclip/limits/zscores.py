@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
-from uniclip._checks import below_one, nonnegative, whole, within
+from uniclip._checks import below_one, flag, nonnegative, one_of, settle, whole, within
 from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, unlimited
 
 Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
@@ -46,6 +46,10 @@ class ZScore(Remembers):
         For how many steps, at least 2, nothing is limited, and the statistics are those of all norms so far.
     eps : float, default 1e-6
         Added to the standard deviation in the z-score.
+    clip_factor : float, default 1
+        What the target ``"reciprocal"`` is multiplied by.
+    skip_update_on_spike : bool, default False
+        Whether mean and variance stay as they were at a spike, instead of learning from its target.
     """
 
     z: float
@@ -53,14 +57,19 @@ class ZScore(Remembers):
     target: Target = "reciprocal"
     warmup: int = 25
     eps: float = 1e-6
+    clip_factor: float = 1.0
+    skip_update_on_spike: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what is no such choice."""
-        nonnegative("z", self.z)
-        below_one("decay", self.decay)
-        whole("warmup", self.warmup, 2)  # without a deviation every norm would be a spike
-        if self.target not in get_args(Target):
-            msg = f"target must be one of {', '.join(map(repr, get_args(Target)))}, got {self.target!r}"
+        settle(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
+        settle(self, skip_update_on_spike=flag("skip_update_on_spike", self.skip_update_on_spike))
+        settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
+        settle(self, warmup=whole("warmup", self.warmup, 2))  # without a deviation every norm would be a spike
+        settle(self, eps=nonnegative("eps", self.eps))
+        one_of("target", self.target, get_args(Target))
+        if self.clip_factor != 1 and self.target != "reciprocal":
+            msg = f"clip_factor is for target='reciprocal' only, got {self.clip_factor} and target={self.target!r}"
             raise ValueError(msg)
 
     def init(self, norms: Arrays, given: Given) -> Moments:
@@ -78,18 +87,26 @@ class ZScore(Remembers):
             target = self._target(mean, std, xp.where(spike, n - mean, xp.ones_like(n)))
             equal = xp.ones_like(n) / xp.astype(state.count + 1, n.dtype)
             weight = xp.where(warm, equal, xp.ones_like(n) * (1 - self.decay))
-            change = xp.where(spike, target, n) - mean
+            change = xp.where(spike, at_most(xp, target, n), n) - mean
             # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
             square = weight * change**2 * xp.where(warm, xp.ones_like(n), 1 - weight)
             limits.append(xp.where(spike, target, unlimited(xp, n)))
-            means.append(mean + weight * change)
-            variances.append((1 - weight) * (variance + square))
+            same = spike if self.skip_update_on_spike else None
+            means.append(_unless(xp, same, mean + weight * change, mean))
+            variances.append(_unless(xp, same, (1 - weight) * (variance + square), variance))
         return limits, Moments(means, variances, state.count + 1)
 
     def _target(self, mean: Any, std: Any, excess: Any) -> Any:
         if self.target == "mean":
             return mean
-        return mean + self.z * std * (1 if self.target == "threshold" else self.z * (std + self.eps) / excess)
+        if self.target == "threshold":
+            return mean + self.z * std
+        return self.clip_factor * (mean + self.z * std * (self.z * (std + self.eps) / excess))
+
+
+def _unless(xp: Any, same: Any, new: Any, old: Any) -> Any:
+    """Return the new value, the old one where a flag, if there is one, holds."""
+    return new if same is None else xp.where(same, old, new)
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,8 +135,8 @@ class LogZScore(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse what is no such choice."""
-        nonnegative("z", self.z)
-        below_one("decay", self.decay)
+        settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
+        settle(self, eps=nonnegative("eps", self.eps))
 
     def init(self, norms: Arrays, given: Given) -> Moments:
         """Begin with nothing known."""
@@ -172,9 +189,8 @@ class RollingZScore(Remembers):
 
     def __post_init__(self) -> None:
         """Refuse windows in which nothing can be a spike."""
-        nonnegative("z", self.z)
-        whole("window", self.window, 2)
-        whole("warmup", self.warmup, 2)
+        settle(self, z=nonnegative("z", self.z), window=whole("window", self.window, 2))
+        settle(self, warmup=whole("warmup", self.warmup, 2))
         within("warmup", self.warmup, 2, self.window)
 
     def init(self, norms: Arrays, given: Given) -> NormsAndLosses:

@@ -6,7 +6,10 @@ A step that is not finite changes nothing that they have learned.
 
 from __future__ import annotations
 
-from uniclip._checks import whole, within
+import math
+from numbers import Real
+
+from uniclip._checks import number, whole, within
 from uniclip.curves import normalize, skip
 from uniclip.limits import (
     Ema,
@@ -42,10 +45,12 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     Raises
     ------
     ValueError
-        If ``percentile`` is not from 0 to 100, or ``window`` below 1.
+        If ``percentile`` is not from 0 to 100, a share such as 0.95 (write 95), or ``window`` below 1.
 
     Notes
     -----
+    For less than one percent write ``uc.Rule(uc.Percentile(0.5, window))``.
+
     The published code keeps NaN in its history for ever, and saves it in no checkpoint; its port to
     TensorFlow takes the percentile of joint norms, but clips each tensor by itself.
 
@@ -55,11 +60,29 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     >>> [clipper(np.asarray([n])).item() for n in (1.0, 2.0, 3.0, 100.0)]
     [1.0, 1.5, 2.0, 2.5]
     """
+    _in_percent("percentile", percentile)
     return Rule(
         PercentileOfAll(percentile) if window is None else Percentile(percentile, window),
         scope=all_leaves,
         nonfinite=nonfinite,
     )
+
+
+def _in_percent(name: str, value: float) -> None:
+    """Refuse a share of 1 where percents are wanted."""
+    share = number(name, value)
+    if 0 < share < 1:
+        rule = f"uc.Rule(uc.Percentile({share}, window)) if it is really meant"
+        msg = f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}; write {rule}"
+        raise ValueError(msg)
+
+
+def _at_least_one(ratio: float) -> None:
+    """Refuse a growth where a ratio is wanted: below 1 every norm would be a part of the one before."""
+    if isinstance(ratio, Real) and ratio < 1:
+        share = float(ratio)
+        hint = f" ({1 + share:g} for a growth of {100 * share:g} %; below 1 all gradients shrink to 0)"
+        within("ratio", ratio, 1, math.inf, hint if share > 0 else "")
 
 
 def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -80,7 +103,7 @@ def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propaga
     Raises
     ------
     ValueError
-        If ``p`` is not from 0 to 100, or ``window`` below 2.
+        If ``p`` is not from 0 to 100, a share such as 0.05 (write 5), or ``window`` below 2.
 
     Examples
     --------
@@ -88,19 +111,21 @@ def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propaga
     >>> [clipper(np.asarray([n])).item() for n in (2.0, 2.5, 1.0)]
     [2.0, 2.0, 1.0]
     """
-    whole("p", p, 0)
+    _in_percent("p", p)
+    p, window = whole("p", p, 0), whole("window", window, 2)
     within("p", p, 0, 100)
-    whole("window", window, 2)
     rank = min(p * window // 100, window - 1)
     return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
 
 
-def zclip(
+def zclip(  # noqa: PLR0913 - as many options as the published code has
     z: float = 2.5,
     decay: float = 0.97,
     target: Target = "reciprocal",
     warmup: int = 25,
     *,
+    clip_factor: float = 1.0,
+    skip_update_on_spike: bool = False,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
     """Scale all leaves back where the joint norm is more than ``z`` standard deviations above its running mean.
@@ -118,20 +143,27 @@ def zclip(
         mean + z · std.
     warmup : int, default 25
         For how many steps, at least 2, nothing is clipped, and the statistics are those of all norms.
+    clip_factor : float, default 1
+        What the target ``"reciprocal"``, mean included, is multiplied by: 0.5 to 0.9 cut spikes harder.
+    skip_update_on_spike : bool, default False
+        Let a spike, clipped as ever, teach mean and variance nothing; without it they learn from what it is set
+        back to. No step is left out: that is `skip_spikes`.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If a number is out of range, or ``target`` is none of the three.
+        If a number is out of range, ``target`` is none of the three, or ``clip_factor`` is given with another target
+        than ``"reciprocal"``.
 
     Notes
     -----
     The reference implementation also limits every norm to 1.0 (``max_grad_norm``): for that,
     ``uc.chain(uc.zclip(), uc.by_global_norm(1.0))``. There one NaN spoils mean and variance for ever, a norm of ∞
     makes the gradients NaN, and the statistics are in no checkpoint. What it calls "percentile" is
-    ``target="threshold"``; many ports do only that. Norms that were all the same have no deviation: then any higher
+    ``target="threshold"``; many ports do only that. Its docstring multiplies only the deviation by ``clip_factor``, its
+    code the mean, too, as here. Norms that were all the same have no deviation: then any higher
     one is a spike, for good.
 
     Examples
@@ -140,7 +172,8 @@ def zclip(
     >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 100.0)]
     [1.0, 2.0, 1.0, 2.0, 1.52]
     """
-    return Rule(ZScore(z, decay, target, warmup), scope=all_leaves, nonfinite=nonfinite)
+    limit = ZScore(z, decay, target, warmup, clip_factor=clip_factor, skip_update_on_spike=skip_update_on_spike)
+    return Rule(limit, scope=all_leaves, nonfinite=nonfinite)
 
 
 def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "propagate") -> Rule:
@@ -203,7 +236,7 @@ def adagc(
     Raises
     ------
     ValueError
-        If a number is out of range.
+        If a number is out of range; ``ratio`` is at least 1.
 
     Notes
     -----
@@ -219,6 +252,7 @@ def adagc(
     >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 2.0)]
     [1.0, 1.05]
     """
+    _at_least_one(ratio)
     return Rule(Ema(ratio, decay, warmup, warmup_norm), scope=each_leaf, nonfinite=nonfinite)
 
 
@@ -237,7 +271,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     Raises
     ------
     ValueError
-        If ``ratio`` is negative or NaN.
+        If ``ratio`` is below 1 or NaN: 1 % of growth is 1.01.
 
     Notes
     -----
@@ -250,6 +284,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     >>> [clipper([np.asarray([n])])[0].item() for n in (1.0, 10.0, 10.0)]
     [1.0, 1.5, 2.25]
     """
+    _at_least_one(ratio)
     return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
 
 
@@ -277,8 +312,12 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
     Notes
     -----
     An optimizer with momentum or weight decay moves on gradients of 0 too: take no step where ``report.skipped``
-    (`uniclip.integrations.torch.attach` takes none). The windows are in the
-    state: in the reference implementation they are in no checkpoint, and every restart has 64 blind steps.
+    (`uniclip.integrations.torch.attach` takes none).
+
+    As in OLMo-core only what is above the mean is a spike (its versions of 2024 skipped steps as far below, too). Other
+    than there the loss may be left out, and norms and losses are judged each by its own number: ``warmup`` before this
+    step's. OLMo-core judges both as soon as half a window of losses is there, this step's included: one step sooner.
+    Its windows are in no checkpoint, so that every restart has 64 blind steps; here they are in the state.
 
     Examples
     --------
@@ -286,6 +325,7 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
     >>> [clipper(np.asarray([n])).item() for n in (1.0, 1.1, 0.9, 100.0, 1.0)]
     [1.0, 1.1, 0.9, 0.0, 1.0]
     """
+    window = whole("window", window, 2)
     enough = max(2, window // 2) if warmup is None else warmup
     return Rule(RollingZScore(z, window, enough), scope=all_leaves, curve=skip, nonfinite=nonfinite)
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from uniclip.curves import NonMonotonic, Regularized, hard
@@ -77,8 +78,14 @@ def by_example_layer_norm(c: Any, *, by_size: bool = False, nonfinite: NonFinite
     return Rule(Split(c, by_size), scope=each_row, nonfinite=nonfinite)
 
 
-def by_example_quantile(
-    quantile: float = 0.5, rate: float = 0.2, start: float = 0.1, *, nonfinite: NonFinite = "propagate"
+def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rule has
+    quantile: float = 0.5,
+    rate: float = 0.2,
+    start: float = 0.1,
+    *,
+    min: float = 0.0,  # noqa: A002
+    max: float = math.inf,  # noqa: A002
+    nonfinite: NonFinite = "propagate",
 ) -> Rule:
     """Scale each example's gradient to a limit that follows a quantile of the examples' norms.
 
@@ -92,13 +99,15 @@ def by_example_quantile(
     rate : float, default 0.2
     start : float, default 0.1
         The first limit, above 0.
+    min, max : float, defaults 0 and ∞
+        Between which the limit moves, as ``min_clipbound`` and ``max_clipbound`` of Opacus.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If a number is out of range.
+        If a number is out of range, or ``start`` not from ``min`` to ``max``.
 
     Notes
     -----
@@ -112,7 +121,7 @@ def by_example_quantile(
     >>> print(round(float(clipper.state.limits[0]), 6))
     0.904837
     """
-    return Rule(TrackedQuantile(quantile, rate, start), scope=each_example, nonfinite=nonfinite)
+    return Rule(TrackedQuantile(quantile, rate, start, min, max), scope=each_example, nonfinite=nonfinite)
 
 
 def auto_s(c: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:

@@ -7,7 +7,8 @@ from collections.abc import Hashable, Mapping
 from numbers import Real
 from typing import Any
 
-from uniclip._checks import check
+from uniclip._checks import real
+from uniclip._repr import short
 from uniclip.curves import hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.nonfinite import NonFinite
@@ -38,10 +39,14 @@ def by_value(lo: Any, hi: Any = None) -> ByValue:
     """
     if hi is not None:
         return ByValue(lo, hi)
-    check("lo", lo, isinstance(lo, Real) or hasattr(lo, "dtype"), "a number or an array")
+    lo = real("lo", lo, "a number or an array of real numbers")
+    both = "; for an interval give both, by_value(lo, hi)"
     if isinstance(lo, Real) and not float(lo) >= 0:
-        msg = f"a lone lo is the largest modulus, at least 0, got {lo!r}; for an interval give both, by_value(lo, hi)"
+        msg = f"a lone lo is the largest modulus, at least 0, got {short(lo)}{both}"
         raise ValueError(msg)
+    if "uint" in str(getattr(lo, "dtype", "")):
+        msg = f"a lone lo needs a dtype that holds -lo, got {short(lo)}{both}"
+        raise TypeError(msg)
     return ByValue(-lo, lo)
 
 

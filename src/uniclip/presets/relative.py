@@ -7,6 +7,7 @@ from typing import Any
 
 from uniclip.limits import Relative, TrustRatio
 from uniclip.nonfinite import NonFinite
+from uniclip.norms import Norm
 from uniclip.rules import Rule
 from uniclip.scopes import along, each_leaf, each_row, unit
 
@@ -15,6 +16,7 @@ def agc(
     ratio: Any = 0.01,
     eps: float = 1e-3,
     axis: int | tuple[int, ...] | None = None,
+    ord: float = 2,  # noqa: A002 - the standard's name
     *,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
@@ -35,13 +37,16 @@ def agc(
     axis : int or tuple of int, optional
         The axes that one norm covers, as in optax; without it all but that of the output units, by the framework's
         convention the first in PyTorch and the last elsewhere. A vector or a scalar is one unit then.
+    ord : float, default 2
+        The order of the norm of gradients and weights, at least 1, as ``norm_type`` in timm; ``math.inf`` is the
+        largest modulus.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If ``ratio`` or ``eps`` is negative or NaN, or, when gradients are clipped, without ``params``.
+        If ``ratio`` or ``eps`` is negative or NaN, ``ord`` below 1, or, when gradients are clipped, without ``params``.
 
     Notes
     -----
@@ -55,7 +60,8 @@ def agc(
     array([[0.1],
            [0.1]])
     """
-    return Rule(Relative(ratio, eps), scope=unit() if axis is None else along(axis), nonfinite=nonfinite)
+    scope = unit() if axis is None else along(axis)
+    return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 
 def cowclip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:

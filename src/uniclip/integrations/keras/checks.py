@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from uniclip._repr import short
+
 _INSTEAD = {"clipnorm": "uc.by_norm", "global_clipnorm": "uc.by_global_norm", "clipvalue": "uc.by_value"}
 """The rules that do as Keras' own options."""
 
@@ -15,7 +17,7 @@ _INSTEAD = {"clipnorm": "uc.by_norm", "global_clipnorm": "uc.by_global_norm", "c
 def refuse_optimizer(inner: Any) -> None:
     """Refuse an optimizer that is none, or does itself what the wrapper has to do."""
     if not isinstance(inner, keras.optimizers.Optimizer):
-        msg = f"inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got {inner!r}"
+        msg = f"inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got {short(inner)}"
         raise TypeError(msg)
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         msg = (
@@ -55,7 +57,7 @@ def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> N
     missing = [path for path in paths if path not in there] if rule.by_leaf else []
     if missing:
         msg = (
-            f"{rule!r} remembers each of the {len(paths)} variables that the optimizer was built with, but "
+            f"{short(rule)} remembers each of the {len(paths)} variables that the optimizer was built with, but "
             f"{missing[0]!r} has no gradient: make it not trainable before you compile, with a new optimizer, or "
             "use a rule for all leaves together"
         )

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import optree
 
+from uniclip._repr import short
 from uniclip.decide import AVERAGED, LOGGED, Report
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.checks import refuse_missing, refuse_optimizer, refuse_replicas
@@ -69,9 +70,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         name: str | None = None,
     ) -> None:
         if isinstance(inner, ClippedOptimizer):
-            msg = (
-                f"inner is clipped already, by {inner.rule!r}: chain the rules, ClippedOptimizer(inner, uc.chain(a, b))"
-            )
+            clipped = f"inner is clipped already, by {short(inner.rule)}"
+            msg = f"{clipped}: chain the rules, ClippedOptimizer(inner, uc.chain(a, b))"
             raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
         refuse_optimizer(inner)
         super().__init__(

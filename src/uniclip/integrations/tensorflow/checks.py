@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from uniclip._repr import short
+
 tf1 = tf.compat.v1
 
 
@@ -23,7 +25,7 @@ def refuse_optimizer(optimizer: Any) -> None:
     fix = "an object of one, such as tf.compat.v1.train.AdamOptimizer()"
     if any(base.__module__.split(".")[0] in {"keras", "tf_keras"} for base in type(optimizer).__mro__):
         fix = "for a Keras optimizer use uniclip.integrations.keras.ClippedOptimizer"
-    msg = f"optimizer must be a tf.compat.v1.train.Optimizer, got {optimizer!r}: {fix}"
+    msg = f"optimizer must be a tf.compat.v1.train.Optimizer, got {short(optimizer)}: {fix}"
     raise TypeError(msg)
 
 
@@ -55,7 +57,7 @@ def refuse_others(rule: Any, known: dict[str, Any], params: dict[str, Any]) -> N
     others = [name for name in {**known, **params} if known.get(name) is not params.get(name)]
     if rule.by_leaf and others:
         msg = (
-            f"{rule!r} remembers each variable by itself, and {', '.join(others[:5])} had a gradient in one "
+            f"{short(rule)} remembers each variable by itself, and {', '.join(others[:5])} had a gradient in one "
             "apply_gradients and none in another: give the same variables each time, zeros if there is no "
             "gradient, and each train op of other variables a ClippedOptimizer of its own"
         )

@@ -11,6 +11,7 @@ import optree
 import tensorflow as tf
 
 from uniclip._checks import LIMIT, nonnegative
+from uniclip._repr import short
 from uniclip.decide import Report
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
@@ -120,7 +121,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     def __init__(self, optimizer: Any, rule: Any) -> None:
         if isinstance(optimizer, ClippedOptimizer):
-            msg = f"this optimizer is clipped already, by {optimizer.rule!r}: wrap it once, by uc.chain for two rules"
+            clipped = f"this optimizer is clipped already, by {short(optimizer.rule)}"
+            msg = f"{clipped}: wrap it once, by uc.chain for two rules"
             raise ValueError(msg)  # noqa: TRY004 - the type is right
         refuse_optimizer(optimizer)
         self.rule = rule_for_steps(rule)

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
 import torch
 
 from uniclip import core
-from uniclip._checks import LIMIT, nonnegative, within
+from uniclip._checks import LIMIT, nonnegative, number, within
+from uniclip._repr import article, short
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations.torch.processes import refuse_parts
@@ -55,12 +58,18 @@ def clip_grad_norm_(
     Raises
     ------
     TypeError
-        If ``parameters`` holds what is no tensor, such as the pairs of ``named_parameters()``.
+        If ``parameters`` holds what is no tensor, such as the pairs of ``named_parameters()``; or tensors that can have
+        no gradient, such as the gradients themselves.
     ValueError
-        If ``max_norm`` is negative or NaN, ``norm_type`` below 1, or a generator has nothing (left) in it.
+        If ``max_norm`` is negative or NaN, or ``norm_type`` below 1.
         If there are several processes and the parameters are those of ``FullyShardedDataParallel`` (FSDP1).
     RuntimeError
         If ``error_if_nonfinite`` and a gradient is not finite; it names the gradients by their number.
+
+    Warns
+    -----
+    UserWarning
+        If an iterator has nothing (left) in it: it was read before, or the module has no parameters.
 
     Notes
     -----
@@ -100,7 +109,7 @@ def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = No
     TypeError
         As `clip_grad_norm_`; and if a gradient is complex.
     ValueError
-        If ``clip_value`` is negative or NaN, or a generator has nothing (left) in it.
+        If ``clip_value`` is negative or NaN.
 
     Examples
     --------
@@ -147,7 +156,7 @@ def get_total_norm(
     >>> get_total_norm([torch.tensor([3.0, 4.0]), None, torch.tensor([[12.0]])])
     tensor(13.)
     """
-    given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True)}
+    given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True, level=3)}
     order = _order(norm_type)
     refuse_parts(given.values(), "tensors")
     once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
@@ -194,8 +203,7 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     grads, rule = _whole_grads(parameters), by_global_norm(_limit("max_norm", max_norm))
-    norm = total_norm.full_tensor() if is_dtensor(total_norm) else nonnegative("total_norm", total_norm)
-    core.clip_known(rule, grads, norm, in_place=True)
+    core.clip_known(rule, grads, _known(total_norm), in_place=True)
 
 
 def grad_of(parameter: Any) -> Any:
@@ -207,30 +215,46 @@ def grad_of(parameter: Any) -> Any:
 
 
 def _grads(parameters: Any) -> list[Any]:
-    """Return the gradient of each parameter, ``None`` for one that has none."""
-    return [grad_of(parameter) for parameter in _tensors(parameters, "parameters")]
+    """Return the gradient of each parameter, ``None`` for one that has none; refuse what can have none."""
+    tensors = _tensors(parameters, "parameters")
+    if tensors and not any(map(_can_have_grad, tensors)):
+        msg = (
+            "parameters holds tensors that can have no gradient: pass the parameters, as in model.parameters(), whose "
+            ".grad is clipped; to clip tensors that are gradients, uc.clip_(tensors, uc.by_global_norm(max_norm))"
+        )
+        raise TypeError(msg)
+    return [grad_of(tensor) for tensor in tensors]
 
 
 def _whole_grads(parameters: Any) -> list[Any]:
     """Return the gradients of parameters; refuse those whose norm is that of a part."""
     tensors = _tensors(parameters, "parameters")
     refuse_parts(tensors, "parameters")
-    return [grad_of(tensor) for tensor in tensors]
+    return _grads(tensors)
 
 
-def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
+def _can_have_grad(tensor: Any) -> bool:
+    """Whether backward leaves a gradient in a tensor, or did; a frozen parameter counts, too."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return True
+    held = tensor.is_leaf or tensor.retains_grad  # of all others PyTorch warns where .grad is looked at
+    return bool(held and (tensor.requires_grad or tensor.grad is not None))
+
+
+def _tensors(given: Any, name: str, *, absent: bool = False, level: int = 4) -> list[Any]:
     """Return tensors that are given as such or as an iterable; refuse all else."""
     if isinstance(given, torch.Tensor):
         return [given]
     usual = "model.parameters()" if name == "parameters" else "[p.grad for p in model.parameters()]"
     module = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ParameterList)
     if module or not isinstance(given, Iterable):
-        msg = f"{name} must be a tensor or an iterable of tensors, got a {type(given).__qualname__}: pass {usual}"
+        first = f", and {name} come first" if isinstance(given, Number) else ""
+        msg = f"{name} must be a tensor or an iterable of tensors, got {_described(given)}{first}: pass {usual}"
         raise TypeError(msg)
     tensors = list(given)
     if not tensors and isinstance(given, Iterator):
-        msg = f"{name} is an iterator with nothing left in it: pass a list, which can be read twice, or {usual} anew"
-        raise ValueError(msg)
+        why = "it was read before, or the module has no parameters"
+        warnings.warn(f"{name} is an empty generator, and there is nothing to clip: {why}", stacklevel=level)
     others = [other for other in tensors if not isinstance(other, torch.Tensor) and not (absent and other is None)]
     if others:
         msg = f"{name} must hold tensors, got {_described(others[0])}: pass {usual}"
@@ -240,8 +264,8 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
 
 def _described(value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):  # noqa: PLR2004 - name and parameter
-        return f"the pair of a name and a parameter ({value[0]!r}, ...)"
-    return f"a {type(value).__qualname__}"
+        return f"the pair of a name and a parameter ({short(value[0])}, ...)"
+    return f"{article(type(value).__qualname__)} {type(value).__qualname__}"
 
 
 def _any(tensors: list[Any]) -> bool:
@@ -251,16 +275,33 @@ def _any(tensors: list[Any]) -> bool:
 def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
     """Return a limit; a tensor that costs nothing to read as a number."""
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            msg = f"{name} must be one number, got a tensor of shape {tuple(value.shape)}"
-            raise ValueError(msg)
-        value = value.item() if BACKEND.readable(value) else value.reshape(())
+        value = _single(name, value)
+        value = value.item() if BACKEND.readable(value) else value
     return nonnegative(name, value, hint)
+
+
+def _known(norm: Any) -> Any:
+    """Return a norm that was measured before, which may be NaN."""
+    if isinstance(norm, torch.Tensor):
+        return _single("total_norm", norm.full_tensor() if is_dtensor(norm) else norm)
+    value = number("total_norm", norm, "a number or a 0-d tensor")
+    return value if math.isnan(value) else nonnegative("total_norm", value)
+
+
+def _single(name: str, tensor: Any) -> Any:
+    if tensor.numel() != 1:
+        msg = f"{name} must be one number, got {short(tensor)}"
+        raise ValueError(msg)
+    return tensor.reshape(())
 
 
 def _order(norm_type: Any) -> float:
     """Return the order of a norm, which PyTorch takes as a text, too."""
-    order = float(norm_type)
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError, RuntimeError):
+        msg = f"norm_type must be a number of at least 1, math.inf or 'inf', got {short(norm_type)}"
+        raise TypeError(msg) from None
     within("norm_type", order, 1, math.inf)
     return order
 

@@ -14,6 +14,7 @@ import optree
 import torch
 
 from uniclip import core
+from uniclip._repr import short
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
 from uniclip.integrations.torch.functions import grad_of
@@ -91,7 +92,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
         return attach(optimizer.optimizer, rule)
     rule = rule_for_steps(rule)
     if optimizer in _rules:
-        msg = f"this optimizer is clipped already, by {_rules[optimizer]!r}: call remove() of that handle first"
+        msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
         raise ValueError(msg)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
@@ -225,8 +226,8 @@ class Attached:
         if scale is not None:
             if any(grad.dtype is torch.float16 for grad in grads):
                 msg = (
-                    f"{self.rule!r} needs unscaled gradients, and float16 cannot hold them: keep the parameters in "
-                    "float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
+                    f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep the parameters "
+                    "in float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
                 )
                 raise ValueError(msg)
             self._set("grad_scale", None)
@@ -239,8 +240,8 @@ class Attached:
         """Refuse gradients of other parameters than the state is for: it knows them by their order."""
         if [id(p) for p in params] != [id(p) for p in self._known]:
             msg = (
-                f"{self.rule!r} remembers each of the {len(self._known)} parameters that required a gradient when it "
-                f"was attached, but {len(params)} have one, or others do; freeze a parameter that gets none "
+                f"{short(self.rule)} remembers each of the {len(self._known)} parameters that required a gradient when "
+                f"it was attached, but {len(params)} have one, or others do; freeze a parameter that gets none "
                 "(requires_grad_(False)) and add new ones before you attach"
             )
             raise ValueError(msg)
@@ -303,7 +304,7 @@ class Attached:
         pairs = zip(saved, old, strict=False)
         new = [torch.as_tensor(array, dtype=like.dtype, device=like.device) for array, like in pairs]
         if len(saved) != len(old) or [array.shape for array in new] != [array.shape for array in old]:
-            msg = f"the checkpoint holds the state of another rule than {self.rule!r}: {fix}"
+            msg = f"the checkpoint holds the state of another rule than {short(self.rule)}: {fix}"
             raise ValueError(msg)
         self.state = optree.tree_unflatten(spec, new)
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: MIT
+"""What is given for something else: errors that say what to write instead."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from uniclip._repr import holds_arrays, short
+
+_RULE = "such as uc.by_global_norm(1.0), or a function of one array"
+_CHOICES = {
+    "limits": "a limit is only one of its choices: uc.Rule(limit)",
+    "scopes": "a scope is only one of its choices: uc.Rule(1.0, scope=scope)",
+    "norms": "a norm is only one of its choices: uc.Rule(1.0, norm=norm)",
+    "curves": "a curve is only one of its choices: uc.Rule(1.0, curve=curve)",
+    "clipper": "a uc.Clipper is more: call it, clipped = clipper(grads)",
+}
+
+
+def is_rule(value: Any) -> bool:
+    """Whether a value has what all rules have."""
+    return hasattr(value, "memory") and hasattr(value, "update") and not isinstance(value, type)
+
+
+def own_module(value: Any) -> str:
+    """Return the name of the module of uniclip that a function, a class or an object is from, else nothing."""
+    if isinstance(value, ModuleType):
+        return ""
+    known = value if hasattr(value, "__qualname__") else type(value)
+    homes = [getattr(one, "__module__", None) or "" for one in getattr(known, "__mro__", (known,))]
+    return next((home.partition(".")[2] for home in homes if home.partition(".")[0] == "uniclip"), "")
+
+
+def refuse_as_rule(value: Any) -> None:
+    """Raise a ``TypeError`` that says what to write instead of something that is no rule."""
+    module = own_module(value).partition(".")[0]
+    if module in _CHOICES:
+        advice = f"and {_CHOICES[module]}"
+    elif module in {"presets", "rules", "combine"}:
+        advice = f"and uc.{value.__name__} makes one: call it, as in uc.by_global_norm(1.0)"
+    elif module in {"functional", "verbs"}:
+        advice = f"and uc.{value.__name__} is a function of all gradients: give it a rule {_RULE}"
+    else:
+        advice = _RULE
+    hint = "; gradients are clipped by uc.clip(grads, rule), or by uc.Clipper(rule)(grads)"
+    msg = f"rule must be a rule, {advice}, got {short(value)}{hint if holds_arrays(value) else ''}"
+    raise TypeError(msg)
+
+
+def refuse_swapped(grads: Any, rule: Any, call: str) -> None:
+    """Refuse a rule in the place of the gradients."""
+    if is_rule(grads):
+        msg = f"grads and rule are swapped, got {short(grads)} and {short(rule)}: write {call}"
+        raise TypeError(msg)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether a value is a rule or a state; compilers do not know the modules of builtin classes."""
+    known = hasattr(value, "_fields") or hasattr(value, "memory") or hasattr(value, "state_dict")
+    return known and type(value).__module__.startswith("uniclip.")
+
+
+def refuse_as_grads(value: Any, name: str) -> None:
+    """Refuse a rule, or the state of one, in the place of gradients: a state is a tree of arrays, too."""
+    first = value[0] if isinstance(value, (tuple, list)) and value else None  # the state of a chain is a tuple of them
+    if _is_own(value) or _is_own(first):
+        msg = f"{name} must be gradients, got {short(value)}: write rule.update(grads, state), uc.clip(grads, rule)"
+        raise TypeError(msg)
