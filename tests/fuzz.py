@@ -1,0 +1,324 @@
+"""A fuzz of every rule against an oracle in higher precision that shares no code with uniclip.
+
+    python tests/fuzz.py --framework numpy --cases 100000 --seed 1
+    python tests/fuzz.py --framework torch --seed 1 --case 4711
+    python tests/fuzz.py --planted
+
+Each case is made of its seed and its number alone. What is wrong is printed as a line that runs it again.
+"""
+# ruff: noqa: T201 - a script prints
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+import fuzz_oracle as oracle
+import uniclip as uc
+from frameworks import ALL_DTYPES, JAX, KNOWN, Framework, JAXx64
+from fuzz_cases import Case, Slot, chance, drawn_case, plans_of, replaced, walk
+from fuzz_checks import Mismatch, check_leaves, check_report, same_tree, seen_of
+from fuzz_limits import Inconclusive
+
+LAYOUTS = {"NumPy": ("C",) * 4 + ("F", "backwards", "strided", "fixed", "repeated", "scalar"),
+           "PyTorch": ("C",) * 4 + ("F", "strided", "repeated")}
+FLUSHING = {"TensorFlow", "JAX"}
+"""The families whose own kernels take subnormal numbers for 0."""
+
+
+class JAXEagerx64(JAXx64):
+    """JAX outside of jit, with 64-bit types."""
+
+    name = "jax-x64"
+    same_objects = True
+    raises = True
+    traced = False
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+
+FRAMEWORKS = {**{name: cls for name, cls in KNOWN.items() if name not in {"numpy-readonly"}}, "jax-x64": JAXEagerx64}
+
+
+@dataclass
+class Tally:
+    """What came of the cases."""
+
+    cases: int = 0
+    steps: int = 0
+    inconclusive: Counter[str] = field(default_factory=Counter)
+    maybes: Counter[str] = field(default_factory=Counter)
+    errors: int = 0
+    """How many steps had to be refused, and were."""
+    failures: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+
+def machine_of(fw: Framework) -> oracle.Machine:
+    """Return what the oracle has to know of a framework."""
+    return oracle.Machine(fw.family in FLUSHING, fw.default_float, 0 if fw.family == "PyTorch" else -1)
+
+
+def case_of(fw: Framework, seed: int, number: int) -> Case:
+    """Return a case, always the same one."""
+    rng = np.random.default_rng([seed, number])
+    layouts = LAYOUTS.get(fw.family, ("C",)) if not fw.traced else ("C",)
+    ways = ("plain", "plain", "in place", "holder", "summed") if fw.writes and not fw.traced else ("plain", "plain", "holder", "summed")
+    case = drawn_case(rng, fw.dtypes, layouts, ways if not fw.traced else ("plain", "plain", "summed"), 8 if fw.traced else 1)
+    plans = plans_of(case.plan)
+    sums = case.plan.kind == "rule" and case.plan.scope.kind in {"row", "example"} and not case.plan.remembers
+    example = all(slot.shape[:1] == case.slots[0].shape[:1] for slot in case.slots) if case.slots else False
+    if case.way == "summed" and not (sums and example and all(all(v is not None for v in s) for s in case.steps)):
+        case.way = "plain"
+    if case.way == "in place" and any(slot.dtype.startswith("int") for slot in case.slots):
+        case.way = "plain"
+    if fw.traced and any(plan.policy == "raise" for plan in plans):
+        case.way = "refused"
+    return case
+
+
+def array_of(fw: Framework, values: np.ndarray, slot: Slot) -> Any:
+    """Return an array of the framework, as it lies in memory in many ways."""
+    with np.errstate(all="ignore"):
+        array = fw.array(values, slot.dtype)
+    if slot.layout == "C" or not slot.shape:
+        return array[()] if slot.layout == "scalar" and isinstance(array, np.ndarray) else array
+    return _laid_out(array, slot.layout)
+
+
+def _laid_out(array: Any, layout: str) -> Any:
+    numpy = isinstance(array, np.ndarray)
+    match layout:
+        case "F":
+            return np.asfortranarray(array) if numpy else array.mT.contiguous().mT if array.ndim > 1 else array
+        case "strided":
+            wide = np.repeat(array, 2, axis=0) if numpy else array.repeat_interleave(2, 0)
+            return wide[::2]
+        case "backwards":
+            return array[::-1].copy()[::-1]
+        case "fixed":
+            array.flags.writeable = False
+        case "repeated" if array.shape[0]:
+            return np.broadcast_to(array[:1], array.shape) if numpy else array[:1].expand(array.shape)
+    return array
+
+
+class Run:
+    """A case on a framework."""
+
+    def __init__(self, fw: Framework, case: Case, tally: Tally, mend: bool = True) -> None:
+        self.fw, self.case, self.tally, self.machine = fw, case, tally, machine_of(fw)
+        self.rule, self.plan = case.rule, case.plan
+        self.state: Any = None
+        self.own: Any = None
+        self.clipper = uc.Clipper(case.rule)
+        self.compiled = fw.compiled(self._update)
+        self.params, self.own_params = None, {}
+        if any(limit[0] in {"relative", "trust"} for plan in plans_of(case.plan) for limit in [plan.limit]):
+            self.params = self._tree(case.params)
+            self.own_params = {leaf.path: leaf for leaf in self._leaves(self.params)}
+
+    def _tree(self, values: list[np.ndarray | None]) -> Any:
+        def leaf(slot: Slot) -> Any:
+            one = values[slot.number]
+            return None if one is None else array_of(self.fw, one, slot)
+
+        return replaced(self.case.tree, leaf)
+
+    def _leaves(self, tree: Any) -> list[oracle.Leaf]:
+        return [
+            oracle.leaf_of(path, self.fw.numpy(array), self.fw.dtype(array), self.machine) for path, array in walk(tree)
+        ]
+
+    def _update(self, grads: Any, state: Any, params: Any, loss: Any) -> Any:
+        if self.case.way == "summed":
+            return (*uc.clip_and_sum(grads, self.rule, params), None)
+        clipped, state, report = self.rule.update(grads, state, params, loss=loss)
+        return clipped, report, state
+
+    def steps(self) -> None:
+        """Take all steps."""
+        for number, values in enumerate(self.case.steps):
+            if number == self.case.saved:
+                self._save()
+            self.step(values, self.case.losses[number])
+            self.tally.steps += 1
+
+    def _save(self) -> None:
+        """Save what is remembered, and load it into another clipper."""
+        if self.case.way == "holder":
+            saved = json.loads(json.dumps(self.clipper.state_dict()))
+            self.clipper = uc.Clipper(self.case.rule)
+            self.clipper.load_state_dict(saved)
+
+    def step(self, values: list[np.ndarray | None], loss: float | None) -> None:
+        """Take a step, and check it."""
+        fw, case = self.fw, self.case
+        grads = self._tree(values)
+        leaves = self._leaves(grads)
+        old = [np.array(fw.numpy(array)) for _, array in walk(grads)]
+        in_place = case.way == "in place"
+        refused = case.way == "refused" or (in_place and self._fixed(grads))
+        bad = any(leaf.bad.any() for leaf in leaves)
+        try:
+            clipped, report = self._call(grads, loss)
+        except FloatingPointError:
+            outcome = self._outcome(leaves, loss, None)
+            if outcome.finite or not any(plan.policy == "raise" for plan in plans_of(self.plan)):
+                raise
+            self.tally.errors += 1
+            self._unchanged(grads, old, in_place and self.plan.kind == "chain")
+            return
+        except TypeError:
+            if not refused:
+                raise
+            self.tally.errors += 1
+            self._unchanged(grads, old, False)
+            return
+        if refused:
+            raise Mismatch("no error", "for what cannot be changed, or has no value")
+        if report is None and not leaves:
+            return
+        outcome = self._outcome(leaves, loss, report)
+        if not outcome.finite and "raise" in {plan.policy for plan in plans_of(self.plan)} and self._raises(outcome, self.plan):
+            raise Mismatch("no error", "for gradients that are not finite")
+        if not in_place:
+            self._unchanged(grads, old, False)
+        same_tree(grads, clipped, ordered=not fw.traced)
+        new = [array for _, array in walk(clipped)]
+        check_leaves(outcome.leaves, old, new, fw, self.machine)
+        check_report(outcome, self.plan, report, fw)
+        if fw.same_objects and case.way in {"plain", "holder"} and outcome.finite:
+            for leaf, one, other in zip(outcome.leaves, [a for _, a in walk(grads)], new, strict=True):
+                if np.all(leaf.same) and self.plan.kind == "rule" and leaf.shape and fw.dtype(one) == leaf.dtype and one is not other and np.size(leaf.same):
+                    raise Mismatch("identity", f"{leaf.path} is another array of the same values")
+        self.own = outcome.state
+
+    def _raises(self, outcome: oracle.Outcome, plan: oracle.Plan) -> bool:
+        parts = plan.parts if plan.kind == "chain" else (plan,)
+        outcomes = outcome.parts if plan.kind == "chain" else [outcome]
+        return any(
+            plans_of(part)[0].policy == "raise" and one.measured and not one.finite
+            for part, one in zip(parts, outcomes, strict=True)
+        )
+
+    def _call(self, grads: Any, loss: float | None) -> tuple[Any, Any]:
+        way, memory, params = self.case.way, self.rule.memory, self.params
+        more = {} if loss is None else {"loss": loss}
+        if way == "summed":
+            clipped, report, _ = self.compiled(grads, None, params, None)
+            return clipped, report
+        if way == "holder":
+            return self.clipper(grads, params, **more), self.clipper.report
+        if way == "in place" and not memory:
+            return grads, uc.clip_(grads, self.rule, params)
+        if not memory and not self.fw.traced:
+            return uc.clip(grads, self.rule, params)
+        if self.state is None:
+            self.state = self.rule.init(grads)
+        if way == "in place":
+            clipped, self.state, report = self.rule.update(grads, self.state, params, in_place=True, **more)
+            return grads, report
+        loss_array = None if loss is None else self.fw.array(loss, "float32")
+        clipped, report, self.state = self.compiled(grads, self.state, params, loss_array)
+        return clipped, report
+
+    def _outcome(self, leaves: list[oracle.Leaf], loss: float | None, report: Any) -> oracle.Outcome:
+        seen = None if report is None else seen_of(self.plan, report, self.fw)
+        given = oracle.Step(self.machine, self.own_params, loss, seen, self.tally.maybes)
+        if self.case.way == "summed":
+            return oracle.reduced(self.plan, leaves, given, mean=False)
+        return oracle.clip(self.plan, leaves, self.own, given)
+
+    def _fixed(self, grads: Any) -> bool:
+        """Return whether one of the arrays that are to be clipped cannot be changed."""
+        slots = [slot for _, slot in walk(self.case.tree)]
+        layouts = {slot.layout for slot, (_, array) in zip(slots, walk(replaced(self.case.tree, lambda s: s)), strict=True)}
+        return bool(layouts & {"fixed", "repeated", "scalar"}) and any(
+            not np.asarray(array).flags.writeable or isinstance(array, np.generic) or _repeats(array) for _, array in walk(grads)
+        )
+
+    def _unchanged(self, grads: Any, old: list[np.ndarray], chained: bool) -> None:
+        for before, (path, array) in zip(old, walk(grads), strict=True):
+            if not chained and not np.array_equal(before, self.fw.numpy(array), equal_nan=before.dtype.kind in "fc"):
+                raise Mismatch("input changed", f"{path}")
+
+
+def _repeats(array: Any) -> bool:
+    strides = array.strides if isinstance(array, np.ndarray) else array.stride()
+    return any(stride == 0 and size > 1 for stride, size in zip(strides, array.shape, strict=True)) and 0 not in array.shape
+
+
+def run_case(fw: Framework, seed: int, number: int, tally: Tally) -> None:
+    """Run a case; tell the tally what came of it."""
+    case = case_of(fw, seed, number)
+    tally.cases += 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Run(fw, case, tally).steps()
+    except Inconclusive as why:
+        tally.inconclusive["".join(c for c in str(why) if not c.isdigit()).strip()] += 1
+    except Mismatch as error:
+        tally.failures.setdefault(error.kind, []).append((number, f"{case}\n    {error}"))
+    except Exception as error:  # noqa: BLE001 - what a fuzz looks for
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        kind = f"{type(error).__name__} in {place.filename.rpartition('/')[2]}:{place.lineno}"
+        tally.failures.setdefault(kind, []).append((number, f"{case}\n    {error}"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cases that were asked for; return how many kinds of failures there are."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="numpy")
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--case", type=int, help="run this one only, and show its error")
+    parser.add_argument("--stop", action="store_true", help="stop at the first failure")
+    parser.add_argument("--planted", action="store_true", help="plant faults in copies of uniclip, and look for them")
+    given = parser.parse_args(arguments)
+    fw, tally = FRAMEWORKS[given.framework](), Tally()
+    with fw.context():
+        if given.case is not None:
+            case = case_of(fw, given.seed, given.case)
+            print(case)
+            Run(fw, case, tally).steps()
+            print("passed")
+            return 0
+        from tqdm import tqdm
+
+        start = time.perf_counter()
+        for number in tqdm(range(given.first, given.first + given.cases), mininterval=1, disable=not sys.stderr.isatty()):
+            run_case(fw, given.seed, number, tally)
+            if given.stop and tally.failures:
+                break
+    report(tally, fw, given.seed, time.perf_counter() - start)
+    return len(tally.failures)
+
+
+def report(tally: Tally, fw: Framework, seed: int, seconds: float) -> None:
+    """Print the counts, and for each kind of failure some cases."""
+    print(f"{fw.name}, seed {seed}: {tally.cases} cases, {tally.steps} steps, {tally.cases / seconds:.0f} cases/s")
+    print(f"  refused as they must be: {tally.errors}; decided by rounding: {dict(tally.maybes)}")
+    print(f"  given up since rounding decides what follows: {dict(tally.inconclusive)}")
+    for kind, failures in sorted(tally.failures.items(), key=lambda item: -len(item[1])):
+        print(f"  {len(failures)} × {kind}")
+        for number, text in failures[:3]:
+            print(f"    python tests/fuzz.py --framework {fw.name} --seed {seed} --case {number}  # {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 100))
