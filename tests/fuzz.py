@@ -11,29 +11,32 @@ Each case is made of its seed and its number alone. What is wrong is printed as 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import fuzz_oracle as oracle
+import fuzz_planted
 import uniclip as uc
-from frameworks import ALL_DTYPES, JAX, KNOWN, Framework, JAXx64
-from fuzz_cases import Case, Slot, chance, drawn_case, plans_of, replaced, walk
-from fuzz_checks import Mismatch, check_leaves, check_report, same_tree, seen_of
+from frameworks import KNOWN, Framework, JAXx64
+from fuzz_cases import Case, Slot, drawn_case, plans_of, replaced, walk
+from fuzz_checks import Mismatch, numpy_of, check_leaves, check_report, same_tree, seen_of
 from fuzz_limits import Inconclusive
 
-LAYOUTS = {"NumPy": ("C",) * 4 + ("F", "backwards", "strided", "fixed", "repeated", "scalar"),
-           "PyTorch": ("C",) * 4 + ("F", "strided", "repeated")}
+LAYOUTS = {
+    "NumPy": ("C",) * 4 + ("F", "backwards", "strided", "fixed", "repeated", "scalar"),
+    "PyTorch": ("C",) * 4 + ("F", "strided", "repeated"),
+}
 FLUSHING = {"TensorFlow", "JAX"}
 """The families whose own kernels take subnormal numbers for 0."""
 
@@ -75,8 +78,14 @@ def case_of(fw: Framework, seed: int, number: int) -> Case:
     """Return a case, always the same one."""
     rng = np.random.default_rng([seed, number])
     layouts = LAYOUTS.get(fw.family, ("C",)) if not fw.traced else ("C",)
-    ways = ("plain", "plain", "in place", "holder", "summed") if fw.writes and not fw.traced else ("plain", "plain", "holder", "summed")
-    case = drawn_case(rng, fw.dtypes, layouts, ways if not fw.traced else ("plain", "plain", "summed"), 8 if fw.traced else 1)
+    ways = (
+        ("plain", "plain", "in place", "holder", "summed")
+        if fw.writes and not fw.traced
+        else ("plain", "plain", "holder", "summed")
+    )
+    case = drawn_case(
+        rng, fw.dtypes, layouts, ways if not fw.traced else ("plain", "plain", "summed"), 8 if fw.traced else 1
+    )
     plans = plans_of(case.plan)
     sums = case.plan.kind == "rule" and case.plan.scope.kind in {"row", "example"} and not case.plan.remembers
     example = all(slot.shape[:1] == case.slots[0].shape[:1] for slot in case.slots) if case.slots else False
@@ -120,6 +129,7 @@ class Run:
 
     def __init__(self, fw: Framework, case: Case, tally: Tally, mend: bool = True) -> None:
         self.fw, self.case, self.tally, self.machine = fw, case, tally, machine_of(fw)
+        self._tie()
         self.rule, self.plan = case.rule, case.plan
         self.state: Any = None
         self.own: Any = None
@@ -129,6 +139,18 @@ class Run:
         if any(limit[0] in {"relative", "trust"} for plan in plans_of(case.plan) for limit in [plan.limit]):
             self.params = self._tree(case.params)
             self.own_params = {leaf.path: leaf for leaf in self._leaves(self.params)}
+
+    def _tie(self) -> None:
+        """Make the limit one of the norms that the first step has."""
+        if self.case.tie is None:
+            return
+        leaves = self._leaves(self._tree(self.case.steps[0]))
+        with contextlib.suppress(Inconclusive):
+            norms = oracle.norms_of(self.case.plan, leaves, self.machine)[0]
+            sizes = np.concatenate([np.ravel(n.hi) for n in norms]) if norms else np.zeros(0)
+            if sizes.size and np.isfinite(size := sizes[int(self.case.tie * sizes.size)]):
+                self.case.rule = replace(self.case.rule, limit=uc.Constant(float(size)))
+                self.case.plan = replace(self.case.plan, limit=("constant", float(size)))
 
     def _tree(self, values: list[np.ndarray | None]) -> Any:
         def leaf(slot: Slot) -> Any:
@@ -192,7 +214,11 @@ class Run:
         if report is None and not leaves:
             return
         outcome = self._outcome(leaves, loss, report)
-        if not outcome.finite and "raise" in {plan.policy for plan in plans_of(self.plan)} and self._raises(outcome, self.plan):
+        if (
+            not outcome.finite
+            and "raise" in {plan.policy for plan in plans_of(self.plan)}
+            and self._raises(outcome, self.plan)
+        ):
             raise Mismatch("no error", "for gradients that are not finite")
         if not in_place:
             self._unchanged(grads, old, False)
@@ -202,7 +228,14 @@ class Run:
         check_report(outcome, self.plan, report, fw)
         if fw.same_objects and case.way in {"plain", "holder"} and outcome.finite:
             for leaf, one, other in zip(outcome.leaves, [a for _, a in walk(grads)], new, strict=True):
-                if np.all(leaf.same) and self.plan.kind == "rule" and leaf.shape and fw.dtype(one) == leaf.dtype and one is not other and np.size(leaf.same):
+                if (
+                    np.all(leaf.same)
+                    and self.plan.kind == "rule"
+                    and leaf.shape
+                    and fw.dtype(one) == leaf.dtype
+                    and one is not other
+                    and np.size(leaf.same)
+                ):
                     raise Mismatch("identity", f"{leaf.path} is another array of the same values")
         self.own = outcome.state
 
@@ -244,21 +277,34 @@ class Run:
 
     def _fixed(self, grads: Any) -> bool:
         """Return whether one of the arrays that are to be clipped cannot be changed."""
-        slots = [slot for _, slot in walk(self.case.tree)]
-        layouts = {slot.layout for slot, (_, array) in zip(slots, walk(replaced(self.case.tree, lambda s: s)), strict=True)}
-        return bool(layouts & {"fixed", "repeated", "scalar"}) and any(
-            not np.asarray(array).flags.writeable or isinstance(array, np.generic) or _repeats(array) for _, array in walk(grads)
+        where = self.plan.where or (lambda path, leaf: True)
+        return (
+            self.fw.family == "NumPy"
+            and any(
+                isinstance(array, np.generic) or not array.flags.writeable or _repeats(array)
+                for path, array in walk(grads)
+                if where(path, array)
+            )
+            or (
+                self.fw.family == "PyTorch"
+                and any(_repeats(array) for path, array in walk(grads) if where(path, array))
+            )
         )
 
     def _unchanged(self, grads: Any, old: list[np.ndarray], chained: bool) -> None:
         for before, (path, array) in zip(old, walk(grads), strict=True):
-            if not chained and not np.array_equal(before, self.fw.numpy(array), equal_nan=before.dtype.kind in "fc"):
+            after = np.asarray(self.fw.numpy(array))
+            wide = np.complex128 if after.dtype.kind == "c" else np.float64
+            if not chained and not np.array_equal(before.astype(wide), after.astype(wide), equal_nan=True):
                 raise Mismatch("input changed", f"{path}")
 
 
 def _repeats(array: Any) -> bool:
     strides = array.strides if isinstance(array, np.ndarray) else array.stride()
-    return any(stride == 0 and size > 1 for stride, size in zip(strides, array.shape, strict=True)) and 0 not in array.shape
+    return (
+        any(stride == 0 and size > 1 for stride, size in zip(strides, array.shape, strict=True))
+        and 0 not in array.shape
+    )
 
 
 def run_case(fw: Framework, seed: int, number: int, tally: Tally) -> None:
@@ -266,7 +312,7 @@ def run_case(fw: Framework, seed: int, number: int, tally: Tally) -> None:
     case = case_of(fw, seed, number)
     tally.cases += 1
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("error")
             Run(fw, case, tally).steps()
     except Inconclusive as why:
@@ -289,23 +335,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="run this one only, and show its error")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--planted", action="store_true", help="plant faults in copies of uniclip, and look for them")
+    parser.add_argument("--known", type=json.loads, default=[], help="numbers of cases to leave out, in JSON")
+    parser.add_argument("--found", help="a file to write the numbers of the cases that fail to")
     given = parser.parse_args(arguments)
+    if given.planted:
+        return fuzz_planted.search(given.cases, given.seed)
     fw, tally = FRAMEWORKS[given.framework](), Tally()
     with fw.context():
         if given.case is not None:
             case = case_of(fw, given.seed, given.case)
-            print(case)
-            Run(fw, case, tally).steps()
+            with np.errstate(all="ignore"):
+                run = Run(fw, case, tally)
+                print(case)
+                run.steps()
             print("passed")
             return 0
         from tqdm import tqdm
 
         start = time.perf_counter()
-        for number in tqdm(range(given.first, given.first + given.cases), mininterval=1, disable=not sys.stderr.isatty()):
-            run_case(fw, given.seed, number, tally)
+        for number in tqdm(
+            range(given.first, given.first + given.cases), mininterval=1, disable=not sys.stderr.isatty()
+        ):
+            if number not in given.known:
+                run_case(fw, given.seed, number, tally)
             if given.stop and tally.failures:
                 break
     report(tally, fw, given.seed, time.perf_counter() - start)
+    if given.found:
+        found = sorted(number for failures in tally.failures.values() for number, _ in failures)
+        Path(given.found).write_text(json.dumps(found), encoding="utf-8")
     return len(tally.failures)
 
 

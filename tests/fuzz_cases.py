@@ -45,6 +45,8 @@ class Case:
     """For each step the values of each slot, ``None`` where there is none at that step."""
     params: list[np.ndarray] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
+    tie: float | None = None
+    """Which norm of the first step is to be the limit, as a share of all of them."""
     saved: int | None = None
     """Before which step the state is saved and loaded."""
 
@@ -344,8 +346,12 @@ def drawn_tree(rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...]
     """Return a tree whose leaves fit the scopes of a plan."""
     plans = plans_of(plan)
     least = max(_least(part.scope) for part in plans)
-    rows = int(rng.integers(1, 5)) if any(part.scope.kind == "example" for part in plans) else None
-    if any(part.kind == "value" for part in plans):  # which neither complex numbers nor all whole ones have
+    rows = (
+        int(rng.integers(1, 5))
+        if any(part.scope.kind == "example" or part.limit[0] == "split" for part in plans)
+        else None
+    )
+    if any(part.kind in {"value", "halve"} for part in plans):  # which neither complex numbers nor all whole ones have
         dtypes = [dtype for dtype in dtypes if not dtype.startswith(("complex", "int"))] or ["float32"]
     slots: list[Slot] = []
 
@@ -371,7 +377,8 @@ def drawn_tree(rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...]
         keys = list(rng.permutation(list("abcdef")))
         return {str(key): one for key, one in zip(keys, inner, strict=False)}
 
-    return node(int(rng.integers(0, 4))), slots
+    tree = node(int(rng.integers(0, 4)))
+    return tree if slots else [tree], slots
 
 
 def _least(scope: Scope) -> int:
@@ -431,18 +438,20 @@ def drawn_case(rng: Rng, dtypes: list[str], layouts: tuple[str, ...], ways: tupl
     rule, plan = drawn_made(rng, size)
     tree, slots = drawn_tree(rng, plan, own, layouts)
     case = Case(rule, plan, tree, slots, one_of(rng, *ways))
-    count = max(steps, int(one_of(rng, 2, 5, 10, 20, 40))) if plan.remembers else steps
+    count = max(steps, int(one_of(rng, 2, 3, 4, 5, 8, 12, 40))) if plan.remembers else steps
     keeps = chance(rng, 0.7) or plan.remembers  # whether all leaves have a gradient
     for number in range(count):
         swing = float(np.exp(rng.standard_normal() * one_of(rng, 0.05, 0.3))) if count > 1 else 1.0
         swing *= logarithmic(rng, 3, 1e4) if count > 1 and chance(rng, 0.08) else 1.0
         share = one_of(rng, 0.05, 0.5) if chance(rng, 0.06) else 0.0
-        quiet = chance(rng, 0.03)
-        values = [drawn_values(rng, slot, kind, power + math.log2(swing), share) * (not quiet) for slot in slots]
+        values = [drawn_values(rng, slot, kind, power + math.log2(swing), share) for slot in slots]
+        values = [np.zeros_like(one) for one in values] if chance(rng, 0.03) else values
         case.steps.append([None if not keeps and chance(rng, 0.05) else one for one in values])
         loss = float(rng.normal(2, 0.2)) * (10 if chance(rng, 0.05) else 1)
         loss = one_of(rng, math.nan, math.inf) if chance(rng, 0.03) else loss
         case.losses.append(loss if any(part.limit[0] == "rolling z-score" for part in plans_of(plan)) else None)
         case.saved = number if plan.remembers and chance(rng, 0.1) else case.saved
+    if case.plan.kind == "rule" and case.plan.limit[0] == "constant" and chance(rng, 0.15):
+        case.tie = float(rng.random())
     case.params = [drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in slots]
     return case

@@ -31,12 +31,17 @@ def seen_of(plan: Plan, report: Any, fw: Framework, number: int | None = None) -
     return None if limits is None else [list(arrays_of(some, fw)) for some in (limits, factors)]
 
 
+def numpy_of(array: Any, fw: Framework) -> np.ndarray:
+    """Return the values of an array; those of a step without gradients are NumPy's."""
+    return np.asarray(array if isinstance(array, (np.ndarray, np.generic)) else fw.numpy(array))
+
+
 def arrays_of(values: Any, fw: Framework) -> Iterator[np.ndarray]:
     """Yield the values of a report's field in the order of the oracle's groups."""
     if isinstance(values, dict):
         values = {repr(key): value for key, value in values.items()}
     for _, array in walk(values):
-        yield np.asarray(fw.numpy(array))
+        yield numpy_of(array, fw)
 
 
 def same_tree(old: Any, new: Any, *, ordered: bool) -> None:
@@ -55,15 +60,13 @@ def same_tree(old: Any, new: Any, *, ordered: bool) -> None:
         raise Mismatch("tree", f"{old} became {new}")
 
 
-def check_leaves(
-    wanted: list[Leaf], given: list[np.ndarray], new: list[Any], fw: Framework, machine: Machine
-) -> None:
+def check_leaves(wanted: list[Leaf], given: list[np.ndarray], new: list[Any], fw: Framework, machine: Machine) -> None:
     """Require dtype, shape, values and, where nothing was to be changed, the same bits."""
     if len(wanted) != len(new):
         raise Mismatch("tree", f"{len(wanted)} leaves became {len(new)}")
     for leaf, old, array in zip(wanted, given, new, strict=True):
-        if fw.dtype(array) != leaf.dtype:
-            raise Mismatch("dtype", f"{leaf.path}: {leaf.dtype} became {fw.dtype(array)}")
+        if fw.dtype(array) != (leaf.integer or leaf.dtype):
+            raise Mismatch("dtype", f"{leaf.path}: {fw.dtype(array)} instead of {leaf.integer or leaf.dtype}")
         values = np.asarray(fw.numpy(array))
         if values.shape != leaf.shape:
             raise Mismatch("shape", f"{leaf.path}: {leaf.shape} became {values.shape}")
@@ -104,7 +107,9 @@ def _check_values(leaf: Leaf, new: np.ndarray, machine: Machine) -> None:
     if not fits.all():
         wrong = ~fits
         kind = "infinite value" if nan[wrong].any() else "value"
-        raise Mismatch(kind, f"{leaf.path}: {np.asarray(new)[wrong][0]!r}, not in {Span(lo, hi, leaf.parts.precision)[wrong][0]}")
+        raise Mismatch(
+            kind, f"{leaf.path}: {np.asarray(new)[wrong][0]!r}, not in {Span(lo, hi, leaf.parts.precision)[wrong][0]}"
+        )
 
 
 def check_report(out: Outcome, plan: Plan, report: Any, fw: Framework, number: int | None = None) -> None:
@@ -116,7 +121,11 @@ def check_report(out: Outcome, plan: Plan, report: Any, fw: Framework, number: i
         else:
             check_report(out, plan.parts[0], report, fw, number)
         return
-    norms, limits, factors = (part if number is None else part[number] for part in report[:3]) if out.measured or number is None else (None,) * 3
+    norms, limits, factors = (
+        (part if number is None else part[number] for part in report[:3])
+        if out.measured or number is None
+        else (None,) * 3
+    )
     if number is None:
         _check_flags(out, report, fw)
     if plan.kind == "chain":
@@ -130,7 +139,11 @@ def check_report(out: Outcome, plan: Plan, report: Any, fw: Framework, number: i
         return
     if out.labels is not None and set(norms) != set(out.labels):
         raise Mismatch("labels", f"{set(norms)} instead of {set(out.labels)}")
-    for name, values, spans in (("norm", norms, out.norms), ("limit", limits, out.limits), ("factor", factors, out.factors)):
+    for name, values, spans in (
+        ("norm", norms, out.norms),
+        ("limit", limits, out.limits),
+        ("factor", factors, out.factors),
+    ):
         found = list(arrays_of(values, fw))
         if len(found) != len(spans):
             raise Mismatch("report", f"{len(found)} values for {name}, {len(spans)} groups")
@@ -163,10 +176,14 @@ def _check_flags(out: Outcome, report: Any, fw: Framework) -> None:
         if any(part is not None for part in report):
             raise Mismatch("report", f"{report} of a rule that measures no norm")
         return
-    for name, wanted in (("clipped", out.clipped), ("finite", out.finite), ("skipped", out.skipped if out.skips else "absent")):
+    for name, wanted in (
+        ("clipped", out.clipped),
+        ("finite", out.finite),
+        ("skipped", out.skipped if out.skips else "absent"),
+    ):
         found = getattr(report, name)
         if wanted == "absent":
             if found is not None:
                 raise Mismatch(name, f"{found} of a rule that leaves out no step")
-        elif found is None or (wanted is not None and bool(fw.numpy(found)) is not wanted):
+        elif found is None or (wanted is not None and bool(numpy_of(found, fw)) is not wanted):
             raise Mismatch(name, f"{found} instead of {wanted}")

@@ -15,6 +15,7 @@ from fuzz_spans import LONG, MAYBE, NO, YES, Array, Precision, Span, either, exa
 Spec: TypeAlias = tuple[Any, ...]
 State: TypeAlias = Any
 Answer: TypeAlias = tuple[list[Span], State]
+SINGLE = Precision(2.0**-24, 2.0**-149, float(np.finfo(np.float32).max))
 CAP = 1e18
 """The largest norm that a statistic of squares takes in."""
 
@@ -92,7 +93,8 @@ def _schedule(spec: Spec, norms: list[Span], state: State, given: Given) -> Answ
     start, change, ratio = spec[1:]
     steps = 0 if state is None else state
     value = start + change * ratio**steps
-    return [exact(value, n.precision).rounded(16) for n in norms], steps + 1
+    limits = [exact(value, SINGLE.wider(n.precision)).rounded(16) for n in norms]  # the step is a float32
+    return [Span(limit.lo, limit.hi, n.precision) for limit, n in zip(limits, norms, strict=True)], steps + 1
 
 
 def _relative(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
@@ -317,9 +319,8 @@ def _rolling(spec: Spec, norms: list[Span], state: State, given: Given) -> Answe
     histories, losses = state or ([[] for _ in norms], [])
     limits = [_threshold(history, z, warmup, n) for history, n in zip(histories, norms, strict=True)]
     if given.loss is not None:
-        single = Precision(2.0**-24, 2.0**-149, float(np.finfo(np.float32).max))
         with np.errstate(over="ignore"):
-            loss = exact(np.float32(given.loss), single)
+            loss = exact(np.float32(given.loss), SINGLE)
         bound = _threshold(losses, z, warmup, loss)
         calm = np.asarray(YES if len(losses) < warmup else NO)
         if np.isfinite(loss.lo) and len(losses) >= warmup:

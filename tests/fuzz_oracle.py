@@ -58,8 +58,12 @@ class Leaf:
     parts: Span
     bad: Array
     """Which entries are not finite."""
+    signs: Array = 0.0
+    """Where entries are not finite, the sign of ∞, 0 for NaN."""
     same: Array = field(default_factory=lambda: np.bool_(True))
     """Which entries are, bit for bit, what was given."""
+    integer: str | None = None
+    """The dtype of integers that no rule of norms has made floating-point numbers."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,6 +80,7 @@ class Leaf:
 
 def leaf_of(path: Path, array: Array, dtype: str, machine: Machine) -> Leaf:
     """Return a leaf of an array of NumPy; integers are read as the framework's default float."""
+    integer = None if dtype in BITS else dtype
     dtype = dtype if dtype in BITS else machine.default_float
     wide = np.asarray(array, dtype=np.clongdouble if np.iscomplexobj(array) else LONG)
     parts = np.stack([wide.real, wide.imag], axis=-1) if np.iscomplexobj(wide) else wide[..., None]
@@ -84,7 +89,8 @@ def leaf_of(path: Path, array: Array, dtype: str, machine: Machine) -> Leaf:
     unit = machine.of_leaf(dtype)
     lost = (np.abs(parts) < unit.tiny) & machine.flush
     low, high = (np.where(lost, end(parts, 0), parts) for end in (np.minimum, np.maximum))
-    return Leaf(path, dtype, Span(low, high, unit), bad)
+    signs = 0.0 if np.iscomplexobj(wide) else np.sign(np.where(bad & ~np.isnan(wide), wide, 0))
+    return Leaf(path, dtype, Span(low, high, unit), bad, signs, integer=integer)
 
 
 @dataclass(frozen=True)
@@ -192,11 +198,16 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
     """Clip each entry; NaN stays."""
     new = []
     for leaf in leaves:
-        low, high = (_cast(bound, leaf.dtype) for bound in plan.bounds)
-        parts, unit = leaf.parts, leaf.parts.precision
-        ends = [np.clip(end, low, high) for end in (parts.lo[..., 0], parts.hi[..., 0])]
-        inside = (ends[0] == parts.lo[..., 0]) & (ends[1] == parts.hi[..., 0])
-        new.append(replace(leaf, parts=Span(ends[0][..., None], ends[1][..., None], unit), same=leaf.same & inside))
+        bounds, unit = [_cast(bound, leaf.dtype) for bound in plan.bounds], leaf.parts.precision
+        ends = [
+            np.clip(np.where(leaf.signs == 0, end[..., 0], leaf.signs * np.inf), *bounds)
+            for end in (leaf.parts.lo, leaf.parts.hi)
+        ]
+        inside = (ends[0] == leaf.parts.lo[..., 0]) & (ends[1] == leaf.parts.hi[..., 0]) & ~leaf.bad
+        endless = np.isinf(ends[0])
+        parts = Span(*(np.where(endless, 0, end)[..., None] for end in ends), unit)
+        bad = leaf.bad & ((leaf.signs == 0) | endless)
+        new.append(replace(leaf, parts=parts, bad=bad, signs=leaf.signs * endless, same=leaf.same & (inside | bad)))
     return Outcome(new, state)
 
 
@@ -204,6 +215,8 @@ def _cast(bound: float, dtype: str) -> Array:
     if dtype not in SMALLEST:
         with np.errstate(over="ignore"):
             return LONG(np.dtype(dtype).type(bound))
+    if not math.isfinite(bound):
+        return LONG(bound)
     unit = np.exp2(np.maximum(np.floor(np.log2(abs(LONG(bound)) or LONG(1))), np.log2(LONG(SMALLEST[dtype][1]))))
     rounded = np.round(LONG(bound) / unit * 2 ** (BITS[dtype] - 1)) / 2 ** (BITS[dtype] - 1) * unit
     return rounded if abs(rounded) <= LARGEST[dtype] else LONG(math.copysign(math.inf, bound))
@@ -357,7 +370,14 @@ def _scaled(leaf: Leaf, factor: Span, axes: tuple[int, ...] | None) -> Leaf:
     parts = Span(
         np.where(ones[..., None], leaf.parts.lo, rounded.lo), np.where(ones[..., None], leaf.parts.hi, rounded.hi), unit
     )
-    return replace(leaf, parts=parts, bad=(leaf.bad & ~zeros) | spoiled, same=leaf.same & ones)
+    return replace(
+        leaf,
+        parts=parts,
+        bad=(leaf.bad & ~zeros) | spoiled,
+        signs=leaf.signs * ones,
+        same=leaf.same & ones,
+        integer=None,
+    )
 
 
 def reduced(plan: Plan, leaves: list[Leaf], given: Step, *, mean: bool) -> Outcome:
@@ -371,7 +391,7 @@ def reduced(plan: Plan, leaves: list[Leaf], given: Step, *, mean: bool) -> Outco
         ends = Span((parts.lo.sum(axis=0) - slack) / count, (parts.hi.sum(axis=0) + slack) / count, parts.precision)
         free = Precision(parts.precision.ulp, parts.precision.tiny, math.inf)
         ends = Span(ends.lo, ends.hi, free).rounded()
-        new.append(replace(leaf, parts=ends, bad=leaf.bad.any(axis=0), same=np.bool_(False)))  # noqa: FBT003
+        new.append(replace(leaf, parts=ends, bad=leaf.bad.any(axis=0), same=np.bool_(False)))
     return replace(out, leaves=new)
 
 
@@ -423,7 +443,8 @@ def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Prec
             sums.append((np.asarray(getattr(span, end) / kept) ** LONG(p)).sum(axis=one))
         ends.append(safe * np.add.reduce(sums) ** (1 / LONG(p)))
     norm = Span(np.asarray(ends[0]), np.asarray(ends[1]), unit)
-    loose = norm.rounded({1: 9, 2: 9, math.inf: 0 if members[0].parts.shape[-1] == 1 else 9}.get(p, 32))
+    modulus = 9 if any(leaf.parts.shape[-1] > 1 for leaf in members) else 0
+    loose = norm.rounded({1: 9, 2: 9, math.inf: modulus}.get(p, 32))
     sharp = _is_exact(p, members, over, norm) & np.isfinite(loose.hi)
     return Span(np.where(sharp, norm.lo, loose.lo), np.where(sharp, norm.hi, loose.hi), unit)
 
@@ -433,7 +454,7 @@ def _is_exact(p: float, members: list[Leaf], over: list[tuple[int, ...]], norm: 
     if any(leaf.parts.shape[-1] > 1 for leaf in members) or (norm.lo != norm.hi).any() or p not in {1, 2}:
         return np.bool_(False)  # noqa: FBT003
     root = np.asarray(norm.lo)
-    usual = (root > 1e-10) & (root < 1e15)
+    usual = ((root > 1e-10) & (root < 1e15)).all()
     unit = np.exp2(np.floor(np.log2(np.where(usual, root, 1))) - 11)
     whole = [
         ((leaf.parts.lo[..., 0] / np.expand_dims(unit, one)) % 1 == 0).all(axis=one)

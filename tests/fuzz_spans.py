@@ -2,11 +2,13 @@
 
 A `Span` holds every value that a computation in float32 (or float64), in whatever order, may come to: each operation
 widens it by a few units in the last place of that precision. So tolerances follow from the conditioning of what is
-computed, and a comparison of two spans has three answers: yes, no, and maybe.
+computed, and a comparison of two spans has three answers: yes, no, and maybe. NumPy's floating-point warnings are to be
+off: ∞ and 0/0 are handled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,7 +55,7 @@ class Span:
         self.lo, self.hi, self.precision = lo, hi, precision
 
     def __repr__(self) -> str:
-        return f"[{np.asarray(self.lo, float)}, {np.asarray(self.hi, float)}]"
+        return f"[{np.array2string(np.asarray(self.lo), precision=20)}, {np.array2string(np.asarray(self.hi), precision=20)}]"
 
     def __getitem__(self, index: Any) -> Span:
         return Span(self.lo[index], self.hi[index], self.precision)
@@ -66,12 +68,17 @@ class Span:
     def rounded(self, times: float = ROUNDINGS) -> Span:
         """Return what so many roundings may make of it; an exact 0 stays one."""
         ulp, tiny, largest = self.precision
-        pads = []
-        for end in (self.lo, self.hi):
+        ends = []
+        for end, by in ((self.lo, -times * ulp), (self.hi, times * ulp)):
             size = np.abs(end)
-            pads.append(np.where(size > 0, times * ulp * size + np.where(size < tiny / ulp, tiny, 0), 0))
-        lo, hi = self.lo - pads[0], self.hi + pads[1]
-        return Span(np.minimum(lo, largest), np.where(hi > largest, np.inf, hi), self.precision)
+            pad = size * by
+            if tiny and (small := size < tiny / ulp).any():
+                pad = np.where(small & (size > 0), pad + math.copysign(tiny, by), pad)
+            ends.append(end + pad)
+        lo, hi = ends
+        if math.isfinite(largest) and (hi > largest).any():
+            lo, hi = np.minimum(lo, largest), np.where(hi > largest, np.inf, hi)
+        return Span(lo, hi, self.precision)
 
     def _with(self, other: Any) -> Span:
         return other if isinstance(other, Span) else exact(other, self.precision)
@@ -87,23 +94,24 @@ class Span:
 
     def __mul__(self, other: Any) -> Span:
         other = self._with(other)
-        ends = [_times(a, b) for a in (self.lo, self.hi) for b in (other.lo, other.hi)]
-        lo, hi = np.minimum.reduce(ends), np.maximum.reduce(ends)
+        if (self.lo >= 0).all() and (other.lo >= 0).all():
+            lo, hi = _times(self.lo, other.lo), _times(self.hi, other.hi)
+        else:
+            ends = [_times(a, b) for a in (self.lo, self.hi) for b in (other.lo, other.hi)]
+            lo, hi = np.minimum.reduce(ends), np.maximum.reduce(ends)
         return Span(lo, hi, self.precision.wider(other.precision)).rounded()
 
     def __truediv__(self, other: Any) -> Span:
         """Divide numbers of at least 0."""
         other = self._with(other)
-        with np.errstate(all="ignore"):
-            lo = np.where(other.hi > 0, np.maximum(self.lo, 0) / other.hi, 0)
-            hi = np.where(other.lo > 0, self.hi / other.lo, np.inf)
+        lo = np.where(other.hi > 0, np.maximum(self.lo, 0) / other.hi, 0)
+        hi = np.where(other.lo > 0, self.hi / other.lo, np.inf)
         hi = np.where((self.hi == 0) & (other.lo > 0), 0, hi)
         return Span(lo, hi, self.precision.wider(other.precision)).rounded()
 
     def each(self, function: Callable[[Array], Array], times: float = 4 * ROUNDINGS) -> Span:
         """Apply a function that never falls."""
-        with np.errstate(all="ignore"):
-            return Span(function(self.lo), function(self.hi), self.precision).rounded(times)
+        return Span(function(self.lo), function(self.hi), self.precision).rounded(times)
 
     def sqrt(self) -> Span:
         """Return the square root."""
@@ -126,8 +134,9 @@ class Span:
 
 
 def _times(a: Array, b: Array) -> Array:
-    with np.errstate(all="ignore"):
-        return np.where((np.asarray(a) == 0) | (np.asarray(b) == 0), LONG(0), np.multiply(a, b, dtype=LONG))
+    """Return the product, where 0 times ∞ is 0."""
+    product = a * b
+    return np.where(np.isnan(product), LONG(0), product)
 
 
 def exact(value: Any, precision: Precision) -> Span:
