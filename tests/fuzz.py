@@ -32,6 +32,7 @@ from frameworks import KNOWN, Framework, JAXx64
 from fuzz_cases import Case, Slot, drawn_case, plans_of, replaced, walk
 from fuzz_checks import Mismatch, numpy_of, check_leaves, check_report, same_tree, seen_of
 from fuzz_limits import Inconclusive
+from fuzz_mistakes import refuse
 
 LAYOUTS = {
     "NumPy": ("C",) * 4 + ("F", "backwards", "strided", "fixed", "repeated", "scalar"),
@@ -78,14 +79,9 @@ def case_of(fw: Framework, seed: int, number: int) -> Case:
     """Return a case, always the same one."""
     rng = np.random.default_rng([seed, number])
     layouts = LAYOUTS.get(fw.family, ("C",)) if not fw.traced else ("C",)
-    ways = (
-        ("plain", "plain", "in place", "holder", "summed")
-        if fw.writes and not fw.traced
-        else ("plain", "plain", "holder", "summed")
-    )
-    case = drawn_case(
-        rng, fw.dtypes, layouts, ways if not fw.traced else ("plain", "plain", "summed"), 8 if fw.traced else 1
-    )
+    ways: tuple[str, ...] = ("plain", "plain", "summed")
+    ways += () if fw.traced else ("holder", "familiar", *(["in place"] if fw.writes else []))
+    case = drawn_case(rng, fw.dtypes, layouts, ways, 8 if fw.traced else 1, few=fw.family == "JAX" or fw.traced)
     plans = plans_of(case.plan)
     sums = case.plan.kind == "rule" and case.plan.scope.kind in {"row", "example"} and not case.plan.remembers
     example = all(slot.shape[:1] == case.slots[0].shape[:1] for slot in case.slots) if case.slots else False
@@ -130,6 +126,7 @@ class Run:
     def __init__(self, fw: Framework, case: Case, tally: Tally, mend: bool = True) -> None:
         self.fw, self.case, self.tally, self.machine = fw, case, tally, machine_of(fw)
         self._tie()
+        self._box()
         self.rule, self.plan = case.rule, case.plan
         self.state: Any = None
         self.own: Any = None
@@ -152,12 +149,23 @@ class Run:
                 self.case.rule = replace(self.case.rule, limit=uc.Constant(float(size)))
                 self.case.plan = replace(self.case.plan, limit=("constant", float(size)))
 
-    def _tree(self, values: list[np.ndarray | None]) -> Any:
-        def leaf(slot: Slot) -> Any:
-            one = values[slot.number]
-            return None if one is None else array_of(self.fw, one, slot)
+    def _box(self) -> None:
+        """Make the limit an array."""
+        kind, value = self.case.plan.limit[0], self.case.plan.limit[-1]
+        if self.case.boxed and self.case.plan.kind == "rule" and kind == "constant" and 1e-30 < value < 1e30:
+            value = float(np.float32(value))
+            self.case.rule = replace(self.case.rule, limit=uc.Constant(self.fw.array(value, "float32")))
+            self.case.plan = replace(self.case.plan, limit=(kind, value))
 
-        return replaced(self.case.tree, leaf)
+    def _tree(self, values: list[np.ndarray | None]) -> Any:
+        made = [
+            None if one is None else array_of(self.fw, one, slot)
+            for one, slot in zip(values, self.case.slots, strict=True)
+        ]
+        if self.case.twice and values is not self.case.params:
+            first, second = self.case.twice
+            made[second] = made[first]
+        return replaced(self.case.tree, lambda slot: made[slot.number])
 
     def _leaves(self, tree: Any) -> list[oracle.Leaf]:
         return [
@@ -192,6 +200,8 @@ class Run:
         leaves = self._leaves(grads)
         old = [np.array(fw.numpy(array)) for _, array in walk(grads)]
         in_place = case.way == "in place"
+        again = _again(grads) if in_place else set()  # what is there twice counts once, and is absent elsewhere
+        leaves = [leaf for number, leaf in enumerate(leaves) if number not in again]
         refused = case.way == "refused" or (in_place and self._fixed(grads))
         bad = any(leaf.bad.any() for leaf in leaves)
         try:
@@ -223,10 +233,11 @@ class Run:
         if not in_place:
             self._unchanged(grads, old, False)
         same_tree(grads, clipped, ordered=not fw.traced)
-        new = [array for _, array in walk(clipped)]
-        check_leaves(outcome.leaves, old, new, fw, self.machine)
+        new = [array for number, (_, array) in enumerate(walk(clipped)) if number not in again]
+        given = [array for number, array in enumerate(old) if number not in again]
+        check_leaves(outcome.leaves, given, new, fw, self.machine)
         check_report(outcome, self.plan, report, fw)
-        if fw.same_objects and case.way in {"plain", "holder"} and outcome.finite:
+        if fw.same_objects and case.way in {"plain", "holder", "familiar"} and outcome.finite:
             for leaf, one, other in zip(outcome.leaves, [a for _, a in walk(grads)], new, strict=True):
                 if (
                     np.all(leaf.same)
@@ -257,6 +268,8 @@ class Run:
             return self.clipper(grads, params, **more), self.clipper.report
         if way == "in place" and not memory:
             return grads, uc.clip_(grads, self.rule, params)
+        if way == "familiar" and self._familiar():
+            return self._by_function(grads)
         if not memory and not self.fw.traced:
             return uc.clip(grads, self.rule, params)
         if self.state is None:
@@ -267,6 +280,27 @@ class Run:
         loss_array = None if loss is None else self.fw.array(loss, "float32")
         clipped, report, self.state = self.compiled(grads, self.state, params, loss_array)
         return clipped, report
+
+    def _familiar(self) -> bool:
+        """Return whether there is a function for the rule."""
+        plan, limit = self.plan, self.plan.limit[0]
+        usual = plan.kind == "rule" and (plan.curve, plan.policy, plan.power, limit) == (
+            "hard",
+            "propagate",
+            0,
+            "constant",
+        )
+        return usual and plan.scope.kind in {"all", "leaf"}
+
+    def _by_function(self, grads: Any) -> tuple[Any, Any]:
+        """Clip by a familiar function; the report is that of measuring."""
+        report = self.rule.measure(grads, self.rule.init(grads))[1]
+        limit, p = self.rule.limit.value, self.plan.p
+        if self.plan.scope.kind == "leaf":
+            return uc.clip_by_norm(grads, limit, ord=p), report
+        known = uc.global_norm(grads, ord=p) if self.case.boxed else None
+        clipped, norm = uc.clip_by_global_norm(grads, limit, ord=p, norm=known)
+        return clipped, report._replace(norms=norm)
 
     def _outcome(self, leaves: list[oracle.Leaf], loss: float | None, report: Any) -> oracle.Outcome:
         seen = None if report is None else seen_of(self.plan, report, self.fw)
@@ -299,6 +333,12 @@ class Run:
                 raise Mismatch("input changed", f"{path}")
 
 
+def _again(grads: Any) -> set[int]:
+    """Return the numbers of the leaves that are the same array as one before."""
+    seen = [id(array) for _, array in walk(grads)]
+    return {number for number, one in enumerate(seen) if one in seen[:number]}
+
+
 def _repeats(array: Any) -> bool:
     strides = array.strides if isinstance(array, np.ndarray) else array.stride()
     return (
@@ -309,8 +349,11 @@ def _repeats(array: Any) -> bool:
 
 def run_case(fw: Framework, seed: int, number: int, tally: Tally) -> None:
     """Run a case; tell the tally what came of it."""
-    case = case_of(fw, seed, number)
     tally.cases += 1
+    if number % 25 == 24 and not fw.traced:
+        run_mistake(fw, seed, number, tally)
+        return
+    case = case_of(fw, seed, number)
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("error")
@@ -323,6 +366,16 @@ def run_case(fw: Framework, seed: int, number: int, tally: Tally) -> None:
         place = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} in {place.filename.rpartition('/')[2]}:{place.lineno}"
         tally.failures.setdefault(kind, []).append((number, f"{case}\n    {error}"))
+
+
+def run_mistake(fw: Framework, seed: int, number: int, tally: Tally) -> None:
+    """Make a mistake in place of a case; tell the tally what came of it."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("error")
+        wrong = refuse(fw, np.random.default_rng([seed, number]))
+    tally.errors += 1
+    if wrong:
+        tally.failures.setdefault(f"mistake, {wrong.partition(':')[0]}", []).append((number, wrong))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -344,6 +397,10 @@ def main(arguments: list[str] | None = None) -> int:
     with fw.context():
         if given.case is not None:
             case = case_of(fw, given.seed, given.case)
+            if given.case % 25 == 24 and not fw.traced:
+                run_mistake(fw, given.seed, given.case, tally)
+                print(tally.failures or "passed")
+                return len(tally.failures)
             with np.errstate(all="ignore"):
                 run = Run(fw, case, tally)
                 print(case)

@@ -45,6 +45,10 @@ class Case:
     """For each step the values of each slot, ``None`` where there is none at that step."""
     params: list[np.ndarray] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
+    twice: tuple[int, int] | None = None
+    """Two slots that hold the same array."""
+    boxed: bool = False
+    """Whether the limit is an array, in single precision."""
     tie: float | None = None
     """Which norm of the first step is to be the limit, as a share of all of them."""
     saved: int | None = None
@@ -242,7 +246,7 @@ def drawn_memory(rng: Rng, size: float) -> Made:
     """Return a preset that remembers."""
     policy = one_of(rng, *POLICIES)
     decay, z = one_of(rng, 0.5, 0.9, 0.97, 0.98, 0.999), one_of(rng, 0.5, 1.5, 2.5, 2)
-    ratio, window, warmup = one_of(rng, 1.01, 1.05, 1.5, 0.9), int(rng.integers(2, 12)), int(rng.integers(2, 8))
+    ratio, window, warmup = one_of(rng, 1.01, 1.05, 1.5, 0.9), int(one_of(rng, 2, 3, 5, 8, 11)), int(rng.integers(2, 8))
     more: dict[str, Any] = {"nonfinite": policy}
     match one_of(
         rng, "autoclip", "autoclip of all", "percentile", "zclip", "zclip", "log", "adagc", "growth", "spikes", "spam",
@@ -290,7 +294,7 @@ def drawn_memory(rng: Rng, size: float) -> Made:
                 scope=Scope("leaf"), limit=limit, curve="normalize", policy=policy
             )
         case "quantile":
-            start = min(size * logarithmic(rng, 0.1, 10), 1e37)
+            start = max(min(size * logarithmic(rng, 0.1, 10), 1e37), 1e-37)
             limit = ("quantile", 0.5, 0.2, start)
             return uc.by_example_quantile(0.5, 0.2, start, **more), Plan(
                 scope=Scope("example"), limit=limit, policy=policy
@@ -342,8 +346,10 @@ def drawn_dtypes(rng: Rng, dtypes: list[str]) -> list[str]:
     return [one_of(rng, *allowed) for _ in range(1 if chance(rng, 0.65) else 3)]
 
 
-def drawn_tree(rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...]) -> tuple[Any, list[Slot]]:
-    """Return a tree whose leaves fit the scopes of a plan."""
+def drawn_tree(
+    rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...], *, few: bool
+) -> tuple[Any, list[Slot]]:
+    """Return a tree whose leaves fit the scopes of a plan; ``few`` shapes, for what is compiled for each."""
     plans = plans_of(plan)
     least = max(_least(part.scope) for part in plans)
     rows = (
@@ -361,6 +367,7 @@ def drawn_tree(rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...]
         shape = tuple(side() for _ in range(ndim))
         if chance(rng, 0.01):
             shape = (*shape[:-1], 1500) if shape else ()
+        shape = ((), (3,), (2, 3), (2, 1, 3))[ndim] if few and chance(rng, 0.97) else shape
         shape = shape if rows is None else (rows, *shape[1:])
         slots.append(Slot(len(slots), shape, str(one_of(rng, *dtypes)), one_of(rng, *layouts)))
         return slots[-1]
@@ -368,7 +375,7 @@ def drawn_tree(rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...]
     def node(depth: int) -> Any:
         if depth == 0 or chance(rng, 0.35):
             return None if chance(rng, 0.06) else leaf()
-        inner = [node(depth - 1) for _ in range(rng.integers(0 if chance(rng, 0.1) else 1, 4))]
+        inner = [node(depth - 1) for _ in range(rng.integers(0 if chance(rng, 0.1) else 1, 3 if few else 4))]
         match one_of(rng, "list", "tuple", "dict"):
             case "list":
                 return inner
@@ -377,7 +384,7 @@ def drawn_tree(rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...]
         keys = list(rng.permutation(list("abcdef")))
         return {str(key): one for key, one in zip(keys, inner, strict=False)}
 
-    tree = node(int(rng.integers(0, 4)))
+    tree = node(int(rng.integers(0, 2 if few else 4)))
     return tree if slots else [tree], slots
 
 
@@ -430,13 +437,15 @@ def drawn_values(rng: Rng, slot: Slot, kind: str, power: float, share: float) ->
     return np.round(real()) if slot.dtype.startswith("int") else made
 
 
-def drawn_case(rng: Rng, dtypes: list[str], layouts: tuple[str, ...], ways: tuple[str, ...], steps: int) -> Case:
+def drawn_case(
+    rng: Rng, dtypes: list[str], layouts: tuple[str, ...], ways: tuple[str, ...], steps: int, *, few: bool = False
+) -> Case:
     """Return a rule, a tree, and what happens at each step: ``steps`` at least, more if the rule remembers."""
     own = drawn_dtypes(rng, dtypes)
     kind, power = drawn_scale(rng, own)
-    size = math.ldexp(float(rng.uniform(0.5, 4)), power)
+    size = math.ldexp(float(rng.uniform(0.5, 4)), min(power, 1020))
     rule, plan = drawn_made(rng, size)
-    tree, slots = drawn_tree(rng, plan, own, layouts)
+    tree, slots = drawn_tree(rng, plan, own, layouts, few=few)
     case = Case(rule, plan, tree, slots, one_of(rng, *ways))
     count = max(steps, int(one_of(rng, 2, 3, 4, 5, 8, 12, 40))) if plan.remembers else steps
     keeps = chance(rng, 0.7) or plan.remembers  # whether all leaves have a gradient
@@ -453,5 +462,9 @@ def drawn_case(rng: Rng, dtypes: list[str], layouts: tuple[str, ...], ways: tupl
         case.saved = number if plan.remembers and chance(rng, 0.1) else case.saved
     if case.plan.kind == "rule" and case.plan.limit[0] == "constant" and chance(rng, 0.15):
         case.tie = float(rng.random())
+    alike = [(a, b) for a in slots for b in slots[a.number + 1 :] if (a.shape, a.dtype) == (b.shape, b.dtype)]
+    if alike and chance(rng, 0.15) and not (case.way == "in place" and plan.remembers):
+        case.twice = tuple(slot.number for slot in one_of(rng, *alike))
+    case.boxed = chance(rng, 0.1)
     case.params = [drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in slots]
     return case
