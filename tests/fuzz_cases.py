@@ -1,4 +1,5 @@
-"""Random rules, trees and values for the fuzz; each rule is made twice: by uniclip, and as plain data for the oracle."""
+"""Random rules, trees and values for the fuzz; each rule is made by uniclip and as plain data for the oracle."""
+# ruff: noqa: C901, PLR0911 - a choice among many returns many
 
 from __future__ import annotations
 
@@ -362,7 +363,7 @@ def drawn_tree(
     slots: list[Slot] = []
 
     def leaf() -> Slot:
-        ndim = int(rng.integers(least, max(least, 3) + 1)) if rows is None else int(rng.integers(1, 4))
+        ndim = int(rng.integers(least, max(least, 3) + 1)) if rows is None else int(rng.integers(max(least, 1), 4))
         side = lambda: 0 if chance(rng, 0.02) else int(one_of(rng, 1, 2, 3, 4, 7))
         shape = tuple(side() for _ in range(ndim))
         if chance(rng, 0.01):
@@ -385,6 +386,8 @@ def drawn_tree(
         return {str(key): one for key, one in zip(keys, inner, strict=False)}
 
     tree = node(int(rng.integers(0, 2 if few else 4)))
+    if few and not slots:
+        tree = leaf()
     return tree if slots else [tree], slots
 
 

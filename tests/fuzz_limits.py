@@ -1,4 +1,5 @@
 """The limits of rules as their documentation and their papers define them, on `Span`; imports nothing of uniclip."""
+# ruff: noqa: EM102, TRY003, N818 - what stops a case is caught and counted
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-
 from fuzz_spans import LONG, MAYBE, NO, YES, Array, Precision, Span, either, exact, larger, smaller, total, within
 
 Spec: TypeAlias = tuple[Any, ...]
@@ -162,8 +162,8 @@ def _at_percentile(history: list[Span], q: float) -> Span:
     near = abs(position - round(float(position))) <= 2e-6 * (1 + position)  # which are taken for whole numbers
     error = max(error, abs(position - round(float(position)))) if near else error
     ends = []
-    for values, at in ((lows, position - error), (highs, position + error)):
-        at = min(max(at, LONG(0)), LONG(len(history) - 1))
+    for values, exactly in ((lows, position - error), (highs, position + error)):
+        at = min(max(exactly, LONG(0)), LONG(len(history) - 1))
         low = int(np.floor(at))
         upper = values[min(low + 1, len(history) - 1)]
         ends.append(values[low] + (at - low) * (upper - values[low]))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
+from fuzz_cases import Rng, by_depth, chance, one_of
 
 import uniclip as uc
 from frameworks import Framework
-from fuzz_cases import Rng, by_depth, chance, one_of
 
 Grads: TypeAlias = dict[str, Any]
 Call: TypeAlias = Callable[[Grads, Framework], Any]
@@ -26,6 +26,10 @@ def clipped(rule: Callable[[], Any], params: Any = None) -> Call:
 def _other_state(grads: Grads, fw: Framework) -> Any:
     rule = uc.norm_growth()
     return rule.update(grads, rule.init(grads["a"]))
+
+
+def _not_finite(grads: Grads, fw: Framework) -> Any:
+    return uc.clip([*grads.values(), fw.array([math.nan])], uc.by_global_norm(1.0, nonfinite="raise"))
 
 
 MISTAKES: dict[str, tuple[type[Exception], Call]] = {
@@ -60,11 +64,11 @@ MISTAKES: dict[str, tuple[type[Exception], Call]] = {
     "complex numbers by value": (TypeError, lambda grads, fw: uc.clip(fw.array([1j], "complex64"), uc.by_value(1.0))),
     "half a bound for integers": (TypeError, lambda grads, fw: uc.clip(fw.array([1], "int32"), uc.by_value(0.5))),
     "integers in place": (TypeError, lambda grads, fw: uc.clip_(fw.array([1], "int32"), uc.by_norm(0.5))),
-    "what is not finite": (FloatingPointError, lambda grads, fw: uc.clip([*grads.values(), fw.array([math.nan])], uc.by_global_norm(1.0, nonfinite="raise"))),
+    "what is not finite": (FloatingPointError, _not_finite),
     "a spent iterator": (ValueError, lambda grads, fw: uc.clip(iter(()), uc.by_norm(1.0))),
     "two frameworks": (TypeError, lambda grads, fw: uc.clip([grads["a"], Stranger()], uc.by_norm(1.0))),
     "a function that returns no array": (TypeError, lambda grads, fw: uc.clip(grads, lambda array: "text")),
-    "a counts of another shape": (ValueError, lambda grads, fw: uc.clip(grads["b"], uc.cowclip(np.ones(9)), params=grads["b"])),
+    "counts of another shape": (ValueError, lambda grads, fw: uc.clip(grads, uc.cowclip(np.ones(9)), params=grads)),
 }  # fmt: skip
 """What is wrong, the error it has to be, and the call."""
 

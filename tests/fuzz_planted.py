@@ -14,19 +14,47 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "src" / "uniclip"
 FAULTS: dict[str, tuple[str, str, str]] = {
-    "a leaf is left out of the norm": ("backends/numpy.py", "return squares(arrays)", "return squares(arrays[1:] or arrays)"),
+    "a leaf is left out of the norm": (
+        "backends/numpy.py",
+        "return squares(arrays)",
+        "return squares(arrays[1:] or arrays)",
+    ),
     "integers become float32": ("gradients.py", "xp.asarray(1.0).dtype)", "xp.float32)"),
-    "a window is one too short": ("limits/percentiles.py", "xp.ones_like(state.count) * self.window", "xp.ones_like(state.count) * (self.window - 1)"),
-    "a warm-up is one too long": ("limits/zscores.py", "warm = state.count < self.warmup", "warm = state.count <= self.warmup"),
+    "a window is one too short": (
+        "limits/percentiles.py",
+        "xp.ones_like(state.count) * self.window",
+        "xp.ones_like(state.count) * (self.window - 1)",
+    ),
+    "a warm-up is one too long": ("limits/zscores.py", "state.count < self.warmup", "state.count <= self.warmup"),
     "a memory takes NaN in": ("decide.py", "return new if bool(finite) else old", "return new"),
-    "the policy zero lets ∞ through": ("gradients.py", "xp.where(xp.isfinite(array), array, xp.zeros_like(array))", "xp.where(xp.isnan(array), xp.zeros_like(array), array)"),
+    "the policy zero lets ∞ through": (
+        "gradients.py",
+        "xp.where(xp.isfinite(array), array, xp.zeros_like(array))",
+        "xp.where(xp.isnan(array), xp.zeros_like(array), array)",
+    ),
     "imaginary parts do not count": ("norms.py", "xp.real(x) ** 2 + xp.imag(x) ** 2", "xp.real(x) ** 2"),
-    "the given arrays are changed": ("backends/numpy.py", "out=array if in_place else None", "out=array if array.flags.writeable else None"),
-    "averages learn from norms before clipping": ("limits/averages.py", "(1 - self.decay) * left)", "(1 - self.decay) * n)"),
+    "the given arrays are changed": (
+        "backends/numpy.py",
+        "out=array if in_place else None",
+        "out=array if array.flags.writeable else None",
+    ),
+    "averages learn from norms before clipping": (
+        "limits/averages.py",
+        "(1 - self.decay) * left)",
+        "(1 - self.decay) * n)",
+    ),
     "rows are taken for columns": ("scopes.py", "return tuple(range(1, ndim))", "return tuple(range(ndim - 1))"),
-    "a norm as large as its limit is skipped": ("curves.py", "xp.where(norm <= limit, xp.ones_like(norm), xp.zeros_like(norm))", "xp.where(norm < limit, xp.ones_like(norm), xp.zeros_like(norm))"),
-    "the least norm of parameters is 0": ("limits/fixed.py", "xp.where(w > self.eps, w, xp.ones_like(w) * self.eps)", "w"),
-}  # fmt: skip
+    "a norm as large as its limit is skipped": (
+        "curves.py",
+        "xp.where(norm <= limit, xp.ones_like(norm), xp.zeros_like(norm))",
+        "xp.where(norm < limit, xp.ones_like(norm), xp.zeros_like(norm))",
+    ),
+    "the least norm of parameters is 0": (
+        "limits/fixed.py",
+        "xp.where(w > self.eps, w, xp.ones_like(w) * self.eps)",
+        "w",
+    ),
+}
 """What is wrong; and where which text becomes which. The text has to be there exactly once."""
 
 

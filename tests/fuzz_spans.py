@@ -55,7 +55,8 @@ class Span:
         self.lo, self.hi, self.precision = lo, hi, precision
 
     def __repr__(self) -> str:
-        return f"[{np.array2string(np.asarray(self.lo), precision=20)}, {np.array2string(np.asarray(self.hi), precision=20)}]"
+        lo, hi = (np.array2string(np.asarray(end), precision=20) for end in (self.lo, self.hi))
+        return f"[{lo}, {hi}]"
 
     def __getitem__(self, index: Any) -> Span:
         return Span(self.lo[index], self.hi[index], self.precision)
@@ -68,6 +69,8 @@ class Span:
     def rounded(self, times: float = ROUNDINGS) -> Span:
         """Return what so many roundings may make of it; an exact 0 stays one."""
         ulp, tiny, largest = self.precision
+        if not times:
+            return self
         ends = []
         for end, by in ((self.lo, -times * ulp), (self.hi, times * ulp)):
             size = np.abs(end)
