@@ -110,6 +110,7 @@ class Span:
         lo = np.where(other.hi > 0, np.maximum(self.lo, 0) / other.hi, 0)
         hi = np.where(other.lo > 0, self.hi / other.lo, np.inf)
         hi = np.where((self.hi == 0) & (other.lo > 0), 0, hi)
+        lo, hi = np.where(np.isnan(lo), 0, lo), np.where(np.isnan(hi), np.inf, hi)  # ∞/∞
         return Span(lo, hi, self.precision.wider(other.precision)).rounded()
 
     def each(self, function: Callable[[Array], Array], times: float = 4 * ROUNDINGS) -> Span:
