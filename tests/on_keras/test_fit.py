@@ -124,6 +124,27 @@ def test_ways_of_running(way: str) -> None:
     assert rule is LEARNS or max(logs[0]["clip/skipped"]) > 0
 
 
+class Gain(keras.layers.Layer):
+    """Multiply by one learned number."""
+
+    def build(self, input_shape: Any) -> None:
+        self.gain = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.gain
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float16"])
+@pytest.mark.parametrize("rule", [uc.by_global_norm(0.5), uc.by_norm(0.5), LEARNS], ids=["global", "leaf", "learns"])
+def test_scalar_weights(policy: str, rule: Any) -> None:
+    """A weight without dimensions, of a narrow dtype, is trained eagerly too."""
+    made = keras.Sequential([keras.Input((5,)), Gain(dtype=policy)])
+    made.compile(ClippedOptimizer(SGD(0.125), rule), loss="mse", run_eagerly=True)
+    made.fit(X[:8], -X[:8], batch_size=8, verbose=0)
+    (gain,) = made.get_weights()
+    assert 0 <= gain < 1
+
+
 def test_saved_in_the_middle(tmp_path: Path) -> None:
     """A model that was saved and loaded goes on to the bit; without the rule's state it does not."""
     whole, part = (model(ClippedOptimizer(Adam(0.1), LEARNS)) for _ in range(2))

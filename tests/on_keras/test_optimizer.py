@@ -356,7 +356,9 @@ def test_presets_as_config(rule: Any) -> None:
 def test_arrays_as_config() -> None:
     """Arrays become numbers."""
     tensor = keras.ops.convert_to_tensor
-    assert rule_from_config(rule_to_config(uc.by_norm(tensor(0.5)))) == uc.by_norm(0.5)
+    for dtype in ("float32", "bfloat16", "float16"):
+        limit = keras.ops.cast(tensor(0.5), dtype)
+        assert rule_from_config(rule_to_config(uc.by_norm(limit))) == uc.by_norm(0.5)
     rule = rule_from_config(
         json.loads(json.dumps(rule_to_config(uc.by_value(tensor([-1.0, -2.0]), np.asarray([1.0, np.inf])))))
     )

@@ -188,8 +188,7 @@ class _TensorFlow(Backend):
     def squares(self, arrays: list[Array]) -> Array | None:
         dtypes = {array.dtype for array in arrays}
         if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
-            view = np.asarray if tf.bfloat16 in dtypes else memoryview  # which is faster, but knows no bfloat16
-            return squares([np.asarray(view(array)) for array in arrays])
+            return squares([_viewed(array) for array in arrays])
         if len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}:
             return None
         totals = [_in_rows(array, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]
@@ -266,6 +265,13 @@ class _TensorFlow(Backend):
 
 def _squares_of(rows: Array) -> Array:
     return tf.reduce_sum(tf.square(rows), -1)
+
+
+def _viewed(array: Array) -> np.ndarray[Any, Any]:
+    """Return the memory of an eager tensor as a NumPy array."""
+    if array.dtype != tf.bfloat16:
+        return np.asarray(memoryview(array))  # the fastest way, but it knows no bfloat16
+    return np.asarray(array if array.shape.rank else array.numpy())  # a 0-d one has no ``__array__`` that works
 
 
 def _in_xla() -> bool:

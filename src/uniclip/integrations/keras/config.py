@@ -112,7 +112,8 @@ class _OutputLast:
 def _array_to_config(array: Any) -> Any:
     """Return an array as lists, one without dimensions as a number."""
     backend = backend_of(array)
-    array = np.asarray(array if backend is None else keras.ops.convert_to_numpy(array))
+    if backend is not None:  # flat: a 0-d bfloat16 of TensorFlow cannot be converted
+        array = np.reshape(keras.ops.convert_to_numpy(keras.ops.reshape(array, (-1,))), tuple(array.shape))
     if not array.ndim:
         return rule_to_config(array.item())
     return {"array": _lists(array.tolist()), "dtype": str(array.dtype)}

@@ -1,0 +1,473 @@
+"""Random rules, trees and values for the fuzz; each rule is made by uniclip and as plain data for the oracle."""
+# ruff: noqa: C901, PLR0911 - a choice among many returns many
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from fuzz_oracle import Path, Plan, Scope
+
+import uniclip as uc
+
+Rng: TypeAlias = np.random.Generator
+Made: TypeAlias = tuple[Any, Plan]
+LOGS = {
+    "float16": (-24, 15), "bfloat16": (-133, 127), "float32": (-149, 127), "complex64": (-149, 126),
+    "float64": (-1074, 1023), "complex128": (-1074, 1022), "int32": (0, 9), "int64": (0, 9),
+}  # fmt: skip
+"""Which powers of two the entries of a dtype may have."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a gradient is in a tree, and what it is like."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str = "C"
+
+
+@dataclass
+class Case:
+    """A rule, the tree of its gradients, and the values for each step."""
+
+    rule: Any
+    plan: Plan
+    tree: Any
+    """Containers, with a `Slot` for each gradient and ``None`` for an absent one."""
+    slots: list[Slot]
+    way: str
+    steps: list[list[np.ndarray | None]] = field(default_factory=list)
+    """For each step the values of each slot, ``None`` where there is none at that step."""
+    params: list[np.ndarray] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    twice: tuple[int, int] | None = None
+    """Two slots that hold the same array."""
+    boxed: bool = False
+    """Whether the limit is an array, in single precision."""
+    tie: float | None = None
+    """Which norm of the first step is to be the limit, as a share of all of them."""
+    saved: int | None = None
+    """Before which step the state is saved and loaded."""
+
+    def __str__(self) -> str:
+        return f"{self.way} {self.rule!r} of {self.tree!r} in {len(self.steps)} steps"
+
+
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves of a tree with their paths, keys in order; ``None`` is no leaf."""
+    if isinstance(tree, dict):
+        for key in sorted(tree):
+            yield from walk(tree[key], (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for number, inner in enumerate(tree):
+            yield from walk(inner, (*path, number))
+    elif tree is not None:
+        yield path, tree
+
+
+def replaced(tree: Any, leaf_of: Callable[[Slot], Any]) -> Any:
+    """Return the tree with something else in place of each slot."""
+    if isinstance(tree, dict):
+        return {key: replaced(inner, leaf_of) for key, inner in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([replaced(inner, leaf_of) for inner in tree])
+    return leaf_of(tree) if isinstance(tree, Slot) else tree
+
+
+def chance(rng: Rng, share: float) -> bool:
+    """Return whether something happens that does in so many of all cases."""
+    return bool(rng.random() < share)
+
+
+def one_of(rng: Rng, *choices: Any) -> Any:
+    """Return one of the choices."""
+    return choices[rng.integers(len(choices))]
+
+
+def logarithmic(rng: Rng, low: float, high: float) -> float:
+    """Return a number between two others, each order of magnitude as likely as the next."""
+    return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+
+def by_depth(path: Path, leaf: Any) -> int:
+    """Label a leaf."""
+    return len(path) % 2
+
+
+def by_first(path: Path, leaf: Any) -> str:
+    """Label a leaf."""
+    return str(path[0]) if path else "the only one"
+
+
+def by_last(path: Path, leaf: Any) -> bool:
+    """Choose a leaf."""
+    return str(path[-1:]) < "(1"
+
+
+# Rules.
+
+POLICIES = ("propagate", "propagate", "skip", "zero", "raise")
+CURVES: dict[str, Any] = {
+    "hard": uc.hard, "soft": uc.soft, "smooth": uc.smooth, "tanh": uc.tanh, "normalize": uc.normalize, "skip": uc.skip,
+    "root": lambda xp, norm, limit: xp.sqrt(uc.hard(xp, norm, limit)),
+}  # fmt: skip
+
+
+def drawn_scope(rng: Rng) -> tuple[uc.Scope, Scope]:
+    """Return which entries share a norm."""
+    axes = one_of(rng, (0,), (-1,), (0, -1), (1,))
+    axis = one_of(rng, None, 0, -1)
+    label = one_of(rng, by_depth, by_first)
+    return one_of(
+        rng,
+        *[(uc.all_leaves, Scope("all"))] * 3,
+        *[(uc.each_leaf, Scope("leaf"))] * 3,
+        (uc.each_entry, Scope("entry")),
+        *[(uc.axes(*axes), Scope("axes", axes=axes))] * 2,
+        (uc.unit(axis), Scope("unit", axis=axis)),
+        (uc.each_row, Scope("row")),
+        (uc.each_example, Scope("example")),
+        (uc.groups(label), Scope("groups", label=label)),
+    )
+
+
+def drawn_limit(rng: Rng, size: float) -> float:
+    """Return a constant limit for norms of about a size."""
+    if chance(rng, 0.25):
+        return one_of(rng, 0.0, 0, math.inf, 1e39, 1e-50, 1e300, 1e-30, 1e30, 1.0, 1, 3.4028234663852886e38, 5.0)
+    return min(size * logarithmic(rng, 1e-3, 1e3), 1e308)
+
+
+def drawn_curve(rng: Rng) -> tuple[Any, Any]:
+    """Return a curve of uniclip, and its name."""
+    if chance(rng, 0.1):
+        gamma = logarithmic(rng, 1e-3, 10)
+        return one_of(rng, (uc.Regularized(gamma), ("regularized", gamma)), (uc.NonMonotonic(gamma), ("other", gamma)))
+    name = "hard" if chance(rng, 0.4) else one_of(rng, *CURVES)
+    return CURVES[name], name
+
+
+def drawn_rule(rng: Rng, size: float) -> Made:
+    """Return a rule of any four choices, without memory."""
+    scope, own_scope = drawn_scope(rng)
+    p, power = one_of(rng, 1, 1.5, 2, 2, 2, 3, math.inf), one_of(rng, 0, 0, 0, 0.5, 1)
+    curve, name = drawn_curve(rng)
+    policy, limit = one_of(rng, *POLICIES), drawn_limit(rng, size)
+    rule = uc.Rule(limit, scope=scope, norm=uc.Norm(p, power), curve=curve, nonfinite=policy)
+    return rule, Plan("rule", own_scope, p, power, ("constant", float(limit)), name, policy)
+
+
+def drawn_fixed(rng: Rng, size: float) -> Made:
+    """Return a preset with a limit that is given."""
+    c, policy = drawn_limit(rng, size), one_of(rng, *POLICIES)
+    limit, more = ("constant", float(c)), {"nonfinite": policy}
+    order, axis, label = (
+        one_of(rng, 1, 1.5, 2, 2, 3, math.inf),
+        one_of(rng, 0, -1, (0, 1)),
+        one_of(rng, by_depth, by_first),
+    )
+    curve = one_of(rng, "hard", "soft", "smooth", "tanh")
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    match one_of(
+        rng, "norm", "axis", "average", "global", "rms", "groups", "normalized", "value", "value", "normalized"
+    ):
+        case "norm":
+            rule = uc.by_norm(c, ord=order, curve=CURVES[curve], **more)
+            return rule, Plan(scope=Scope("leaf"), p=order, limit=limit, curve=curve, policy=policy)
+        case "axis":
+            rule = uc.by_norm(c, axis, order, **more)
+            return rule, Plan(scope=Scope("axes", axes=axes), p=order, limit=limit, policy=policy)
+        case "average":
+            return uc.by_average_norm(c, **more), Plan(scope=Scope("leaf"), power=1, limit=limit, policy=policy)
+        case "global":
+            rule = uc.by_global_norm(c, order, curve=CURVES[curve], **more)
+            return rule, Plan(p=order, limit=limit, curve=curve, policy=policy)
+        case "rms":
+            return uc.by_block_rms(c, **more), Plan(scope=Scope("leaf"), power=0.5, limit=limit, policy=policy)
+        case "groups":
+            labels = [0, 1, "the only one", *"012345", *"abcdef"]
+            limits = {one: drawn_limit(rng, size) for one in labels}
+            own = ("per group", {one: ("constant", float(value)) for one, value in limits.items()})
+            rule = uc.by_group_norm(limits, label, order, **more)
+            return rule, Plan(scope=Scope("groups", label=label), p=order, limit=own, policy=policy)
+        case "normalized":
+            return uc.normalized(c, order, **more), Plan(p=order, limit=limit, curve="normalize", policy=policy)
+    low, high = sorted([one_of(rng, -1.0, 0.0, -math.inf, -size, -1), one_of(rng, 1, 0.0, math.inf, size, size / 2)])
+    return uc.by_value(low, high), Plan("value", bounds=(low, high))
+
+
+def drawn_relative(rng: Rng, size: float) -> Made:
+    """Return a preset that compares gradients with their parameters."""
+    policy, eps = one_of(rng, *POLICIES), one_of(rng, 1e-3, 1e-5, 1e-2)
+    ratio, axis = logarithmic(rng, 1e-3, 10), one_of(rng, None, 0, -1)
+    decay = one_of(rng, 0.0, 0.1)
+    match one_of(rng, "agc", "agc", "larc", "relative"):
+        case "agc":
+            scope = Scope("unit") if axis is None else Scope("axes", axes=(axis,))
+            rule = uc.agc(ratio, eps, axis, nonfinite=policy)
+            return rule, Plan(scope=scope, limit=("relative", ratio, eps, None), policy=policy)
+        case "larc":
+            lr, trust = logarithmic(rng, 1e-4, 10), logarithmic(rng, 1e-3, 1)
+            rule = uc.larc(lr, trust, decay, nonfinite=policy)
+            return rule, Plan(scope=Scope("leaf"), limit=("trust", lr, trust, decay), policy=policy)
+    scope, own_scope = drawn_scope(rng)
+    rule = uc.Rule(uc.Relative(ratio, eps), scope=scope, nonfinite=policy)
+    return rule, Plan(scope=own_scope, limit=("relative", ratio, eps, None), policy=policy)
+
+
+def drawn_for_examples(rng: Rng, size: float) -> Made:
+    """Return a preset for gradients of single examples, without memory."""
+    c, policy = drawn_limit(rng, size), one_of(rng, "propagate", "skip", "zero")
+    c = min(c, 1e300)
+    gamma, by_size = logarithmic(rng, 1e-3, 1), chance(rng, 0.5)
+    curve = one_of(rng, "hard", "skip", "normalize", "soft")
+    more, limit = {"nonfinite": policy}, ("constant", float(c))
+    match one_of(rng, "norm", "layer", "auto", "psac"):
+        case "norm":
+            rule = uc.by_example_norm(c, curve=CURVES[curve], **more)
+            return rule, Plan(scope=Scope("example"), limit=limit, curve=curve, policy=policy)
+        case "layer":
+            c = min(c, 1e37)
+            rule = uc.by_example_layer_norm(c, by_size=by_size, **more)
+            return rule, Plan(scope=Scope("row"), limit=("split", float(c), by_size), policy=policy)
+        case "auto":
+            plan = Plan(scope=Scope("example"), limit=limit, curve=("regularized", gamma), policy=policy)
+            return uc.auto_s(c, gamma, **more), plan
+    plan = Plan(scope=Scope("example"), limit=limit, curve=("other", gamma), policy=policy)
+    return uc.psac(c, gamma, **more), plan
+
+
+def drawn_memory(rng: Rng, size: float) -> Made:
+    """Return a preset that remembers."""
+    policy = one_of(rng, *POLICIES)
+    decay, z = one_of(rng, 0.5, 0.9, 0.97, 0.98, 0.999), one_of(rng, 0.5, 1.5, 2.5, 2)
+    ratio, window, warmup = one_of(rng, 1.01, 1.05, 1.5, 0.9), int(one_of(rng, 2, 3, 5, 8, 11)), int(rng.integers(2, 8))
+    more: dict[str, Any] = {"nonfinite": policy}
+    match one_of(
+        rng, "autoclip", "autoclip of all", "percentile", "zclip", "zclip", "log", "adagc", "growth", "spikes", "spam",
+        "adagn", "quantile", "schedule",
+    ):  # fmt: skip
+        case "autoclip":
+            q = one_of(rng, 0, 5, 10, 50, 90, 100, 33.3)
+            return uc.autoclip(q, window, **more), Plan(limit=("percentile", q, window, False), policy=policy)
+        case "autoclip of all":
+            q = one_of(rng, 0, 10, 50, 90, 100)
+            return uc.autoclip(q, None, **more), Plan(limit=("percentile of all", q), policy=policy)
+        case "percentile":
+            p = int(rng.integers(0, 101))
+            rank = min(p * window // 100, window - 1)
+            limit = ("percentile", 100 * rank / (window - 1), window, True)
+            return uc.percentile(p, window, **more), Plan(scope=Scope("leaf"), limit=limit, policy=policy)
+        case "zclip":
+            target = one_of(rng, "reciprocal", "mean", "threshold")
+            limit = ("z-score", z, decay, target, warmup, 1e-6)
+            return uc.zclip(z, decay, target, warmup, **more), Plan(limit=limit, policy=policy)
+        case "log":
+            return uc.log_zscore(z, decay, **more), Plan(limit=("log z-score", z, decay), policy=policy)
+        case "adagc":
+            warm, joint = int(rng.integers(0, 6)), size * logarithmic(rng, 0.1, 10)
+            joint = min(joint, 1e37)
+            limit = ("ema", ratio, decay, warm, joint)
+            return uc.adagc(ratio, decay, warm, joint, **more), Plan(scope=Scope("leaf"), limit=limit, policy=policy)
+        case "growth":
+            return uc.norm_growth(ratio, **more), Plan(
+                scope=Scope("leaf"), limit=("ema", ratio, 0.0, 0, 1.0), policy=policy
+            )
+        case "spikes":
+            policy = one_of(rng, "skip", "skip", "propagate", "zero")
+            limit = ("rolling z-score", z, window, min(warmup, window))
+            rule = uc.skip_spikes(z, window, min(warmup, window), nonfinite=policy)
+            return rule, Plan(limit=limit, curve="skip", policy=policy)
+        case "spam":
+            factor, warm = one_of(rng, 2.0, 9.0, 5000.0), int(rng.integers(0, 6))
+            limit = ("second moment", factor, decay, warm)
+            return uc.spam(factor, decay, warm, **more), Plan(scope=Scope("entry"), limit=limit, policy=policy)
+        case "adagn":
+            slow = one_of(rng, 0.0, 0.7, 0.9)
+            limit = ("mean over rms", slow, decay)
+            return uc.adagn(slow, decay, **more), Plan(
+                scope=Scope("leaf"), limit=limit, curve="normalize", policy=policy
+            )
+        case "quantile":
+            start = max(min(size * logarithmic(rng, 0.1, 10), 1e37), 1e-37)
+            limit = ("quantile", 0.5, 0.2, start)
+            return uc.by_example_quantile(0.5, 0.2, start, **more), Plan(
+                scope=Scope("example"), limit=limit, policy=policy
+            )
+    low, high = (min(size * logarithmic(rng, 0.1, 10), 1e37) for _ in range(2))
+    rule = uc.by_global_norm(uc.Schedule(lambda step: low + high * 0.5**step), **more)
+    return rule, Plan(limit=("schedule", low, high, 0.5), policy=policy)
+
+
+def drawn_remembering(rng: Rng, size: float) -> Made:
+    """Return a limit that remembers in another scope than that of its preset."""
+    rule, plan = drawn_memory(rng, size)
+    if plan.scope.kind == "example":
+        return rule, plan
+    scope, own = drawn_scope(rng)
+    curve, name = (rule.curve, plan.curve) if chance(rng, 0.7) else drawn_curve(rng)
+    rule = uc.Rule(rule.limit, scope=scope, norm=rule.norm, curve=curve, nonfinite=rule.nonfinite)
+    return rule, Plan(plan.kind, own, plan.p, plan.power, plan.limit, name, plan.policy)
+
+
+def drawn_made(rng: Rng, size: float, *, deep: bool = True) -> Made:
+    """Return any rule."""
+    kinds = [drawn_rule] * 6 + [drawn_fixed] * 6 + [drawn_relative] * 2 + [drawn_for_examples] * 2
+    kinds += [drawn_memory] * 4 + [drawn_remembering] * 2
+    if not deep or chance(rng, 0.9):
+        return one_of(rng, *kinds)(rng, size)
+    if chance(rng, 0.4):
+        rule, plan = drawn_made(rng, size, deep=False)
+        where = one_of(rng, by_depth, by_last)
+        return uc.masked(rule, where), Plan("masked", scope=plan.scope, parts=(plan,), where=where)
+    made = [drawn_made(rng, size, deep=False) for _ in range(rng.integers(1, 4))]
+    if chance(rng, 0.2):
+        made.append((lambda array: array / 2, Plan("halve")))
+    return uc.chain(*[rule for rule, _ in made]), Plan("chain", parts=tuple(plan for _, plan in made))
+
+
+def plans_of(plan: Plan) -> list[Plan]:
+    """Return the plans of a plan that are not made of others."""
+    return [inner for part in plan.parts for inner in plans_of(part)] if plan.parts else [plan]
+
+
+# Trees.
+
+
+def drawn_dtypes(rng: Rng, dtypes: list[str]) -> list[str]:
+    """Return the dtypes that the leaves of a tree have."""
+    floats = [dtype for dtype in dtypes if not dtype.startswith("int")]
+    allowed = dtypes if chance(rng, 0.1) else floats
+    return [one_of(rng, *allowed) for _ in range(1 if chance(rng, 0.65) else 3)]
+
+
+def drawn_tree(
+    rng: Rng, plan: Plan, dtypes: list[str], layouts: tuple[str, ...], *, few: bool
+) -> tuple[Any, list[Slot]]:
+    """Return a tree whose leaves fit the scopes of a plan; ``few`` shapes, for what is compiled for each."""
+    plans = plans_of(plan)
+    least = max(_least(part.scope) for part in plans)
+    rows = (
+        int(rng.integers(1, 5))
+        if any(part.scope.kind == "example" or part.limit[0] == "split" for part in plans)
+        else None
+    )
+    if any(part.kind in {"value", "halve"} for part in plans):  # which neither complex numbers nor all whole ones have
+        dtypes = [dtype for dtype in dtypes if not dtype.startswith(("complex", "int"))] or ["float32"]
+    slots: list[Slot] = []
+
+    def leaf() -> Slot:
+        ndim = int(rng.integers(least, max(least, 3) + 1)) if rows is None else int(rng.integers(max(least, 1), 4))
+        side = lambda: 0 if chance(rng, 0.02) else int(one_of(rng, 1, 2, 3, 4, 7))
+        shape = tuple(side() for _ in range(ndim))
+        if chance(rng, 0.01):
+            shape = (*shape[:-1], 1500) if shape else ()
+        shape = ((), (3,), (2, 3), (2, 1, 3))[ndim] if few and chance(rng, 0.97) else shape
+        shape = shape if rows is None else (rows, *shape[1:])
+        slots.append(Slot(len(slots), shape, str(one_of(rng, *dtypes)), one_of(rng, *layouts)))
+        return slots[-1]
+
+    def node(depth: int) -> Any:
+        if depth == 0 or chance(rng, 0.35):
+            return None if chance(rng, 0.06) else leaf()
+        inner = [node(depth - 1) for _ in range(rng.integers(0 if chance(rng, 0.1) else 1, 3 if few else 4))]
+        match one_of(rng, "list", "tuple", "dict"):
+            case "list":
+                return inner
+            case "tuple":
+                return tuple(inner)
+        keys = list(rng.permutation(list("abcdef")))
+        return {str(key): one for key, one in zip(keys, inner, strict=False)}
+
+    tree = node(int(rng.integers(0, 2 if few else 4)))
+    if few and not slots:
+        tree = leaf()
+    return tree if slots else [tree], slots
+
+
+def _least(scope: Scope) -> int:
+    """Return how many dimensions a leaf needs."""
+    if scope.kind == "axes":
+        return max(axis + 1 if axis >= 0 else -axis for axis in scope.axes)
+    return 1 if scope.kind in {"row", "example"} else 0
+
+
+# Values.
+
+
+def drawn_scale(rng: Rng, dtypes: list[str]) -> tuple[str, int]:
+    """Return how entries are made, and the power of two that they have about."""
+    kind = one_of(rng, *["usual"] * 6, "large", "small", "any", "any", "wide", "whole", "whole", "equal")
+    low, high = max(LOGS[dtype][0] for dtype in dtypes), min(LOGS[dtype][1] for dtype in dtypes)
+    match kind:
+        case "large":
+            return kind, high - int(rng.integers(0, 8))
+        case "small":
+            return kind, low + int(rng.integers(0, 8))
+        case "any":
+            return kind, int(rng.integers(low, high - 1))
+    return kind, int(rng.integers(max(low, -8), min(high, 8)))
+
+
+def drawn_values(rng: Rng, slot: Slot, kind: str, power: float, share: float) -> np.ndarray:
+    """Return the values of a gradient; a share of them is not finite."""
+    complex_, low, high = slot.dtype.startswith("complex"), *LOGS[slot.dtype]
+
+    def real() -> np.ndarray:
+        with np.errstate(over="ignore", under="ignore"):
+            if kind == "whole":
+                made = rng.integers(-8, 9, slot.shape) * 2.0 ** min(max(power, low), high - 4)
+            elif kind == "equal":
+                made = np.full(slot.shape, rng.uniform(-1, 1)) * 2.0 ** min(max(power, low), high)
+            elif kind == "wide":
+                made = np.ldexp(rng.uniform(-1, 1, slot.shape), rng.integers(low, high, slot.shape))
+            else:
+                made = rng.standard_normal(slot.shape) * 2.0 ** min(power, 1023)
+        made = np.where(rng.random(slot.shape) < 0.1, 0.0, made)
+        made = np.clip(made, -(2.0**high), 2.0**high)
+        bad = rng.choice([np.nan, np.inf, -np.inf], slot.shape)
+        return np.where(rng.random(slot.shape) < share, bad, made)
+
+    made = real() + 1j * real() if complex_ and share == 0 else real()
+    if complex_ and share:
+        made = made + 0j
+    return np.round(real()) if slot.dtype.startswith("int") else made
+
+
+def drawn_case(
+    rng: Rng, dtypes: list[str], layouts: tuple[str, ...], ways: tuple[str, ...], steps: int, *, few: bool = False
+) -> Case:
+    """Return a rule, a tree, and what happens at each step: ``steps`` at least, more if the rule remembers."""
+    own = drawn_dtypes(rng, dtypes)
+    kind, power = drawn_scale(rng, own)
+    size = math.ldexp(float(rng.uniform(0.5, 4)), min(power, 1020))
+    rule, plan = drawn_made(rng, size)
+    tree, slots = drawn_tree(rng, plan, own, layouts, few=few)
+    case = Case(rule, plan, tree, slots, one_of(rng, *ways))
+    count = max(steps, int(one_of(rng, 2, 3, 4, 5, 8, 12, 40))) if plan.remembers else steps
+    keeps = chance(rng, 0.7) or plan.remembers  # whether all leaves have a gradient
+    for number in range(count):
+        swing = float(np.exp(rng.standard_normal() * one_of(rng, 0.05, 0.3))) if count > 1 else 1.0
+        swing *= logarithmic(rng, 3, 1e4) if count > 1 and chance(rng, 0.08) else 1.0
+        share = one_of(rng, 0.05, 0.5) if chance(rng, 0.06) else 0.0
+        values = [drawn_values(rng, slot, kind, power + math.log2(swing), share) for slot in slots]
+        values = [np.zeros_like(one) for one in values] if chance(rng, 0.03) else values
+        case.steps.append([None if not keeps and chance(rng, 0.05) else one for one in values])
+        loss = float(rng.normal(2, 0.2)) * (10 if chance(rng, 0.05) else 1)
+        loss = one_of(rng, math.nan, math.inf) if chance(rng, 0.03) else loss
+        case.losses.append(loss if any(part.limit[0] == "rolling z-score" for part in plans_of(plan)) else None)
+        case.saved = number if plan.remembers and chance(rng, 0.1) else case.saved
+    if case.plan.kind == "rule" and case.plan.limit[0] == "constant" and chance(rng, 0.15):
+        case.tie = float(rng.random())
+    alike = [(a, b) for a in slots for b in slots[a.number + 1 :] if (a.shape, a.dtype) == (b.shape, b.dtype)]
+    if alike and chance(rng, 0.15) and not (case.way == "in place" and plan.remembers):
+        case.twice = tuple(slot.number for slot in one_of(rng, *alike))
+    case.boxed = chance(rng, 0.1)
+    case.params = [drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in slots]
+    return case
