@@ -23,16 +23,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import fuzz_oracle as oracle
 import fuzz_planted
-import numpy as np
+import uniclip as uc
+from frameworks import KNOWN, Framework, JAXx64
 from fuzz_cases import Case, Slot, drawn_case, plans_of, replaced, walk
 from fuzz_checks import Mismatch, check_leaves, check_report, same_tree, seen_of
 from fuzz_limits import Inconclusive
 from fuzz_mistakes import refuse
-
-import uniclip as uc
-from frameworks import KNOWN, Framework, JAXx64
 
 LAYOUTS = {
     "NumPy": ("C",) * 4 + ("F", "backwards", "strided", "fixed", "repeated", "scalar"),

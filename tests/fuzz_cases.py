@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-from fuzz_oracle import Path, Plan, Scope
 
 import uniclip as uc
+from fuzz_oracle import Path, Plan, Scope
 
 Rng: TypeAlias = np.random.Generator
 Made: TypeAlias = tuple[Any, Plan]

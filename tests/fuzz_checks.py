@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+from frameworks import Framework
 from fuzz_cases import walk
 from fuzz_oracle import LARGEST, Leaf, Machine, Outcome, Plan
 from fuzz_spans import LONG, Span
-
-from frameworks import Framework
 
 
 class Mismatch(AssertionError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+
 from fuzz_spans import LONG, MAYBE, NO, YES, Array, Precision, Span, either, exact, larger, smaller, total, within
 
 Spec: TypeAlias = tuple[Any, ...]

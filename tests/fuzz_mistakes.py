@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
-from fuzz_cases import Rng, by_depth, chance, one_of
 
 import uniclip as uc
 from frameworks import Framework
+from fuzz_cases import Rng, by_depth, chance, one_of
 
 Grads: TypeAlias = dict[str, Any]
 Call: TypeAlias = Callable[[Grads, Framework], Any]

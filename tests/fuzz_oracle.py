@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
 from fuzz_limits import Given, Inconclusive, Spec, State, step, unlimited
 from fuzz_spans import LONG, MAYBE, NO, YES, Array, Precision, Span, either, exact, precision, within
 

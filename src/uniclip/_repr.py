@@ -54,7 +54,7 @@ def holds_arrays(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     try:
         return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type)
-    except RuntimeError:  # of PyTorch's nested tensors, and of parameters that have no shape yet
+    except RuntimeError:  # of tensors whose rows have several lengths, and of parameters that have no shape yet
         return False
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from fuzz import Tally, run_case
-from fuzz_planted import FAULTS, SOURCE
 
 from frameworks import Framework
+from fuzz import Tally, run_case
+from fuzz_planted import FAULTS, SOURCE
 
 SEED, CASES = 5, 250
 
