@@ -974,7 +974,11 @@ def test_schedulers() -> None:
         (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), or a function of one array, got 1.0"),
         (None, uc.Constant(1.0), r"a limit is only one of its choices: uc.Rule\(limit\)"),
         (None, uc.Clipper(uc.by_global_norm(1.0)), "a uc.Clipper is more"),
-        (None, uc.Rule, "rule must be a rule"),
+        (None, uc.Rule, r"rule must be a rule, and uc\.Rule makes one: call it"),
+        (None, uc.chain, r"uc\.chain makes one: call it"),
+        (None, uc.Percentile, r"uc\.Percentile is a kind of limit, .*: uc\.Rule\(uc\.Percentile\(\.\.\.\)\)"),
+        (None, uc.hard, r"uc\.hard is a curve, .*: uc\.Rule\(1\.0, curve=uc\.hard\)"),
+        (None, uc.clip, r"uc\.clip is none: give one such as uc\.by_global_norm\(1\.0\)"),
     ],
 )
 def test_wrong_arguments(optimizer: Any, rule: Any, message: str) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from uniclip import presets
-from uniclip.rules import as_rule
+from uniclip import curves, presets
+from uniclip.combine import chain, masked
+from uniclip.limits import Limit
+from uniclip.rules import Rule, as_rule
 from uniclip.scopes import each_example
 
 
@@ -30,9 +32,8 @@ def rule_for_steps(rule: Any) -> Any:
     ValueError
         If it clips the gradients of single examples, which optimizers do not get.
     """
-    if callable(rule) and rule in vars(presets).values():
-        msg = f"rule must be a rule, and uc.{rule.__name__} makes one: call it, as in uc.by_global_norm(1.0)"
-        raise TypeError(msg)
+    if hasattr(rule, "__qualname__") and str(rule.__module__).startswith("uniclip."):
+        raise TypeError(_not_called(rule))
     rule = as_rule(rule)
     if _by_example(rule):
         msg = (
@@ -41,6 +42,19 @@ def rule_for_steps(rule: Any) -> Any:
         )
         raise ValueError(msg)
     return rule
+
+
+def _not_called(maker: Any) -> str:
+    """Return what to write instead of one of uniclip's own functions or classes."""
+    name = maker.__name__
+    fix = f"uc.{name} is none: give one such as uc.by_global_norm(1.0)"
+    if maker in [*vars(presets).values(), Rule, chain, masked]:
+        fix = f"uc.{name} makes one: call it, as in uc.by_global_norm(1.0)"
+    elif isinstance(maker, type) and issubclass(maker, Limit):
+        fix = f"uc.{name} is a kind of limit, which is only one of its choices: uc.Rule(uc.{name}(...))"
+    elif maker in vars(curves).values():
+        fix = f"uc.{name} is a curve, which is only one of its choices: uc.Rule(1.0, curve=uc.{name})"
+    return f"rule must be a rule, and {fix}"
 
 
 def _by_example(rule: Any) -> bool:
