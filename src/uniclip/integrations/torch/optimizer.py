@@ -18,8 +18,9 @@ from uniclip.backends.torch import BACKEND
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.torch.checks import has_stepped, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
+from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.rules import Rule
-from uniclip.saved import Leaves, from_saved, labelled, leaves_of, refuse_others, restored, to_lists, to_saved
+from uniclip.saved import labelled, leaves_of, refuse_others
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 
@@ -27,10 +28,6 @@ _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ad
 """The optimizers whose fused kernels divide the gradients by ``optimizer.grad_scale``, and write them back."""
 _DIVIDED = {torch.float32, torch.bfloat16, torch.float16}
 """The dtypes that lose nothing by it: ``grad_scale`` is float32."""
-_KEY = "uniclip"
-"""Where a ``state_dict`` keeps the state of the rule."""
-_ANEW = f"begin anew by del state_dict[{_KEY!r}] before it is loaded"
-_ORDER = "attach the rule first, then optimizer.load_state_dict(saved), and save it with the rule attached"
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code of PyTorch's that runs the hooks around a step."""
 
@@ -93,7 +90,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     if handle.rule.memory and has_stepped(optimizer):
         msg = (
             f"the optimizer has taken steps, or loaded a state, without {handle.rule!r}, which begins anew: to go on "
-            f"from a checkpoint {_ORDER}"
+            f"from a checkpoint {ORDER}"
         )
         warnings.warn(msg, UserWarning, stacklevel=2)
     return handle
@@ -114,13 +111,11 @@ def attached(optimizer: Any, rule: Any) -> Attached:
     return Attached(optimizer, rule)
 
 
-class Attached:
+class Attached(Memory):
     """What `attach` returns."""
 
     report: Any = None
     """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
-    state: Any
-    """The state of the rule."""
     loss: Any = None
     """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
     returns one. ``None`` after the step."""
@@ -135,9 +130,7 @@ class Attached:
         tree = self._tree(lambda p: p.detach() if p.requires_grad else None)
         probe(rule, tree)
         self.state = rule.init(tree)
-        self._leaves: Leaves = leaves_of(rule, flatten(tree))
-        self._loaded: Any = None  # the state in a state_dict that is being loaded
-        self._forgotten = False  # whether one without a state was loaded since the last step
+        self._leaves = leaves_of(rule, flatten(tree))
         eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
         self._hooks = [
             optimizer.register_step_pre_hook(eager(self._before)),
@@ -318,46 +311,6 @@ class Attached:
             names = names if len(set(names)) == len(numbers) else numbers
             trees.append(OrderedDict(zip(names, map(of, group["params"]), strict=True)))
         return trees
-
-    def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
-        if self.rule.memory:
-            state_dict[_KEY] = self._saved(lambda array: array.detach().clone())  # torch.load loads no other classes
-
-    def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
-        """Check a state; the optimizer has not changed yet, and may still find fault with the rest."""
-        self._loaded = None
-        if self.rule.memory and _KEY in state_dict:
-            self._loaded = self._restored(state_dict[_KEY], _ANEW)
-
-    def _take(self, _: Any) -> None:
-        """Go on from what was loaded, now that the optimizer has taken the rest."""
-        self._forgotten = self.rule.memory and self._loaded is None
-        if self._loaded is not None:
-            self.state, self._loaded = self._loaded, None
-
-    def _warn(self) -> None:
-        """Say that a rule did not get its state back; not before a step, as it may be loaded after the optimizer's."""
-        if self._forgotten:
-            self._forgotten = False
-            msg = (
-                f"the state_dict that was loaded has no state of {self.rule!r}, which goes on with what it has seen by "
-                f"itself: {_ORDER}"
-            )
-            warnings.warn(msg, UserWarning, stacklevel=4)
-
-    def saved(self) -> dict[str, Any]:
-        """Return the state of the rule as numbers and lists, as `uniclip.Clipper.state_dict` does."""
-        return self._saved(to_lists)
-
-    def fill(self, saved: Any, anew: str) -> None:
-        """Go on from a saved state, in tensors or lists; ``anew`` is how to begin anew if it does not fit."""
-        self.state = self._restored(saved, anew)
-
-    def _saved(self, convert: Callable[[Any], Any]) -> dict[str, Any]:
-        return to_saved(self.rule, self._leaves, self.state, convert)
-
-    def _restored(self, saved: Any, anew: str) -> Any:
-        return restored(from_saved(saved, self.rule, anew), self.rule, self._leaves, self.state, anew)
 
 
 def _divided(grad: Any) -> bool:
