@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import optree
 
 from uniclip._checks import check
@@ -16,8 +14,32 @@ from uniclip.backends import backend_of
 from uniclip.decide import Report
 from uniclip.measure import AllReduce
 from uniclip.rules import as_rule
+from uniclip.saved import (
+    Leaves,
+    Saved,
+    from_saved,
+    labelled,
+    leaves_of,
+    restored,
+    shown,
+    to_lists,
+    to_saved,
+)
 from uniclip.scopes import all_leaves
-from uniclip.tree import Tree, flatten, place
+from uniclip.tree import flatten
+
+_ANEW = "begin anew by load_state_dict({})"
+
+
+class _Last(NamedTuple):
+    """What a clipper holds after a step, in one tuple: other threads see that of one step."""
+
+    state: Any = None
+    report: Report | None = None
+    leaves: Leaves | None = None
+    """Whose norms the state holds; ``None`` if that is not known yet."""
+    loaded: Saved | None = None
+    """What was loaded, until there is a state."""
 
 
 class Clipper:
@@ -60,9 +82,7 @@ class Clipper:
 
     def __init__(self, rule: Any) -> None:
         self.rule = as_rule(rule)
-        self._paths: list[str] | None = None
-        # What was loaded, the state and the report in one attribute: other threads see those of one step.
-        self._last: tuple[dict[str, Any], Any, Report | None] = ({}, None, None)
+        self._last = _Last()
 
     def __repr__(self) -> str:
         """Return source text."""
@@ -71,16 +91,16 @@ class Clipper:
     @property
     def report(self) -> Report | None:
         """What the last step saw and did."""
-        return self._last[2]
+        return self._last.report
 
     @property
     def state(self) -> Any:
         """What the rule remembers."""
-        return self._last[1]
+        return self._last.state
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._last = ({}, state, None)
+        self._last = _Last(state, leaves=self._last.leaves)
 
     def __call__(self, grads: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Any = None) -> Any:
         """Clip the gradients of a step.
@@ -111,7 +131,8 @@ class Clipper:
 
     def init(self, grads: Any) -> None:
         """Make the state now, not at the first step: from gradients, or from parameters of the same shapes."""
-        self._last = ({}, self._first(grads), None)
+        leaves = leaves_of(self.rule, flatten(grads))
+        self._last = _Last(self._first(grads, leaves), leaves=leaves)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers as plain numbers and lists, which any file format and framework can hold.
@@ -119,13 +140,18 @@ class Clipper:
         Returns
         -------
         dict
-            It can be passed to ``json.dumps``, too. Before the first step it is empty.
+            It can be passed to ``json.dumps``, too: ``"state"`` holds the numbers by name, ``"leaves"`` says whose
+            norms they are, and ``"rule"`` of which kind of rule. Before the first step it is empty, and of a rule that
+            remembers nothing.
         """
-        saved, state, _ = self._last
-        if state is None:
-            return dict(saved)
-        paths, arrays, _ = optree.tree_flatten_with_accessor(state)
-        return {_name(path): _plain(array) for path, array in zip(paths, arrays, strict=True)}
+        last = self._last
+        if last.loaded is not None:
+            values = {name: to_lists(array) for name, array in last.loaded.values.items()}
+            return {**to_saved(self.rule, last.loaded.leaves, ()), "state": values}
+        if last.state is None or not self.rule.memory:
+            return {}
+        known = last.leaves is not None or labelled(self.rule)
+        return to_saved(self.rule, last.leaves if known else leaves_of(self.rule, flatten([])), last.state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned, in this or in another framework.
@@ -133,15 +159,22 @@ class Clipper:
         Parameters
         ----------
         saved : dict
-            It is read at the next step, which knows the framework, the dtypes and the shapes.
+            It is copied. The next step, which knows the framework, the dtypes and the shapes, makes arrays of it. An
+            empty one is a new beginning.
 
         Raises
         ------
         TypeError
             If it is no dict.
+        ValueError
+            If it is that of another rule, or holds what is no finite number; and, here if the clipper has a state
+            already, else at the next step, if it is that of other leaves or of other shapes. Then nothing is loaded.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
-        self._last = (dict(saved), None, None)
+        last, loaded = self._last, from_saved(saved, self.rule, _ANEW) if saved else None
+        if loaded is not None and last.state is not None:
+            restored(loaded, self.rule, last.leaves, last.state, _ANEW)
+        self._last = _Last(loaded=loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: nothing of a framework."""
@@ -149,58 +182,45 @@ class Clipper:
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Go on from a copy or a pickle."""
-        self.rule, self._paths = held["rule"], None
+        self.rule, self._last = held["rule"], _Last()
         self.load_state_dict(held["saved"])
 
-    def _first(self, grads: Any) -> Any:
-        new, saved = self.rule.init(grads), self._last[0]
-        if not saved:
-            return new
-        paths, arrays, spec = optree.tree_flatten_with_accessor(new)
-        names = [_name(path) for path in paths]
-        if set(names) != set(saved):
-            msg = (
-                f"the saved state, of {sorted(saved)}, is not one of {short(self.rule)} on these gradients, which has "
-                f"{sorted(names)}: load it into a Clipper of the rule that it was saved from"
-            )
-            raise ValueError(msg)
-        loaded = [_loaded(saved[name], array, name) for name, array in zip(names, arrays, strict=True)]
-        return optree.tree_unflatten(spec, loaded)
+    def _first(self, grads: Any, leaves: Leaves) -> Any:
+        new, loaded = self.rule.init(grads), self._last.loaded
+        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW)
 
     def _step(
         self, grads: Any, params: Any, all_reduce: AllReduce | None, loss: Any, *, in_place: bool
     ) -> tuple[Any, Report]:
-        state = self.state
-        if state is None or self.rule.by_leaf:
+        state, leaves = self._last.state, self._last.leaves
+        if state is None or labelled(self.rule):
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
             if not tree.leaves and self.rule.memory and all_reduce is None:
                 return grads, Report()  # there is nothing to learn, and no framework to learn in
             joined = all_reduce is not None and params is not None  # then the norms are those of all parameters
-            if not joined:
-                self._refuse_others(tree)
             if state is None and not joined and not tree.leaves and self.rule.memory:
                 filled(all_leaves, grads, None, None)  # an error
-            state = self._first(params if joined else grads) if state is None else state
+            here = leaves_of(self.rule, flatten(params, "params") if joined else tree)
+            self._refuse_others(leaves, here)
+            state, leaves = self._first(params if joined else grads, here) if state is None else state, here
         self._refuse_traced(state)  # a graph cannot even use what was learned outside of it
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
-        self._last = ({}, state, report)
+        self._last = _Last(state, report, leaves)
         return clipped, report
 
-    def _refuse_others(self, tree: Tree) -> None:
-        """Refuse gradients of other leaves than those of the first step, if the state knows them by their order."""
-        if not self.rule.by_leaf:
+    def _refuse_others(self, known: Leaves | None, here: Leaves) -> None:
+        """Refuse gradients of other leaves or groups than those that the state is of."""
+        if known in (None, here):
             return
-        paths = [place("grads", path) for path in tree.paths()]
-        others = sorted(set(paths) ^ set(self._paths or paths))
-        if others:
-            msg = (
-                f"{short(self.rule)} remembers each leaf by itself, and {', '.join(others[:5])} had a gradient at one "
-                "step and none at another: give the same leaves at every step, zeros if there is no gradient"
-            )
-            raise ValueError(msg)
-        self._paths = paths
+        before, now = ([label for part in leaves for label in part or ()] for leaves in (known or [], here))
+        others = sorted(set(before) ^ set(now))
+        msg = (
+            f"{short(self.rule)} remembers each leaf or group by itself, and {shown(others)} had a gradient at one "
+            "step and none at another: give the same ones at every step, zeros if there is no gradient"
+        )
+        raise ValueError(msg)
 
     def _refuse_traced(self, state: Any) -> None:
         if any(_traced(array) for array in optree.tree_leaves(state)):
@@ -209,30 +229,6 @@ class Clipper:
                 "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
             )
             raise TypeError(msg)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """Return the fields, keys and numbers that lead to an array: what is in a file should say what it is."""
-    return ".".join([str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path])
-
-
-def _plain(array: Any) -> Any:
-    """Return the values of an array as a number or nested lists."""
-    return array.tolist() if hasattr(array, "tolist") else np.asarray(array).tolist()
-
-
-def _loaded(value: Any, like: Any, name: str) -> Any:
-    """Return plain values as an array like another one."""
-    backend, values = backend_of(like), np.asarray(value)
-    values = values.reshape(like.shape) if 0 == values.size == math.prod(like.shape) else values  # [] has no shape
-    if backend is None or values.shape != tuple(like.shape):
-        msg = (
-            f"the saved {name} has shape {values.shape}, but here it is {tuple(like.shape)}: load the state into a "
-            "Clipper of the same rule on gradients of the same shapes"
-        )
-        raise ValueError(msg)
-    with backend.quiet(like):
-        return backend.to_device_of(like, backend.xp.asarray(values, dtype=like.dtype))
 
 
 def _traced(array: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,124 @@ def test_saved_weights(tmp_path: Path) -> None:
     assert int(again.optimizer.iterations) == 20
     fit(again)
     equal(again, whole, tolerance=0.0)
+
+
+def frozen(number: int, *, names: bool = True) -> Any:
+    """Return a model of three alike layers, one of which is not trained, after a step."""
+    layers = [keras.layers.Dense(5, name=f"{'abc'[i]}" if names else None) for i in range(3)]
+    made = keras.Sequential([keras.Input((5,)), *layers])
+    layers[number].trainable = False
+    made.compile(ClippedOptimizer(Adam(0.1), uc.adagc()), loss="mse")
+    made.train_on_batch(X, X)
+    return made
+
+
+def test_another_layer_frozen(tmp_path: Path) -> None:
+    """The rule's state of other layers is refused by name; the same layers made anew are the same ones."""
+    path = tmp_path / "one.weights.h5"
+    frozen(0).save_weights(path)
+    other, again = frozen(1), frozen(0)
+    before = [keras.ops.convert_to_numpy(v) for v in other.optimizer.variables[:9]]
+    message = r"norms of grads\['b/kernel'\], .*which are not here, and none of grads\['a/kernel'\]"
+    with pytest.raises(ValueError, match=message.replace("b/", "[^']*/b/").replace("a/", "[^']*/a/")):
+        other.load_weights(path)
+    for old, variable in zip(before, other.optimizer.variables[:9], strict=True):
+        np.testing.assert_array_equal(old, keras.ops.convert_to_numpy(variable))
+    again.load_weights(path)
+    unnamed = frozen(1, names=False)
+    unnamed.save_weights(path)
+    frozen(1, names=False).load_weights(path)
+    with pytest.raises(ValueError, match=r"saved state .* is that of other leaves"):
+        frozen(2, names=False).load_weights(path)
+    with pytest.raises(ValueError, match=r"saved state .* is that of other leaves"):
+        frozen(1).load_weights(path)
+
+
+def test_files_with_a_wrong_state(tmp_path: Path) -> None:
+    """A state that does not say whose it is, that of another rule, and numbers that cannot be are refused."""
+    made = frozen(0)
+    store: dict[str, Any] = {}
+    made.optimizer.save_own_variables(store)
+    numbers = {v.name: str(i) for i, v in enumerate(made.optimizer.variables)}
+    average, count = numbers["rule_0"], numbers[f"rule_{len(made.optimizer._state) - 1}"]
+    tuned, other = (ClippedOptimizer(Adam(0.1), rule) for rule in (uc.adagc(ratio=2.0), uc.adagn()))
+    for optimizer in (tuned, other):
+        optimizer.build(made.trainable_variables)
+    tuned.load_own_variables(store)  # another number is no other rule
+    for optimizer, change, message in (
+        (tuned, {"uniclip": None}, r"does not say whose norms it holds of .*compile=False\)"),
+        (tuned, {average: np.float32(math.nan)}, "NaN"),
+        (tuned, {average: np.float32(-0.5)}, "negative"),
+        (tuned, {count: np.int64(2**40)}, "does not fit"),
+        (tuned, {count: np.int32(-1)}, "negative"),
+    ):
+        wrong = {name: value for name, value in (store | change).items() if value is not None}
+        before = [keras.ops.convert_to_numpy(v).copy() for v in optimizer.variables]
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_own_variables(wrong)
+        if "uniclip" in wrong:
+            weights = [wrong[str(number)] for number in range(len(optimizer.variables))]
+            with pytest.raises(ValueError, match=message):
+                optimizer.set_weights(weights)
+        for old, variable in zip(before, optimizer.variables, strict=True):
+            np.testing.assert_array_equal(old, keras.ops.convert_to_numpy(variable))
+    more = {str(number): store["0"] for number in range(len(other.variables))} | {"uniclip": store["uniclip"]}
+    with pytest.raises(ValueError, match=r"is that of another rule than .*of Ema .* of MeanOverRms"):
+        other.load_own_variables(more)
+    joint = ClippedOptimizer(Adam(0.1), uc.by_norm(1.0))
+    joint.build(made.trainable_variables)
+    store = {}
+    joint.save_own_variables(store)
+    assert "uniclip" not in store
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")  # as Keras says, too
+def test_groups_need_gradients() -> None:
+    """A rule that remembers groups refuses a step in which one has no gradient."""
+    rule = uc.Rule(uc.Percentile(50, 4), scope=uc.groups(lambda path, leaf: path[0]))
+    optimizer = ClippedOptimizer(SGD(0.1), rule)
+    params = [keras.Variable(np.ones(2, np.float32), name=name) for name in "ab"]
+    optimizer.build(params)
+    with pytest.raises(ValueError, match=r"holds norms of group 'b', which are not here; .*at every step"):
+        optimizer.apply([keras.ops.ones(2), None], params)
+
+
+def test_the_order_of_callbacks(tmp_path: Path) -> None:
+    """LogClipping after a callback that writes logs is a warning that names the order; before it, it is none."""
+    path = tmp_path / "log.csv"
+    for after in (True, False):
+        callbacks = [keras.callbacks.CSVLogger(path), LogClipping()]
+        made = model(ClippedOptimizer(SGD(0.01), uc.by_norm(1.0)))
+        message = r"CSVLogger comes before LogClipping, .*callbacks=\[LogClipping\(\), CSVLogger\(\.\.\.\)\]"
+        with pytest.warns(UserWarning, match=message) if after else nullcontext():
+            fit(made, epochs=1, callbacks=callbacks if after else callbacks[::-1])
+        assert ("clip/norm" in path.read_text(encoding="utf-8")) == (not after)
+
+
+class Scaled(keras.layers.Layer):
+    """A layer with one number for a weight."""
+
+    def build(self, shape: Any) -> None:
+        """Make it."""
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        """Multiply."""
+        return x * keras.ops.cast(self.scale, x.dtype)
+
+
+@pytest.mark.parametrize("rule", [uc.by_norm(0.5), uc.by_global_norm(0.5), uc.adagc(warmup=1)], ids=repr)
+def test_a_number_for_a_weight_in_bfloat16(rule: Any) -> None:
+    """A weight without dimensions, in bfloat16 and step by step in Python, is clipped as any."""
+    keras.config.set_dtype_policy("bfloat16")
+    try:
+        made = keras.Sequential([keras.Input((5,)), Scaled(), keras.layers.Dense(1)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    made.compile(ClippedOptimizer(SGD(0.01), rule), loss="mse", run_eagerly=True)
+    fit(made, epochs=1)
+    assert all(np.isfinite(weight.astype("float32")).all() for weight in made.get_weights())
+    assert np.isfinite(float(made.optimizer.scalars()["clip/norm"]))
 
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer:UserWarning")  # which is what happens

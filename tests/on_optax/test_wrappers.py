@@ -205,7 +205,7 @@ def test_scalars_of_an_optimizer_that_does_not_clip() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (optax.adam(0.1), r"rule must be a rule, such as uc.by_global_norm\(1.0\).* got a GradientTransformation"),
+        (optax.adam(0.1), r"the arguments are swapped"),
         (1.0, r"rule must be a rule, .* got 1.0"),
         (uc.Clipper(uc.by_norm(1.0)), r"rule must be a rule, and a uc.Clipper is more"),
         (uc.autoclip().limit, r"rule must be a rule, and a limit is only one of its choices: uc.Rule\(limit\)"),
@@ -241,10 +241,49 @@ def test_params_are_missing(jit: Any) -> None:
     jit(optimizer.update)(LARGE, state, params=PARAMS)
 
 
+@pytest.mark.parametrize(
+    "rule", [uc.adagc(), uc.percentile(50, 4), uc.spam(), uc.chain(uc.autoclip(), uc.adagc())], ids=repr
+)
+def test_as_many_other_leaves(rule: Any) -> None:
+    """The state of as many other leaves, or of another kind of rule, is refused by name where it can be read."""
+    optimizer, other = to_optax(rule), {"b": jnp.ones(2), "w": jnp.ones(2)}
+    grads = {"a": jnp.ones(2), "w": jnp.ones(2)}
+    _, state = jax.jit(optimizer.update)(grads, optimizer.init(grads))
+    with pytest.raises(ValueError, match=r"holds no norms of grads\['b'\], but of as many others; begin with init"):
+        optimizer.update(other, state)
+    optimizer.update(other, state._replace(leaves=optimizer.init(other).leaves))
+    with pytest.raises(ValueError, match="does not say whose norms it holds, and here are"):
+        optimizer.update(grads, state._replace(leaves=None))
+    with pytest.raises(ValueError, match="does not say whose norms it holds, and here are"):
+        jax.jit(optimizer.update)(grads, state._replace(leaves=None))
+    _, again = optimizer.update(grads, state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert isinstance(again.leaves, jax.Array)
+
+
+def test_another_kind_of_rule() -> None:
+    """States that look alike, but are of another kind of rule, are told apart; other numbers are not another kind."""
+    grads = {"w": jnp.ones(2)}
+    state = to_optax(uc.Rule(uc.Percentile(50, 4))).init(grads)
+    with pytest.raises(ValueError, match="and this one is that of another kind of rule"):
+        to_optax(uc.Rule(uc.Percentile(50, 4), norm=uc.L1)).update(grads, state)
+    to_optax(uc.Rule(uc.Percentile(90, 4))).update(grads, state)
+    assert to_optax(uc.by_norm(1.0)).init(grads).leaves is None
+
+
+def test_checksums_under_vmap() -> None:
+    """Several optimizers side by side have a state each."""
+    optimizer, grads = to_optax(uc.adagc()), {"w": jnp.ones((3, 2))}
+    state = jax.vmap(optimizer.init)(grads)
+    _, state = jax.vmap(optimizer.update)(grads, state)
+    assert state.leaves.shape == (3, 2)
+    assert state.memory.count.tolist() == [1, 1, 1]
+
+
 def test_another_set_of_leaves() -> None:
     """A rule that remembers each leaf refuses gradients that are absent where there were parameters."""
     optimizer = to_optax(uc.adagc())
-    with pytest.raises(ValueError, match=r"is for 2 norms, but there are 1: .* or some are None that were not"):
+    with pytest.raises(ValueError, match=r"is of 2 leaves or groups, and here are 1 .* or some are None that were not"):
         optimizer.update({**LARGE, "b": None}, optimizer.init(PARAMS), PARAMS)
 
 

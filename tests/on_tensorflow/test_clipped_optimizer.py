@@ -378,6 +378,28 @@ def test_a_checkpoint_from_before() -> None:
     assert added == {"Adam/clip/norms/0:0", "Adam/clip/count:0"}
 
 
+@pytest.mark.parametrize("rule", [uc.adagc(), uc.chain(uc.by_value(1.0), uc.percentile(50, 4))], ids=repr)
+def test_a_saver_knows_other_variables(tmp_path: Path, rule: Any) -> None:
+    """A checkpoint with the norms of as many other variables has no norms of these: the error names them."""
+
+    def saver(trained: str, action: Any) -> list[str]:
+        with tf.Graph().as_default(), tf1.Session() as session:
+            weights = {name: tf1.get_variable(f"{name}/kernel", initializer=[1.0, 2.0]) for name in "abc"}
+            chosen = [weights[name] for name in trained]
+            optimizer = ClippedOptimizer(tf1.train.GradientDescentOptimizer(1.0), rule)
+            optimizer.minimize(tf.add_n([tf.reduce_sum(w) for w in chosen]), var_list=chosen)
+            session.run(tf1.global_variables_initializer())
+            action(tf1.train.Saver(), session)
+            return [v.op.name for v in optimizer.variables()]
+
+    path = str(tmp_path / "model")
+    names = saver("ab", lambda saver, session: saver.save(session, path))
+    assert any(name.endswith("/b/kernel") and "/clip/" in name for name in names)
+    saver("ab", lambda saver, session: saver.restore(session, path))
+    with pytest.raises(tf.errors.NotFoundError, match=r"Key GradientDescent/clip/.*/c/kernel not found"):
+        saver("ac", lambda saver, session: saver.restore(session, path))
+
+
 def test_object_checkpoints(tmp_path: Path) -> None:
     """Eager code saves it in a tf.train.Checkpoint: weights, slots and state; one of the optimizer inside loads."""
 

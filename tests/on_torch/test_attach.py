@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -647,8 +648,13 @@ def test_checkpoints(make: Any, scope: Any) -> None:
     plain = make(groups_of(model()))  # an optimizer that is not clipped reads the checkpoint too
     plain.load_state_dict(saved["optimizer"])
     state = handles[2].state
-    after.load_state_dict(plain.state_dict())  # and an old checkpoint leaves the state as it is
+    after.load_state_dict(plain.state_dict())  # and a checkpoint without the rule leaves the state as it is
     assert handles[2].state is state
+    with pytest.warns(
+        UserWarning, match=r"has no state of Rule\(.*attach the rule first, then optimizer.load_state_dict"
+    ):
+        after.step()
+    after.step()
 
 
 def test_checkpoint_of_another_rule() -> None:
@@ -662,6 +668,177 @@ def test_checkpoint_of_another_rule() -> None:
         optimizers[1].load_state_dict(saved)
     optimizers[2].load_state_dict(saved)  # remembers nothing anyway
     assert "uniclip" not in optimizers[2].state_dict()
+
+
+def remembering(params: Any, rule: Any, steps: int = 2) -> Any:
+    """Return an optimizer with a rule attached that has seen some steps."""
+    params = [dict(p) for p in params] if isinstance(params[0], dict) else params
+    optimizer = Adam(params)
+    attach(optimizer, rule)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+    return optimizer
+
+
+LEAF_RULES = {
+    "adagc": uc.adagc(),
+    "percentile": uc.percentile(50, 4),
+    "norm_growth": uc.norm_growth(),
+    "adagn": uc.adagn(),
+    "spam": uc.spam(),
+    "chain": uc.chain(uc.autoclip(), uc.adagc()),
+}
+
+
+def layers(*frozen: int, named: bool = True) -> Any:
+    """Return the parameters of four alike layers, named or not, some of which are frozen."""
+    net = torch.nn.Sequential(*[torch.nn.Linear(2, 2, bias=False) for _ in range(4)])
+    for number in frozen:
+        net[number].requires_grad_(False)
+    return list(net.named_parameters() if named else net.parameters())
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "unnamed"])
+@pytest.mark.parametrize("name", LEAF_RULES)
+def test_another_layer_frozen(name: str, named: bool) -> None:
+    """The state of other layers is refused by name, and neither optimizer nor rule has changed then."""
+    rule = LEAF_RULES[name]
+    saved = remembering(layers(1, named=named), rule).state_dict()
+    optimizer = Adam(layers(2, named=named))
+    handle = attach(optimizer, rule)
+    before = handle.state
+    theirs, ours = (r"'1\.weight'", r"'2\.weight'") if named else ("1", "2")
+    message = rf"holds norms of grads\[0\]\[{ours}\], which are not here, and none of grads\[0\]\[{theirs}\]; give"
+    with pytest.raises(ValueError, match=message + r".*del state_dict\['uniclip'\]"):
+        optimizer.load_state_dict(saved)
+    assert handle.state is before
+    assert not optimizer.state
+    again = Adam(layers(1, named=named))
+    attach(again, rule)
+    again.load_state_dict(saved)
+    renamed = saved | {"uniclip": saved["uniclip"] | {"leaves": optimizer.state_dict()["uniclip"]["leaves"]}}
+    optimizer.load_state_dict(renamed)  # as the documentation says for other names
+
+
+def test_a_joint_norm_and_another_layer() -> None:
+    """A rule over all leaves goes on whichever layer is frozen."""
+    saved = remembering(layers(1), uc.autoclip()).state_dict()
+    optimizer = Adam(layers(2))
+    handle = attach(optimizer, uc.autoclip())
+    optimizer.load_state_dict(saved)
+    assert handle.state.count.item() == 2
+
+
+def test_groups_that_come_and_go() -> None:
+    """A rule that remembers groups by their labels needs a gradient in each of them, as one of each parameter does."""
+    rule = uc.Rule(uc.Percentile(50, 4), scope=uc.groups(lambda path, leaf: path[1][0]))
+    optimizer = remembering(layers(), rule)
+    optimizer.param_groups[0]["params"][1].grad = None
+    with pytest.raises(ValueError, match=r"holds norms of group '1', which are not here; give"):
+        optimizer.step()
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    """Whether the rule's state or PyTorch's own is refused, the other one is not loaded either."""
+    rule = uc.adagc()
+    saved = remembering(layers(), rule).state_dict()
+    for name, value, message in (
+        ("count", torch.tensor(2**40), "1099511627776 does not fit"),
+        ("count", torch.tensor(-1), "negative"),
+        ("count", torch.tensor(1.0), "is made of torch.float32"),
+        ("averages.0", torch.tensor(math.nan), "NaN"),
+        ("averages.0", torch.tensor(-0.5), "negative"),
+        ("averages.0", torch.tensor(1e300, dtype=torch.float64), "do not fit into"),
+        ("averages.0", torch.tensor(1j), "is made of torch.complex64"),
+        ("averages.0", torch.ones(1), "shape"),
+    ):
+        optimizer = Adam(layers())
+        handle = attach(optimizer, rule)
+        before = handle.state
+        wrong = copy.deepcopy(saved)
+        wrong["uniclip"]["state"][name] = value
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(wrong)
+        assert handle.state is before
+        assert not optimizer.state
+    wrong = copy.deepcopy(saved)
+    wrong["param_groups"] *= 2
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(wrong)
+    assert handle.state is before
+    wrong = saved | {"uniclip": [torch.tensor(1.0)]}  # of before there were names
+    with pytest.raises(ValueError, match=r"a list, does not say whose norms it holds.*del state_dict\['uniclip'\]"):
+        optimizer.load_state_dict(wrong)
+
+
+def test_saved_tensors_are_copies() -> None:
+    """What is done to a saved dict does not reach the rule, nor the other way round."""
+    optimizer, other = remembering(layers(), uc.adagc()), Adam(layers())
+    attach(other, uc.adagc())
+    saved = optimizer.state_dict()
+    wanted = copy.deepcopy(saved["uniclip"])
+    other.load_state_dict(saved)
+    saved["uniclip"]["state"]["averages.0"].fill_(7.0)
+    saved["uniclip"]["leaves"][0][0] = "other"
+    for one in (optimizer, other):
+        assert one.state_dict()["uniclip"] == wanted
+
+
+def test_attaching_late() -> None:
+    """A rule that remembers, attached after steps or a load, begins anew with a warning that says the order."""
+    order = r"begins anew: .*attach the rule first, then optimizer\.load_state_dict\(saved\)"
+    stepped, loaded = Adam([p for _, p in layers()]), Adam(layers())
+    stepped.param_groups[0]["params"][0].grad = torch.ones(2, 2)
+    stepped.step()
+    loaded.load_state_dict(remembering(layers(), uc.by_global_norm(1.0)).state_dict())
+    for optimizer in (stepped, loaded):
+        attach(optimizer, uc.by_norm(1.0)).remove()  # which remembers nothing
+        with pytest.warns(UserWarning, match=order) as caught:
+            attach(optimizer, uc.autoclip())
+        assert caught[0].filename == __file__
+    for make in (SGD, Adam, Adagrad):  # the last one has a state before any step
+        attach(make([p for _, p in layers()]), uc.autoclip())
+
+
+def test_a_state_dict_that_comes_in_two_parts() -> None:
+    """The rule's state may be loaded after the optimizer's: a step in between is what a warning is for."""
+    saved = remembering(layers(), uc.autoclip()).state_dict()
+    optimizer = Adam(layers())
+    handle = attach(optimizer, uc.autoclip())
+    optimizer.load_state_dict({name: saved[name] for name in ("state", "param_groups")})
+    optimizer.load_state_dict(optimizer.state_dict() | {"uniclip": saved["uniclip"]})
+    optimizer.step()
+    assert handle.state.count.item() == 2
+
+
+def test_handles_are_not_copied() -> None:
+    """A handle is tied to its optimizer, and says what to copy instead."""
+    handle = attach(SGD([p for _, p in layers()]), uc.autoclip())
+    for way in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            TypeError, match=r"tied to its optimizer, .*attach the rule to the other optimizer, and then"
+        ):
+            way(handle)
+
+
+def test_functions_of_names() -> None:
+    """A rule's function of names says what to do where the optimizer knows none; others do without."""
+
+    def head(path: Any, leaf: Any) -> bool:
+        return bool(path[1].startswith("0"))
+
+    for rule in (
+        uc.masked(uc.agc(), head),
+        uc.chain(uc.by_value(1.0), uc.masked(uc.adagc(), head)),
+        uc.by_group_norm({True: 1.0, False: 2.0}, head),
+    ):
+        with pytest.raises(TypeError, match=r"fails on \(0, 0\), as .*'startswith'\): .*model\.named_parameters\(\)"):
+            attach(SGD([p for _, p in layers()]), rule)
+        attach(SGD(layers()), rule)
+    attach(SGD([p for _, p in layers()]), uc.masked(uc.agc(), lambda path, leaf: leaf.ndim > 1))
 
 
 def test_remembered_parameters() -> None:
@@ -787,10 +964,21 @@ def test_schedulers() -> None:
     ("optimizer", "rule", "message"),
     [
         ([], uc.by_global_norm(1.0), "optimizer must be a torch.optim.Optimizer, got a list: attach to what steps"),
+        (model(), uc.by_global_norm(1.0), "got a .*: attach to the optimizer of its parameters, as in attach"),
+        (
+            uc.by_global_norm(1.0),
+            SGD(model().parameters()),
+            r"got a Rule: the arguments are swapped, it is attach\(opti",
+        ),
+        (None, uc.by_global_norm, r"uc\.by_global_norm makes one: call it"),
         (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), or a function of one array, got 1.0"),
         (None, uc.Constant(1.0), r"a limit is only one of its choices: uc.Rule\(limit\)"),
         (None, uc.Clipper(uc.by_global_norm(1.0)), "a uc.Clipper is more"),
-        (None, uc.Rule, "rule must be a rule"),
+        (None, uc.Rule, r"rule must be a rule, and uc\.Rule makes one: call it"),
+        (None, uc.chain, r"uc\.chain makes one: call it"),
+        (None, uc.Percentile, r"a limit is only one of its choices: uc\.Rule\(limit\)"),
+        (None, uc.hard, r"a curve is only one of its choices: uc\.Rule\(1\.0, curve=curve\)"),
+        (None, uc.clip, r"uc\.clip is a function of all gradients: give it a rule such as uc\.by_global_norm\(1\.0\)"),
     ],
 )
 def test_wrong_arguments(optimizer: Any, rule: Any, message: str) -> None:

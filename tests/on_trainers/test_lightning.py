@@ -245,8 +245,32 @@ def test_resume(tools: Any, tmp_path: Path, rule: Any) -> None:
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=False)
     del saved["optimizer_states"][0]["uniclip"]
     torch.save(saved, tmp_path / "forgot.ckpt")
+    with pytest.warns(UserWarning, match=r"has no state of Rule\("):
+        anew = resumed(tools, tmp_path, "forgot.ckpt", rule)
     with pytest.raises(AssertionError):
-        tools.same(resumed(tools, tmp_path, "forgot.ckpt", rule), whole.net)
+        tools.same(anew, whole.net)
+
+
+def test_resume_with_another_layer_frozen(tools: Any, tmp_path: Path) -> None:
+    """The state of other layers in a checkpoint is refused by name."""
+
+    class Frozen(Module):
+        def __init__(self, number: int) -> None:
+            super().__init__(tools)
+            self.net = torch.nn.Sequential(*[torch.nn.Linear(1, 1, bias=False) for _ in range(3)])
+            self.net[number].requires_grad_(False)
+
+        def training_step(self, batch: Any, _: Any) -> Any:
+            return self.net(torch.ones(1, 1)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.named_parameters(), lr=0.1)
+
+    batches, rule = tools.batches([1.0] * 2), uc.adagc()
+    fit(Frozen(0), batches, ClipGradients(rule)).save_checkpoint(tmp_path / "half.ckpt")
+    path = {"max_epochs": 2, "ckpt_path": tmp_path / "half.ckpt"}
+    with pytest.raises(ValueError, match=r"norms of grads\[0\]\['1\.weight'\], .* none of grads\[0\]\['0\.weight'\]"):
+        fit(Frozen(1), batches, ClipGradients(rule), **path)
 
 
 def test_saved_after_the_fit(tools: Any, tmp_path: Path) -> None:
@@ -338,7 +362,8 @@ def test_fit_again(tools: Any) -> None:
     with pytest.raises(TypeError, match="shift"):
         fit(module, [*good, {"x": good[0]["x"], "factor": good[0]["factor"]}], callback)
     first = callback.handles[0]
-    fit(module, good, callback)
+    with pytest.warns(UserWarning, match="begins anew"):  # the handle that has learned is gone
+        fit(module, good, callback)
     assert callback.handles[0] is not first
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     assert callback.handles[0].state is not first.state

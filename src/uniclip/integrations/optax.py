@@ -10,12 +10,17 @@ with needs("optax", "optax"):
     import jax.numpy as jnp
     import optax
 
+import zlib
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.decide import Report
+from uniclip.saved import identity, leaves_of, shown
+from uniclip.tree import flatten
 
 _REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
 
@@ -23,8 +28,8 @@ _REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
 class ClipState(NamedTuple):
     """The state of what `to_optax` returns: what the rule remembers, and what a logger shows of the last step.
 
-    The last five are 0-d arrays, zeros before the first step, and ``None`` of a rule that measures no norm; see
-    `uniclip.Report.scalars`. Structure, shapes and dtypes are those of ``init`` from then on.
+    Those after ``inner`` and before ``leaves`` are 0-d arrays, zeros before the first step, and ``None`` of a rule that
+    measures no norm; see `uniclip.Report.scalars`. Structure, shapes and dtypes are those of ``init`` from then on.
     """
 
     memory: Any
@@ -41,6 +46,13 @@ class ClipState(NamedTuple):
     """The share of the factors that are not 1."""
     skipped: Any = None
     """1 if the step was left out, else 0; ``None`` of a rule that leaves none out."""
+    leaves: Any = None
+    """Whose norms the memory holds: a checksum of the kind of the rule, then one of each leaf or group; ``None`` of a
+    rule that remembers nothing."""
+
+
+_SEEN = ClipState._fields[2:-1]
+"""The fields that a logger shows."""
 
 
 def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.GradientTransformationExtraArgs:
@@ -66,7 +78,10 @@ def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.Gr
     Raises
     ------
     TypeError
-        If ``rule`` is no rule, or ``inner`` no transformation.
+        If ``rule`` is no rule, or ``inner`` no transformation; and in ``update``, if the state is no `ClipState`.
+    ValueError
+        In ``update``, if the state of a rule that remembers is that of other leaves or groups, or of another rule:
+        outside of compiled code always, inside if their numbers differ.
 
     Examples
     --------
@@ -80,6 +95,9 @@ def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.Gr
     >>> updates["w"].tolist(), float(scalars(state)["clip/norm"])
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
+    if isinstance(rule, optax.GradientTransformation):
+        msg = "rule is a gradient transformation: the arguments are swapped, it is to_optax(rule, inner)"
+        raise TypeError(msg)
     rule = rule_for_steps(rule)
     wanted = "an optax.GradientTransformation, such as optax.adam(1e-3)"
     check("inner", inner, inner is None or isinstance(inner, optax.GradientTransformation), wanted)
@@ -90,22 +108,25 @@ def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.Gr
         zeros = jax.tree.map(_zeros, params, is_leaf=_is_variable)
         memory = rule.init(zeros)
         _, _, report = rule.update(zeros, memory, zeros)  # which numbers there are, and their dtypes
-        return ClipState(memory, inside.init(params), **_nothing_seen(report))
+        known = jnp.asarray(_checksums(rule, zeros)) if rule.memory else None
+        return ClipState(memory, inside.init(params), **_nothing_seen(report), leaves=known)
 
     def update(grads: Any, state: ClipState, params: Any = None, **extra: Any) -> tuple[Any, ClipState]:
         if not _is_clip_state(state):
             raise TypeError(_not_its_state(rule, f", got {type(state).__name__}"))
+        if rule.memory:
+            _refuse_others(rule, state.leaves, grads)
         loss = extra.get("value")
         clipped, memory, report = rule.update(grads, state.memory, params, all_reduce, loss=loss)
         updates, inner_state = inside.update(clipped, state.inner, params, **extra)
         if report.skipped is not None:
             left_out = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner_state = jax.tree.map(partial(jnp.where, report.skipped), left_out, (updates, inner_state))
-        old = state._replace(inner=None)
+        old = state._replace(inner=None, leaves=None)
         new = old._replace(memory=memory, **_seen(report))
         if jax.tree.structure(new) != jax.tree.structure(old):
             raise ValueError(_not_its_state(rule, ", and this one was made by another rule"))
-        return updates, jax.tree.map(_typed, new, old)._replace(inner=inner_state)
+        return updates, jax.tree.map(_typed, new, old)._replace(inner=inner_state, leaves=_as_array(state.leaves))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -153,7 +174,7 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     return {
         f"clip/{name}{suffix}": array
         for suffix, state in zip(suffixes, states, strict=True)
-        for name, value in zip(ClipState._fields[2:], state[2:], strict=True)
+        for name, value in zip(_SEEN, state[2:-1], strict=True)
         for array in jax.tree.leaves(value)  # one or none; NNX puts each into a variable
     }
 
@@ -161,6 +182,41 @@ def scalars(opt_state: Any) -> dict[str, Any]:
 def _not_its_state(rule: Any, why: str) -> str:
     wanted = f"what init returned, or the update before, of to_optax({short(rule)})"
     return f"state must be {wanted}{why}: begin with init(params)"
+
+
+def _checksums(rule: Any, grads: Any) -> Any:
+    """Return a number for the kind of the rule, and one for each leaf or group that it remembers."""
+    labels = [label for part in leaves_of(rule, flatten(grads)) for label in part or ()]
+    return np.asarray([_checksum(text) for text in (identity(rule), *labels)], np.int32)
+
+
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode()) >> 1  # int32, which JAX has everywhere, holds 31 bits
+
+
+def _refuse_others(rule: Any, known: Any, grads: Any) -> None:
+    """Refuse a state of other leaves, by name where its checksums can be read."""
+    here = _checksums(rule, grads)
+    begin = "begin with init(params), or if they surely are the same, state._replace(leaves=init(params).leaves)"
+    if known is None or known.shape != here.shape:
+        of = "does not say whose norms it holds" if known is None else f"is of {known.size - 1} leaves or groups"
+        msg = (
+            f"the state of to_optax({short(rule)}) {of}, and here are {here.size - 1} (gradients are of other leaves, "
+            f"or some are None that were not): {begin}"
+        )
+        raise ValueError(msg)
+    if isinstance(known, jax.core.Tracer) or not getattr(known, "is_fully_addressable", True):
+        return
+    saved = np.asarray(known)
+    if np.array_equal(saved, here):
+        return
+    if saved[0] != here[0]:
+        raise ValueError(_not_its_state(rule, ", and this one is that of another kind of rule"))
+    labels = [label for part in leaves_of(rule, flatten(grads)) for label in part or ()]
+    extra = [label for label in labels if _checksum(label) not in saved[1:].tolist()]
+    what = f"no norms of {shown(extra)}, but of as many others" if extra else "their norms in another order"
+    msg = f"the state of to_optax({short(rule)}) is that of other leaves: it holds {what}; {begin}"
+    raise ValueError(msg)
 
 
 def _is_variable(node: Any) -> bool:
@@ -186,13 +242,18 @@ def _nothing_seen(report: Report) -> dict[str, Any]:
     if report.finite is None:
         return {}
     seen = _seen(report)
-    names = ClipState._fields[2:] if report.skipped is not None else ClipState._fields[2:-1]
+    names = _SEEN if report.skipped is not None else _SEEN[:-1]
     return {name: jnp.zeros((), seen[name].dtype if name in seen else jnp.float32) for name in names}
 
 
 def _typed(new: Any, old: Any) -> Any:
     """Return a part of the state in the dtype that `init` gave it: loops and compiled steps need the same ones."""
     return jnp.asarray(new, old.dtype)
+
+
+def _as_array(checksums: Any) -> Any:
+    """Return checksums as JAX's array; Flax reads those in a file as NumPy's."""
+    return None if checksums is None else jnp.asarray(checksums)
 
 
 def _clip_states(tree: Any) -> list[ClipState]:

@@ -14,20 +14,13 @@ import dataclasses
 import warnings
 from typing import Any
 
-import optree
-
-from uniclip.integrations.torch import attach
+from uniclip.integrations.torch.optimizer import attached
 
 _SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
 """The kinds of distributed training where a process holds parts of the gradients only."""
 _KEY = "uniclip"
 """Where ``trainer_state.json`` keeps the state of the rule, among those of the callbacks."""
-
-
-_ANEW = (
-    "give ClipGradients the rule that it was saved with, or begin anew by deleting "
-    f"{_KEY!r} from stateful_callbacks in its trainer_state.json"
-)
+_ANEW = f"begin anew by deleting {_KEY!r} from stateful_callbacks in the checkpoint's trainer_state.json"
 
 
 class ClipGradients(TrainerCallback):
@@ -60,7 +53,8 @@ class ClipGradients(TrainerCallback):
     Warns
     -----
     UserWarning
-        If ``max_grad_norm`` was set to another value than its default, since it is not used.
+        If ``max_grad_norm`` was set to another value than its default, since it is not used; if a checkpoint is gone
+        on from that has no state of a rule that remembers.
 
     Notes
     -----
@@ -85,17 +79,27 @@ class ClipGradients(TrainerCallback):
         self._sums: dict[str, Any] = {}
         self._steps = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: the rule, no hooks in an optimizer."""
+        fresh: dict[str, Any] = {"handle": None, "_seen": None, "_given": None, "_last": {}, "_sums": {}, "_steps": 0}
+        return vars(self) | fresh
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Attach to the optimizer, and go on from a checkpoint if there is one."""
         self._detach()  # where the training before failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
-        self.handle = attach(optimizer, self.rule)
+        self.handle = attached(optimizer, self.rule)
         self._seen, self._last, self._sums, self._steps = None, {}, {}, 0
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
             if saved is not None:
-                self.handle.fill(saved["state"], _ANEW)
+                self.handle.fill(saved, _ANEW)
+            elif state.global_step:
+                msg = (
+                    f"the checkpoint, saved without the callback, has no state of {short(self.rule)}, which begins anew"
+                )
+                warnings.warn(msg, UserWarning, stacklevel=2)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
         self._given = args, args.max_grad_norm
         _warn(args)
@@ -141,7 +145,8 @@ class _Snapshot:
         self._handle = handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {"state": [array.tolist() for array in optree.tree_leaves(self._handle.state)]}
+        saved: dict[str, Any] = self._handle.saved()
+        return saved
 
 
 def _refuse(optimizer: Any, rule: Any) -> None:

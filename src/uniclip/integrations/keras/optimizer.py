@@ -15,9 +15,12 @@ import optree
 from uniclip._repr import short
 from uniclip.decide import AVERAGED, LOGGED, Report
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.keras.checks import refuse_missing, refuse_optimizer, refuse_replicas
+from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer, refuse_replicas
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
+from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
 from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
+from uniclip.saved import from_saved, identity, leaves_of, names_of, restored
+from uniclip.tree import flatten
 
 
 @keras.saving.register_keras_serializable(package="uniclip")
@@ -94,6 +97,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self.inner.build(variables)
         self._paths = paths_of(variables)
         tree = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
+        self._leaves = leaves_of(self.rule, flatten(tree))
         first, self._spec = optree.tree_flatten(self._acting.init(tree))
         self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
         self._last = self._remember(np.zeros(len(LOGGED), np.float32), "scalars")
@@ -111,8 +115,34 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     def set_weights(self, weights: Any) -> None:
         """Set all variables, those of the optimizer inside too."""
+        weights = list(weights)
+        if self.rule.memory and self.built and len(weights) == len(self.variables):
+            self._check({"rule": None, "leaves": None}, weights)
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Put the variables into a file, and beside them whose norms the rule's are."""
+        super().save_own_variables(store)
+        if self.rule.memory and self.built:
+            store[SAVED] = to_bytes({"rule": identity(self.rule), "leaves": self._leaves})
+
+    def load_own_variables(self, store: Any) -> None:
+        """Set the variables to those in a file, unless the rule's state there is of other variables or another rule."""
+        names = [name for name in store.keys() if name != SAVED]  # noqa: SIM118 - a store is no dict
+        if self.rule.memory and self.built and len(names) == len(self.variables):
+            known = known_of(store, self.rule)
+            known["leaves"] = renumbered(known["leaves"], self._leaves)
+            self._check(known, [store[name] for name in map(str, range(len(names)))])
+        super().load_own_variables({name: store[name] for name in names})
+
+    def _check(self, known: dict[str, Any], weights: list[Any]) -> None:
+        """Refuse a state of the rule that does not fit; nothing has changed by then."""
+        like = optree.tree_unflatten(self._spec, [np.zeros(v.shape, str(v.dtype)) for v in self._state])
+        numbers = {id(variable): number for number, variable in enumerate(self.variables)}
+        arrays = [np.asarray(keras.ops.convert_to_numpy(weights[numbers[id(v)]])) for v in self._state]
+        saved = {**known, "state": dict(zip(names_of(like), arrays, strict=True))}
+        restored(from_saved(saved, self.rule, ANEW), self.rule, self._leaves, like, ANEW)
 
     @property
     def learning_rate(self) -> Any:
@@ -175,6 +205,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         refuse_missing(self.rule, self._paths, places)
         tree = OrderedDict.fromkeys(self._paths)
         tree.update(zip(places, grads, strict=True))
+        refuse_groups(self.rule, self._leaves, tree)
         params = OrderedDict(zip(self._paths, map(value_of, self._trainable_variables), strict=True))
         # Copies: on PyTorch a variable is written in place, and a part of the new state may be one of the old.
         state = optree.tree_unflatten(self._spec, [keras.ops.copy(value_of(variable)) for variable in self._state])

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import optree
 import tensorflow as tf
+
+from uniclip.combine import Chain, Masked
+from uniclip.saved import leaves_of
+from uniclip.tree import flatten
 
 tf1 = tf.compat.v1
 
@@ -23,8 +28,11 @@ def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str]
     # In a graph of its own: initializing variables must not take part in the user's.
     with tf.Graph().as_default(), tf1.Session() as session:
         zeros = {key: tf.zeros(v.shape, v.dtype.base_dtype) for key, v in params.items()}
-        paths, arrays, spec = optree.tree_flatten_with_accessor(rule.init(zeros))
-        return unique([_path(name, path) for path in paths]), session.run(arrays), spec
+        state = rule.init(zeros)
+        arrays, spec = optree.tree_flatten(state)
+        places = _places(rule, iter(leaves_of(rule, flatten(zeros))), state)
+        names = ["/".join([name, "clip", *[re.sub(r"[^\w.\-/]", "_", part) for part in place]]) for place in places]
+        return unique(names), session.run(arrays), spec
 
 
 def names_of(variables: list[Any]) -> list[str]:
@@ -49,7 +57,22 @@ def unique(names: list[str]) -> list[str]:
     return list(used)
 
 
-def _path(name: str, path: Any) -> str:
-    """Return a name, of characters that TensorFlow takes, for an array of a state."""
-    parts = [str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path]
-    return "/".join([name, "clip", *[re.sub(r"[^\w.\-]", "_", part) for part in parts]])
+def _places(rule: Any, leaves: Iterator[Any], state: Any) -> Iterator[list[str]]:
+    """Yield the way to each array of a state: a saver finds by its name whose norms it holds."""
+    if isinstance(rule, Chain) and rule.memory:
+        for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
+            yield from ([str(number), *place] for place in _places(one, leaves, inside))
+    elif isinstance(rule, Masked):
+        yield from _places(rule.rule, leaves, state)
+    elif rule.memory:
+        labels = next(leaves) or []
+        for path in optree.tree_accessors(state):
+            yield list(_parts(path, state, [label.strip("[]'\"") for label in labels]))
+
+
+def _parts(path: Any, node: Any, labels: list[str]) -> Iterator[str]:
+    """Yield the parts of a way to an array, the label of a norm instead of its number."""
+    for entry in path:
+        known = isinstance(node, list) and len(node) == len(labels)
+        yield labels[entry.entry] if known else str(entry.field if hasattr(entry, "field") else entry.entry)
+        node = entry(node)

@@ -4,30 +4,32 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import optree
 import torch
 
 from uniclip import core
 from uniclip._repr import short
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
+from uniclip.integrations.torch.checks import has_stepped, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
+from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, refuse_parts, several
 from uniclip.rules import ByValue, Rule
+from uniclip.saved import labelled, leaves_of, refuse_others
 from uniclip.scopes import all_leaves
+from uniclip.tree import flatten
 
 _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 """The optimizers whose fused kernels divide the gradients by ``optimizer.grad_scale``, and write them back."""
 _DIVIDED = {torch.float32, torch.bfloat16, torch.float16}
 """The dtypes that lose nothing by it: ``grad_scale`` is float32."""
-_KEY = "uniclip"
-"""Where a ``state_dict`` keeps the state of the rule."""
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code of PyTorch's that runs the hooks around a step."""
 
@@ -63,6 +65,12 @@ def attach(optimizer: Any, rule: Any) -> Attached:
         If the optimizer has a rule already, or is differentiable; or if there are several processes, the parameters are
         those of ``FullyShardedDataParallel`` (FSDP1), and the rule is another than `uniclip.by_value`.
 
+    Warns
+    -----
+    UserWarning
+        If a rule that remembers is attached to an optimizer that has taken steps or loaded a state without it; and at
+        a step, if a ``state_dict`` was loaded that has no state of the rule.
+
     Notes
     -----
     A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
@@ -85,11 +93,21 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        msg = f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__qualname__}: attach to what steps"
-        raise TypeError(msg)
+    handle = attached(optimizer, rule)
+    if handle.rule.memory and has_stepped(optimizer):
+        msg = (
+            f"the optimizer has taken steps, or loaded a state, without {short(handle.rule)}, which begins anew: to go "
+            f"on from a checkpoint {ORDER}"
+        )
+        warnings.warn(msg, UserWarning, stacklevel=2)
+    return handle
+
+
+def attached(optimizer: Any, rule: Any) -> Attached:
+    """Attach a rule as `attach` does, also late: for callers that restore its state by themselves."""
+    refuse_optimizer(optimizer, rule)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        return attach(optimizer.optimizer, rule)
+        return attached(optimizer.optimizer, rule)
     rule = rule_for_steps(rule)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
@@ -102,13 +120,11 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     return Attached(optimizer, rule)
 
 
-class Attached:
+class Attached(Memory):
     """What `attach` returns."""
 
     report: Any = None
     """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
-    state: Any
-    """The state of the rule."""
     loss: Any = None
     """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
     returns one. ``None`` after the step. Of several processes the rule sees the mean."""
@@ -120,13 +136,17 @@ class Attached:
         self._hidden: list[tuple[Any, Any]] = []
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
         self._known = [p for p in self._params() if p.requires_grad]
-        self.state = rule.init(self._tree(lambda p: p.detach() if p.requires_grad else None))
+        tree = self._tree(lambda p: p.detach() if p.requires_grad else None)
+        probe(rule, tree)
+        self.state = rule.init(tree)
+        self._leaves = leaves_of(rule, flatten(tree))
         eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
         self._hooks = [
             optimizer.register_step_pre_hook(eager(self._before)),
             optimizer.register_step_post_hook(eager(self._after)),
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._load),
+            optimizer.register_load_state_dict_post_hook(self._take),
         ]
         _rules[optimizer] = rule
 
@@ -134,11 +154,19 @@ class Attached:
         """Return what a logger shows of the last step, see `uniclip.Report.scalars`; nothing before the first."""
         return {} if self.report is None else self.report.scalars()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: what clips are hooks in one optimizer."""
+        msg = (
+            "a handle of attach is tied to its optimizer, and cannot be copied or pickled: leave it out, attach the "
+            "rule to the other optimizer, and then load there what optimizer.state_dict() returns here"
+        )
+        raise TypeError(msg)
+
     def remove(self) -> None:
         """Leave the optimizer as it was before; once more does nothing."""
         if self._hooks:
             self._restore()
-            _rules.pop(self._optimizer, None)  # that of a copied handle is unknown
+            _rules.pop(self._optimizer, None)
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -148,6 +176,7 @@ class Attached:
             return None
         self._hidden.clear()
         self._restore()  # where the step before failed
+        self._warn()
         if "grad_scaler" in kwargs:
             msg = f"{type(self._optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
             raise TypeError(msg)
@@ -223,6 +252,8 @@ class Attached:
         """Clip in place; first divide by what a fused kernel would divide by."""
         if self.rule.by_leaf:
             self._same(params)
+        elif labelled(self.rule):
+            self._same_groups()
         if scale is not None:
             if any(grad.dtype is torch.float16 for grad in grads):
                 msg = (
@@ -245,6 +276,11 @@ class Attached:
                 "(requires_grad_(False)) and add new ones before you attach"
             )
             raise ValueError(msg)
+
+    def _same_groups(self) -> None:
+        """Refuse gradients of other groups than the state is for: it knows them by their order, too."""
+        fix = "give a gradient to each group at every step, zeros if there is none"
+        refuse_others(self.rule, self._leaves, leaves_of(self.rule, flatten(self._tree(grad_of))), fix)
 
     def _skip(self, params: list[Any], found_inf: Any, *, fused: bool) -> None:
         """Have a step skipped that the rule leaves out."""
@@ -288,25 +324,6 @@ class Attached:
             names = names if len(set(names)) == len(numbers) else numbers
             trees.append(OrderedDict(zip(names, map(of, group["params"]), strict=True)))
         return trees
-
-    def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
-        if self.rule.memory:
-            state_dict[_KEY] = optree.tree_leaves(self.state)  # plain tensors: torch.load loads no other classes
-
-    def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
-        if self.rule.memory and _KEY in state_dict:
-            fix = f"attach the rule that it was saved with, or begin anew by del state_dict[{_KEY!r}]"
-            self.fill(state_dict[_KEY], fix)
-
-    def fill(self, saved: list[Any], fix: str) -> None:
-        """Go on from a saved state, in tensors or lists; ``fix`` is what to do if it does not fit."""
-        old, spec = optree.tree_flatten(self.state)
-        pairs = zip(saved, old, strict=False)
-        new = [torch.as_tensor(array, dtype=like.dtype, device=like.device) for array, like in pairs]
-        if len(saved) != len(old) or [array.shape for array in new] != [array.shape for array in old]:
-            msg = f"the checkpoint holds the state of another rule than {short(self.rule)}: {fix}"
-            raise ValueError(msg)
-        self.state = optree.tree_unflatten(spec, new)
 
 
 def _divided(grad: Any) -> bool:

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: MIT
+"""Whose norms a rule remembers, in the files of Keras, which hold arrays of numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from uniclip._repr import short
+from uniclip.saved import Leaves
+
+SAVED = "uniclip"
+"""Where a file keeps it, beside the variables of the optimizer, which are numbered."""
+ANEW = (
+    "begin anew by loading the model without its optimizer, keras.saving.load_model(path, compile=False), and "
+    "compiling it again"
+)
+
+
+def to_bytes(known: dict[str, Any]) -> Any:
+    """Return plain data as an array of bytes."""
+    return np.frombuffer(json.dumps(known).encode(), np.uint8)
+
+
+def known_of(store: Any, rule: Any) -> dict[str, Any]:
+    """Return what a file says about the state of a rule."""
+    if SAVED not in store.keys():  # noqa: SIM118 - a store is no dict
+        msg = f"the file does not say whose norms it holds of {short(rule)}, as old files do not: {ANEW}"
+        raise ValueError(msg)
+    known: dict[str, Any] = json.loads(np.asarray(store[SAVED], np.uint8).tobytes().decode())
+    return known
+
+
+def renumbered(saved: Leaves, here: Leaves) -> Leaves:
+    """Return the saved leaves by the names that they have here, if these differ only in what Keras chose.
+
+    Keras numbers what has no name, so that the same model made twice has other paths: what was ``dense`` and
+    ``dense_1`` is ``dense_2`` and ``dense_3``. And in a model that was loaded, paths begin further inside.
+    """
+    both = [[label for labels in leaves for label in labels or ()] for leaves in (saved, here)]
+    if len(both[0]) != len(both[1]) or [one is None for one in saved] != [one is None for one in here]:
+        return saved
+    pairs = [(_parts(one), _parts(other)) for one, other in zip(*both, strict=True)]
+    ends = [(one[-len(other) :], other[-len(one) :]) for one, other in pairs]
+    return here if _counted_from_0([one for one, _ in ends]) == _counted_from_0([one for _, one in ends]) else saved
+
+
+def _counted_from_0(paths: list[list[str]]) -> list[list[tuple[str, int]]]:
+    """Return the names and numbers of paths, the numbers counted from the least one of each name on."""
+    numbered = [list(map(_numbered, path)) for path in paths]
+    least: dict[str, int] = {}
+    for name, number in (part for path in numbered for part in path):
+        least[name] = min(number, least.get(name, number))
+    return [[(name, number - least[name]) for name, number in path] for path in numbered]
+
+
+def _parts(label: str) -> list[str]:
+    """Return the parts of a path, without what tells those apart that are alike."""
+    return re.sub(r"#\d+", "", label).strip("[]'\"").split("/")
+
+
+def _numbered(part: str) -> tuple[str, int]:
+    """Return a name without the number at its end, and the number."""
+    name, _, number = part.rpartition("_")
+    return (name, int(number)) if number.isdecimal() else (part, 0)
