@@ -83,7 +83,7 @@ UNFIT: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "jagged": (lambda: nested(torch.jagged), r"rows of several lengths; use values\(\)"),
     "nested": (lambda: nested(torch.strided), r"tensors of several shapes; use unbind\(\)"),
     "mkldnn": (lambda: torch.ones(3, 3).to_mkldnn(), r"opaque; use to_dense\(\)"),
-    "blocks": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), r"its layout .*use to_sparse_csr\(\)"),
+    "blocks": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), r"its layout, torch.sparse_bsr, .*use to_sparse_csr\(\)"),
     "uint16": (lambda: torch.ones(2).to(torch.uint16), r"dtype torch.uint16 .*use to\(torch.float32\)"),
     "powers": (lambda: torch.ones(2).to(torch.float8_e8m0fnu), r"does not calculate with torch.float8_e8m0fnu"),
     "masked": (lambda: torch.masked.masked_tensor(torch.ones(2), torch.ones(2) > 0), r"use to_tensor\(0\.0\)"),
@@ -103,6 +103,20 @@ def test_unfit(make: Callable[[], torch.Tensor], message: str) -> None:
     assert first.tolist() == [3.0, 4.0]
     with pytest.raises(TypeError, match=rf"params\[1\] is a torch.*{message}"):
         uc.clip([first, first], uc.larc(lr=0.1), params=[first, make()])
+
+
+def test_compiled() -> None:
+    """Compiled code looks at unusual kinds without a graph break."""
+    given = [torch.tensor([3.0, 4.0]).to(torch.float8_e5m2), torch.tensor([3, 4])]
+
+    def function(grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [uc.clip(grad, uc.by_norm(2.5, ord=1))[0] for grad in grads]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(given), function(given), strict=True):
+        assert found.dtype is wanted.dtype
+        torch.testing.assert_close(found.float(), wanted.float())
 
 
 ROWS = torch.tensor([[3.0, 4.0], [0.3, 0.4], [30.0, 40.0]])

@@ -61,7 +61,7 @@ _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES_TAKEN = {*_FLOATS, *_STORED, *_INTEGERS, torch.complex32}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
 _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
-    (torch.nn.parameter.is_lazy, "it has no shape yet; run the model once"),
+    (lambda x: isinstance(x, torch.nn.parameter.UninitializedTensorMixin), "it has no shape yet; run the model once"),
     (lambda x: isinstance(x, torch.masked.MaskedTensor), "what masked entries count is not known; use to_tensor(0.0)"),
     (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
     (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
