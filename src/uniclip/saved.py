@@ -286,9 +286,8 @@ def _not_finite(theirs: Any, ours: Any, value: Any, like: Any, field: str | None
         return "it holds NaN"
     if _infinite(theirs, value):
         return "it holds ∞" if field else None
-    return (
-        f"its numbers do not fit into {like.dtype}" if _infinite(ours, ours.asarray(value, dtype=like.dtype)) else None
-    )
+    fits = not _infinite(ours, ours.asarray(value, dtype=like.dtype))
+    return None if fits else f"its numbers do not fit into {like.dtype}"
 
 
 def _kind(array: Any) -> str:

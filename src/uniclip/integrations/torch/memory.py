@@ -50,8 +50,8 @@ class Memory:
         if self._forgotten:
             self._forgotten = False
             msg = (
-                f"the state_dict that was loaded has no state of {short(self.rule)}, which goes on with what it has seen "
-                f"by itself: {ORDER}"
+                f"the state_dict that was loaded has no state of {short(self.rule)}, which goes on with what it has "
+                f"seen by itself: {ORDER}"
             )
             warnings.warn(msg, UserWarning, stacklevel=4)
 
