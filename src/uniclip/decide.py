@@ -188,7 +188,10 @@ def _skipped(backend: Backend, rule: Rule, factors: list[Any], finite: Any) -> A
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(finite)
     if rule.curve is skip:
-        none_left = all_of(backend, [xp.all(xp.equal(factor, xp.zeros_like(factor))) for factor in factors])
+        gone = [xp.equal(factor, xp.zeros_like(factor)) for factor in factors]
+        every = all_of(backend, [xp.all(flag) for flag in gone])
+        none = all_of(backend, [xp.logical_not(xp.any(flag)) for flag in gone])  # holds, too, where there is nothing
+        none_left = every & xp.logical_not(none)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
 

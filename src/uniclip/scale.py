@@ -176,7 +176,8 @@ def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) 
             if mean:
                 count = backend.xp.asarray(backend.size(leaf.given, (0,)), dtype=total.dtype)
                 total = total / backend.xp.where(count > 0, count, backend.xp.ones_like(count))
-            new[leaf.number] = cast(backend.xp, total, leaf.array.dtype)
+            whole = backend.xp.isdtype(leaf.given.dtype, "integral")
+            new[leaf.number] = cast(backend.xp, total, leaf.array.dtype if whole else leaf.given.dtype)
     return grads.tree.rebuild(new)
 
 
@@ -186,4 +187,7 @@ def _times(xp: Any, skip: bool, clean: bool, array: Any, by: Any, unit: Any = No
     if skip:
         wide = xp.where(xp.equal(by, xp.zeros_like(by)), xp.zeros_like(wide), wide)
     # Divided: compilers would put two factors together first.
-    return cast(xp, (wide if unit is None else wide / unit) * by, array.dtype)
+    product = (wide if unit is None else wide / unit) * by
+    if xp.isdtype(wide.dtype, "complex floating"):  # where 1 as a complex number changes the sign of a zero
+        product = xp.where(xp.equal(by, xp.ones_like(by)), wide, product)
+    return cast(xp, product, array.dtype)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -200,6 +200,13 @@ class Backend:
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:  # noqa: ARG002
         """Silence the floating-point warnings of NumPy, and make new arrays where the first gradient is, if any."""
         return np.errstate(all="ignore")
+
+
+@contextmanager
+def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter two contexts."""
+    with one, other:
+        yield
 
 
 def unchanged(array: Array) -> Array:

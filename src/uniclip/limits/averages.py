@@ -64,14 +64,15 @@ class Ema(Remembers):
         """Compare with the averages, then learn from what is left."""
         xp, limits, averages = given.xp, [], []
         warm = state.count < self.warmup
-        joint = _joint(given, norms) if self.warmup and norms else None
+        some = [n for n in norms if 0 not in n.shape]
+        joint = _joint(given, some) if self.warmup and some else None
         for n, average in zip(norms, state.averages, strict=True):
             endless, unknown = unlimited(xp, n), average < 0
             limit = xp.where(unknown, endless, self.ratio * average)
             if joint is not None:
                 whole = xp.astype(given.place(n, joint), n.dtype)
                 above = whole > self.warmup_norm
-                shared = n * (self.warmup_norm / xp.where(above, whole, xp.ones_like(whole)))
+                shared = n / xp.where(above, whole, xp.ones_like(whole)) * self.warmup_norm
                 limit = xp.where(warm, xp.where(above, shared, endless), limit)
             left = at_most(xp, n, limit)
             first = warm | unknown
@@ -173,7 +174,7 @@ class MeanOverRms(Remembers):
 def _joint(given: Given, norms: Arrays) -> Any:
     """Return the norm of all norms, in units of the largest one."""
     xp, dtype = given.xp, given.xp.result_type(*(n.dtype for n in norms))
-    norms = [xp.astype(n, dtype) for n in norms if 0 not in n.shape]
+    norms = [xp.astype(n, dtype) for n in norms]
 
     def joined(function: Any, values: Arrays) -> Any:  # only 0-d ones are stacked: others may be divided among devices
         return function(xp.stack([given.place(values[0], function(v) if len(v.shape) else v) for v in values]))

@@ -118,7 +118,8 @@ class Remembers(Printed, Limit):
 
 def empty(given: Given, n: Any, window: int) -> Any:
     """Return a history without norms, for norms like ``n``: -1 where there is none."""
-    return given.place(n, given.xp.zeros((window, *tuple(n.shape)), dtype=n.dtype)) - 1
+    like = given.xp.expand_dims(0 * n, axis=0)  # divided among devices as the norms are
+    return given.place(n, given.xp.zeros((window, *([1] * len(n.shape))), dtype=n.dtype)) + like - 1
 
 
 def unlimited(xp: Any, n: Any) -> Any:

@@ -225,4 +225,5 @@ class RollingZScore(Remembers):
         values = values / unit
         mean = xp.sum(values, axis=0) / count
         square = xp.sum(xp.where(there, values - mean, xp.zeros_like(values)) ** 2, axis=0) / (count - 1)
-        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square)), unlimited(xp, mean))
+        rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
+        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square) + rounding), unlimited(xp, mean))

@@ -1,0 +1,96 @@
+"""Faults that the fuzz found, one test each."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+import uniclip as uc
+from frameworks import Framework
+
+
+def numbers(fw: Framework, *leaves: object) -> list[float]:
+    """Return the entries of leaves."""
+    return [float(x) for leaf in leaves for x in fw.numpy(leaf).ravel()]
+
+
+def test_warming_up_on_nothing(fw: Framework) -> None:
+    """A joint norm of no norms is 0."""
+    rule = uc.Rule(uc.Ema(1.0, 0.9, warmup=2), scope=uc.each_entry)
+    grads = fw.array(np.zeros((0,)))
+    clipped, _, report = fw.run(lambda g: rule.update(g, rule.init(g)), grads)
+    assert tuple(clipped.shape) == (0,)
+    assert fw.numpy(report.finite)
+
+
+def test_warming_up_to_a_tiny_norm(fw: Framework) -> None:
+    """The share of a tiny norm is a share of it: no reciprocal leaves the range."""
+    rule = uc.adagc(warmup_norm=1e-37)
+    grads = [fw.array([3e-37, 4e-37]), fw.array([0.0])]
+    clipped, _, report = fw.run(lambda g: rule.update(g, rule.init(g)), grads)
+    assert fw.numpy(report.finite)
+    np.testing.assert_allclose(numbers(fw, *clipped), [0.6e-37, 0.8e-37, 0.0], rtol=1e-5)
+
+
+def test_examples_of_several_numbers_and_dtypes(fw: Framework) -> None:
+    """Each of K leaves has its share, also where they differ in dtype or in the number of their examples."""
+    wide = "float64" if "float64" in fw.dtypes else "float32"
+    grads = [fw.array([[3.0], [0.0], [4.0]]), fw.array([[12.0]], wide)]
+    for by_size in (False, True):
+        rule = uc.by_example_layer_norm(math.sqrt(2.0), by_size=by_size)
+        clipped = fw.run(lambda g, rule=rule: uc.clip(g, rule)[0], grads)
+        np.testing.assert_allclose(numbers(fw, *clipped), [1, 0, 1, 1], rtol=1e-6)
+        assert [fw.dtype(leaf) for leaf in clipped] == ["float32", wide]
+
+
+def test_a_percentile_of_all_norms_far_from_one(fw: Framework) -> None:
+    """The histogram covers the range of the norm's dtype."""
+    far = (1.0, 1e100, 1e-60) if "float64" in fw.dtypes and fw.steps > 12 else (1.0, 1e30, 1e-30)
+    dtype = "float64" if far[1] > 1e38 else "float32"
+    rule = uc.autoclip(99, window=None)
+    state = rule.init(fw.array([0.0], dtype))
+    update = fw.compiled(lambda g, s: rule.update(g, s))
+    for norm in far:
+        clipped, state, _ = update(fw.array([norm], dtype), state)
+        np.testing.assert_allclose(numbers(fw, clipped), [norm], rtol=0.03)  # 1 % of the way to the norm before
+
+
+def test_nothing_is_not_skipped(fw: Framework) -> None:
+    """A step in which the curve found nothing to judge is not one that it left out."""
+    rows = uc.Rule(1.0, scope=uc.each_row, curve=uc.skip)
+    for rule, shape in ((rows, (0, 1)), (uc.Rule(1.0, curve=uc.skip), (1, 1))):
+        _, report = fw.run(lambda g, rule=rule: uc.clip(g, rule), [fw.array(np.ones(shape))])
+        assert not fw.numpy(report.skipped)
+    _, report = fw.run(lambda g: uc.clip(g, rows), [fw.array([[5.0], [6.0]])])
+    assert fw.numpy(report.skipped)
+    _, report = uc.clip([None], uc.Rule(1.0, scope=uc.each_leaf, curve=uc.skip))
+    assert not report.skipped
+
+
+def test_zeros_of_complex_numbers_keep_their_sign(fw: Framework) -> None:
+    """A row that is within its limit comes back bit for bit beside one that is not."""
+    if "complex64" in fw.missing:
+        return
+    grads = np.asarray([[complex(-0.0, -1.0)], [30.0]])
+    clipped = fw.numpy(fw.run(lambda g: uc.clip_by_norm(g, 5.0, axis=1), fw.array(grads, "complex64")))
+    np.testing.assert_allclose(clipped, [[-1j], [5.0]], rtol=1e-6)
+    assert math.copysign(1.0, float(clipped[0, 0].real)) == -1.0
+
+
+def test_bounds_beyond_the_dtype(fw: Framework) -> None:
+    """A bound that the dtype cannot hold bounds nothing."""
+    grads = [fw.array([3.0, -2.0]), *([fw.array([1.0, -5.0], "float16")] if "float16" in fw.dtypes else [])]
+    clipped = fw.run(lambda g: uc.clip_by_value(g, -1e39, 1e39), grads)
+    assert numbers(fw, *clipped) == numbers(fw, *grads)
+
+
+def test_equal_norms_are_no_spikes(fw: Framework) -> None:
+    """The mean of equal norms may be off by rounding; that is no deviation."""
+    rule = uc.skip_spikes(window=8, warmup=2)
+    update = fw.compiled(lambda g, s: rule.update(g, s, loss=g[0]))
+    for norm in (30.11644, 0.1, 7.3e-5):
+        state = rule.init(fw.array([0.0]))
+        for _ in range(3 if fw.cost > 20 else 12):
+            _, state, report = update(fw.array([norm]), state)
+            assert not fw.numpy(report.skipped), norm
