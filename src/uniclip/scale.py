@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.backends.scalars import NUMBERS, SCALARS
-from uniclip.curves import AT_MOST_ONE, RATIOS, normalize
+from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, hard, normalize
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
 from uniclip.measure import broadcasts
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
     from uniclip.rules import Curve, Rule
 
-_FAR = (2.0**-100, 2.0**-900)
-"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is in range."""
+_FAR = (2.0**-126, 2.0**-1022)
+"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
 
@@ -40,6 +40,12 @@ class Factor(NamedTuple):
     def parts(self) -> list[Any]:
         """Return the parts that are not 1."""
         return [self.by] if self.unit is None else [self.by, self.unit]
+
+    def dtype(self, grads: Gradients, group: Group) -> Any:
+        """Return the dtype that holds the parts, if there is a unit: that of the norm, wider than some leaves."""
+        if self.unit is None:
+            return None
+        return grads.norm_dtype(group) if isinstance(self.unit, NUMBERS) else self.unit.dtype
 
 
 class Bound(NamedTuple):
@@ -77,11 +83,20 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any
 
 def _curved(backend: Backend, curve: Curve, norm: Any, limit: Any, top: float) -> tuple[Any, Any]:
     """Return the factor of a curve; where it would leave the range of its dtype, a unit and that of the norm in it."""
-    xp, near = backend.xp, curve not in RATIOS or backend.one_pass(norm)
+    xp, linear = backend.xp, isinstance(curve, LINEAR)
+    near = not (linear or curve in RATIOS) or backend.one_pass(norm)
     if backend is SCALARS:
         near = near or norm * _FAR[0] <= limit <= norm / _FAR[0]
     unit = None if near else _unit(xp, curve, norm, limit, top)
-    by = xp.asarray(_asked(curve, xp, norm if unit is None else norm / unit, limit), dtype=norm.dtype)
+    if unit is None:
+        by = _asked(curve, xp, norm, limit)
+    elif linear:
+        by = _asked(curve, xp, norm, limit * unit)
+    elif curve in {hard, normalize}:
+        by = _asked(curve, xp, norm / unit, limit)
+    else:  # the ratio itself where they are far apart
+        by = xp.where(unit > 1, hard(xp, norm / unit, limit), _asked(curve, xp, norm, limit))
+    by = xp.asarray(by, dtype=norm.dtype)
     return unit, by if curve in AT_MOST_ONE else xp.where(by > top, xp.ones_like(by) * top, by)
 
 
@@ -142,14 +157,24 @@ def _multiplied(grads: Gradients, group: Group, factor: Factor, skip: bool) -> l
     backend = grads.backend
     known = isinstance(factor.by, NUMBERS)
     results = None if skip and not (known and factor.by != 0) else grads.plain_arrays(group)
+    dtype, xp = factor.dtype(grads, group), backend.xp
+    if dtype is not None and any(
+        xp.result_type(one, dtype) != xp.result_type(one, xp.float32) for one in _kinds(results)
+    ):
+        results = None  # the parts are out of range for some
     for part in [1 / unit for unit in factor.parts()[1:]] + [factor.by]:
         results = None if results is None else backend.scaled(results, part, in_place=grads.in_place)
     if results is not None:
         return results
-    parts, function = grads.as_arrays(factor.parts()), partial(_times, backend.xp, skip, grads.clean)
+    parts, function = grads.as_arrays(factor.parts()), partial(_times, xp, skip, grads.clean)
     return [
-        grads.put(leaf, function, *[spread(backend, part, leaf) for part in parts]) for leaf in grads.members(group)
+        grads.put(leaf, function, *[spread(backend, part, leaf, dtype) for part in parts])
+        for leaf in grads.members(group)
     ]
+
+
+def _kinds(arrays: list[Any] | None) -> set[Any]:
+    return {array.dtype for array in arrays or ()}
 
 
 def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) -> Any:
@@ -169,9 +194,9 @@ def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) 
             msg = f"leaves need as many examples along the first axis, but {places} have the shapes {shapes}"
             raise ValueError(msg)
     for group, factor in zip(grads.groups.values(), factors, strict=True):
-        parts = grads.as_arrays(factor.parts())
+        parts, dtype = grads.as_arrays(factor.parts()), factor.dtype(grads, group)
         for leaf in grads.members(group):
-            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf) for part in parts]
+            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf, dtype) for part in parts]
             total = backend.sum(_times(backend.xp, skip, grads.clean, wide, *by), (0,))
             if mean:
                 count = backend.xp.asarray(backend.size(leaf.given, (0,)), dtype=total.dtype)
@@ -186,6 +211,7 @@ def _times(xp: Any, skip: bool, clean: bool, array: Any, by: Any, unit: Any = No
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)
     if skip:
         wide = xp.where(xp.equal(by, xp.zeros_like(by)), xp.zeros_like(wide), wide)
+    wide = wide if unit is None else cast(xp, wide, by.dtype)
     # Divided: compilers would put two factors together first.
     product = (wide if unit is None else wide / unit) * by
     if xp.isdtype(wide.dtype, "complex floating"):  # where 1 as a complex number changes the sign of a zero
