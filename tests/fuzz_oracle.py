@@ -468,7 +468,7 @@ def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Prec
         lost = sum(math.prod(leaf.shape) for leaf in members) * LONG(unit.tiny)
         norm = Span(np.where(norm.lo > 0, np.maximum(norm.lo - lost, 0), 0), norm.hi + lost * (norm.hi > 0), unit)
     # In double precision libraries may add one by one: half a rounding for each entry.
-    added = 0.5 * max(math.prod(leaf.shape) for leaf in members) if unit.ulp < 2**-30 else 0  # noqa: PLR2004
+    added = 0.5 * max(math.prod(leaf.shape) for leaf in members) if unit.ulp < 2**-30 else 0
     loose = norm.rounded({1: 9 + 2 * added, 2: 9 + added, math.inf: modulus}.get(p, 32 + added))
     sharp = _is_exact(p, members, over, norm) & np.isfinite(loose.hi)
     return Span(np.where(sharp, norm.lo, loose.lo), np.where(sharp, norm.hi, loose.hi), unit)
