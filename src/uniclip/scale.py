@@ -162,7 +162,9 @@ def _multiplied(grads: Gradients, group: Group, factor: Factor, skip: bool) -> l
         xp.result_type(one, dtype) != xp.result_type(one, xp.float32) for one in _kinds(results)
     ):
         results = None  # the parts are out of range for some
-    for part in [1 / unit for unit in factor.parts()[1:]] + [factor.by]:
+    # As one kind, all scalars or all arrays: a backend takes all parts or none.
+    inverse = [1 / unit if known else xp.asarray(1 / unit) for unit in factor.parts()[1:]]
+    for part in [*inverse, factor.by]:
         results = None if results is None else backend.scaled(results, part, in_place=grads.in_place)
     if results is not None:
         return results

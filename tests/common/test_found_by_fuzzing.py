@@ -141,3 +141,32 @@ def test_nothing_is_saved_and_loaded(fw: Framework) -> None:
         clipper(grads)
         other.load_state_dict(json.loads(json.dumps(clipper.state_dict())))
         assert tuple(other(grads)[0].shape) == (2, 0, 3)
+
+
+def test_in_place_in_two_steps(fw: Framework) -> None:
+    """Arrays are divided by the unit once, also where the factor is an array and cannot be taken in one go."""
+    if not fw.writes or fw.traced:
+        return
+    for curve in (uc.hard, uc.smooth, uc.Regularized(0.1)):
+        grads = [fw.array([3e30, 0.0]), fw.array([4e30], "bfloat16")]
+        uc.clip_(grads, uc.Rule(1e-18, curve=curve))
+        np.testing.assert_allclose(numbers(fw, *grads), [0.6e-18, 0.0, 0.8e-18], rtol=0.01)
+
+
+def test_norms_whose_reciprocals_are_not_normal(fw: Framework) -> None:
+    """Compilers that multiply by the reciprocal, and take what is not normal for 0, divide by a smaller unit."""
+    rules = [uc.Rule(uc.RollingZScore(1.0, 3, 2), scope=uc.each_entry), uc.Rule(uc.Ema(2.0, 0.5, 9), uc.each_entry)]
+    values = [[1e38, 3e37, 0.0], [1.6e38, 1e37, 1.0], [2e38, 2e37, 2.0]]
+
+    def train(steps: list[object]) -> list[object]:
+        limits = []
+        for rule in rules:
+            state = rule.init(steps[0])
+            for grads in steps:
+                _, state, report = rule.update(grads, state)
+            limits.append(report.limits)
+        return limits
+
+    rolling, warm = (fw.numpy(limits) for limits in fw.run(train, [fw.array(one) for one in values]))
+    np.testing.assert_allclose(rolling, [1.3e38 + 3e37 * 2**0.5, 2e37 + 1e37 * 2**0.5, 0.5 + 0.5**0.5], rtol=1e-5)
+    np.testing.assert_allclose(warm[:2], [2 / 4.04**0.5, 0.2 / 4.04**0.5], rtol=1e-5)

@@ -127,6 +127,15 @@ def unlimited(xp: Any, n: Any) -> Any:
     return xp.ones_like(n) * float(xp.finfo(n.dtype).max)
 
 
+def unit_of(xp: Any, top: Any) -> Any:
+    """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or a little less.
+
+    Its reciprocal, by which compilers multiply, is a normal number.
+    """
+    most = xp.ones_like(top) * (float(xp.finfo(top.dtype).max) / 4)
+    return xp.where(top > 0, at_most(xp, top, most), xp.ones_like(top))
+
+
 def pushed(xp: Any, history: Any, n: Any) -> Any:
     """Return a history with a new first entry, without its last one."""
     return xp.concat([xp.expand_dims(n, axis=0), history[:-1, ...]], axis=0)
