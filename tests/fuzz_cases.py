@@ -320,6 +320,8 @@ def drawn_remembering(rng: Rng, size: float) -> Made:
     if plan.scope.kind == "example":
         return rule, plan
     scope, own = drawn_scope(rng)
+    if plan.limit[0] == "percentile of all" and own.kind in {"entry", "row", "axes", "unit"}:
+        scope, own = uc.each_leaf, Scope("leaf")  # each histogram has many bins
     curve, name = (rule.curve, plan.curve) if chance(rng, 0.7) else drawn_curve(rng)
     rule = uc.Rule(rule.limit, scope=scope, norm=rule.norm, curve=curve, nonfinite=rule.nonfinite)
     return rule, Plan(plan.kind, own, plan.p, plan.power, plan.limit, name, plan.policy)
@@ -477,6 +479,8 @@ def drawn_case(
     alike = [(a, b) for a in slots for b in slots[a.number + 1 :] if (a.shape, a.dtype) == (b.shape, b.dtype)]
     if alike and chance(rng, 0.15) and not (case.way == "in place" and plan.remembers):
         case.twice = tuple(slot.number for slot in one_of(rng, *alike))
+    if any(part.limit[0] == "percentile of all" and part.scope.kind != "all" for part in plans_of(plan)):
+        case.saved = None  # as text they are long
     case.boxed = chance(rng, 0.1)
     case.params = [drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in slots]
     return case

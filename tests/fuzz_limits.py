@@ -230,7 +230,8 @@ def _joint(norms: list[Span]) -> Span:
     unit = norms[0].precision
     for n in norms:
         unit = unit.wider(n.precision)
-    return Span(np.sqrt((flat.lo**2).sum()), np.sqrt((flat.hi**2).sum()), unit).rounded(12)
+    free = Precision(unit.ulp, unit.tiny, math.inf)  # it is no result
+    return Span(np.sqrt((flat.lo**2).sum()), np.sqrt((flat.hi**2).sum()), free).rounded(12)
 
 
 def _second_moment(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:

@@ -34,6 +34,8 @@ class Machine:
     """Whether subnormal numbers may become 0."""
     default_float: str = "float64"
     output_axis: int = -1
+    exact: bool = True
+    """Whether the root of a square is exact."""
 
     def of_leaf(self, dtype: str) -> Precision:
         """Return the precision of the entries of a leaf."""
@@ -206,11 +208,24 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
         ]
         zero = np.asarray((leaf.parts.lo[..., 0] == 0) & np.bool_(0 in bounds))  # its sign may be that of the bound
         inside = (ends[0] == leaf.parts.lo[..., 0]) & (ends[1] == leaf.parts.hi[..., 0]) & ~leaf.bad & ~zero
+        ends = _flushed(ends, leaf, bounds) if given.machine.flush else ends
         endless = np.isinf(ends[0])
         parts = Span(*(np.where(endless, 0, end)[..., None] for end in ends), unit)
         bad = leaf.bad & ((leaf.signs == 0) | endless)
         new.append(replace(leaf, parts=parts, bad=bad, signs=leaf.signs * endless, same=leaf.same & (inside | bad)))
     return Outcome(new, state)
+
+
+def _flushed(ends: list[Array], leaf: Leaf, bounds: list[Array]) -> list[Array]:
+    """Allow 0, the entry and the bounds where these are subnormal: a comparison takes them for equal."""
+    tiny = leaf.parts.precision.tiny
+    near = (np.abs(ends[0]) < tiny) & (np.abs(ends[1]) < tiny) & ~leaf.bad
+    some = [leaf.parts.lo[..., 0], leaf.parts.hi[..., 0], *ends, *(one for one in bounds if abs(one) < tiny)]
+    some = [np.where(np.abs(one) < tiny, one, 0) for one in some]
+    return [
+        np.where(near, np.minimum.reduce(some), ends[0]),
+        np.where(near, np.maximum.reduce(some), ends[1]),
+    ]
 
 
 def _cast(bound: float, dtype: str) -> Array:
@@ -338,18 +353,27 @@ def _limits(
 def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None, maybes: Counter[str]) -> Span:
     """Return the factors; where rounding decides whether a gradient is left out, the report says it.
 
-    A limit as large as the largest number of its norm's dtype limits nothing.
+    A limit as large as the largest number of its norm's dtype limits nothing. Two numbers of that dtype make up a
+    factor, so it reaches as far as the largest number divided by the smallest normal one: normalizing needs more only
+    where the norm is not even a normal number. Other curves return one number.
     """
     endless = np.where(limit.lo >= largest, YES, np.where(limit.hi >= largest, MAYBE, NO))
     held = Span(*(np.where(endless == YES, 1, end) for end in (limit.lo, limit.hi)), limit.precision)
     held = Span(*np.broadcast_arrays(held.lo, held.hi, n.lo)[:2], held.precision)
     factor = either(endless, exact(np.ones(n.shape), n.precision), _curve(plan.curve, n, held))
+    reach = LONG(largest) * (1 if isinstance(plan.curve, tuple) else 1 / _normal(largest))
+    factor = Span(np.minimum(factor.lo, reach), factor.hi, factor.precision)
     if plan.curve in {"hard", "skip"}:
         maybes["within the limit or not"] += int((within(n, held) == MAYBE).sum())
     if plan.curve == "skip" and seen is not None:
         unsure = (factor.lo < factor.hi) & ((seen == 0) | (seen == 1))
         factor = Span(np.where(unsure, seen, factor.lo), np.where(unsure, seen, factor.hi), factor.precision)
     return factor
+
+
+def _normal(largest: float) -> float:
+    """Return the smallest normal number of the dtype with such a largest one."""
+    return 2.0**-126 if largest < 1e39 else 2.0**-1022
 
 
 def _differs(factor: Span) -> bool | None:
@@ -407,6 +431,8 @@ def reduced(plan: Plan, leaves: list[Leaf], given: Step, *, mean: bool) -> Outco
     for leaf in out.leaves:
         parts, count = leaf.parts, max(leaf.shape[0], 1) if mean else 1
         sizes = np.maximum(np.abs(parts.lo), np.abs(parts.hi)).sum(axis=0)
+        if (sizes > np.finfo(np.float64 if BITS[leaf.dtype] > 24 else np.float32).max).any():
+            raise Inconclusive("a sum near the largest number")  # of which ∞ - ∞ is made
         slack = (len(leaf.bad) + 2) * sizes * LONG(2.0**-52 if BITS[leaf.dtype] > 24 else 2.0**-23)
         ends = Span((parts.lo.sum(axis=0) - slack) / count, (parts.hi.sum(axis=0) + slack) / count, parts.precision)
         free = Precision(parts.precision.ulp, parts.precision.tiny, math.inf)
@@ -433,7 +459,7 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
         axes = [plan.scope.covered(len(leaf.shape), machine) for leaf in members]
         over = [tuple(range(len(leaf.shape))) if one is None else one for leaf, one in zip(members, axes, strict=True)]
         size = LONG(sum(math.prod(leaf.shape[a] for a in one) for leaf, one in zip(members, over, strict=True)))
-        norm = _norm(plan.p, members, over, unit)
+        norm = _norm(plan.p, members, over, unit, machine)
         norm = norm if not plan.power else (norm / max(size, 1) ** LONG(plan.power)).rounded(16)
         bad = [leaf.bad.any(axis=one) for leaf, one in zip(members, over, strict=True)]
         spoiled = np.logical_or.reduce(bad) if bad else np.bool_(False)
@@ -445,7 +471,7 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
     return norms, broken, sizes
 
 
-def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Precision) -> Span:
+def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Precision, machine: Machine) -> Span:
     if not members:
         return exact(0, unit)
     spans = [leaf.sizes() for leaf in members]
@@ -470,7 +496,7 @@ def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Prec
     # In double precision libraries may add one by one: half a rounding for each entry.
     added = 0.5 * max(math.prod(leaf.shape) for leaf in members) if unit.ulp < 2**-30 else 0
     loose = norm.rounded({1: 9 + 2 * added, 2: 9 + added, math.inf: modulus}.get(p, 32 + added))
-    sharp = _is_exact(p, members, over, norm) & np.isfinite(loose.hi)
+    sharp = _is_exact(p, members, over, norm) & np.isfinite(loose.hi) & machine.exact
     return Span(np.where(sharp, norm.lo, loose.lo), np.where(sharp, norm.hi, loose.hi), unit)
 
 
