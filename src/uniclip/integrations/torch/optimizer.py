@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections import OrderedDict
@@ -246,9 +245,12 @@ class Attached(Memory):
         self.state, self.report = core.measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
         factor = self.report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
-        if not BACKEND.readable(factor) or (bool(self.report.clipped) and _TINY < float(divisor) < math.inf):
+        known = BACKEND.readable(factor)
+        if known and not bool(self.report.clipped):
+            return
+        if not known or all(_TINY < float(one) < 1 / _TINY for one in (factor, divisor)):
             self._set("grad_scale", divisor)
-        elif bool(self.report.clipped):  # by what a kernel cannot divide by, such as 0, NaN or 1e-40
+        else:  # what a kernel cannot divide by, such as 0, NaN or 1e-40
             self._unscale(grads, scale)
             rule = replace(self.rule, limit=self.report.limits)
             core.clip_known(rule, grads, self.report.norms, in_place=True)
