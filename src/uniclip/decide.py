@@ -50,7 +50,7 @@ class Report(NamedTuple):
     norms: Any = None
     """The norms before clipping."""
     limits: Any = None
-    """What the norms were allowed to be."""
+    """What the norms were allowed to be; where nothing limits, the largest number of their dtype."""
     factors: Any = None
     """What the gradients were multiplied by."""
     clipped: Any = None
