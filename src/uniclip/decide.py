@@ -175,7 +175,7 @@ def decide(
         factor = factor_of(small, rule, n, Bound(limit, top, measures), finite)
         factors.append(factor)
         products.append(factor.product(small.xp, top))
-        ones.append(small.xp.all(small.xp.equal(factor.by, small.xp.ones_like(factor.by))))
+        ones.append(small.xp.all(small.xp.equal(factor.rest, small.xp.ones_like(factor.rest))))
     if new_state is not state:
         state = kept(small, finite, optree.tree_map(backend.detached, new_state), state)
     skipped = _skipped(small, rule, products, finite)
