@@ -204,7 +204,8 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
             np.clip(np.where(leaf.signs == 0, end[..., 0], leaf.signs * np.inf), *bounds)
             for end in (leaf.parts.lo, leaf.parts.hi)
         ]
-        inside = (ends[0] == leaf.parts.lo[..., 0]) & (ends[1] == leaf.parts.hi[..., 0]) & ~leaf.bad
+        zero = np.asarray((leaf.parts.lo[..., 0] == 0) & np.bool_(0 in bounds))  # its sign may be that of the bound
+        inside = (ends[0] == leaf.parts.lo[..., 0]) & (ends[1] == leaf.parts.hi[..., 0]) & ~leaf.bad & ~zero
         endless = np.isinf(ends[0])
         parts = Span(*(np.where(endless, 0, end)[..., None] for end in ends), unit)
         bad = leaf.bad & ((leaf.signs == 0) | endless)
@@ -240,7 +241,7 @@ def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
         if any(one.skips and one.skipped for one in parts):
             outcome.state = old
         parts.append(outcome)
-        leaves = outcome.leaves
+        leaves = outcome.leaves if number == len(states) - 1 else [_in_range(leaf) for leaf in outcome.leaves]
     measured = [part for part in parts if part.measured]
     finite = all(part.finite for part in measured)
     return Outcome(
@@ -248,6 +249,19 @@ def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
         finite=finite, clipped=_any([part.clipped for part in measured]), skips=any(part.skips for part in measured),
         skipped=_any([part.skipped for part in measured if part.skips]), parts=parts,
     )  # fmt: skip
+
+
+def _in_range(leaf: Leaf) -> Leaf:
+    """Return what the next rule gets: ∞ where an entry is beyond its dtype."""
+    sizes, largest = leaf.parts.size(), LARGEST.get(leaf.dtype, leaf.parts.precision.largest)
+    gone = sizes.lo > largest * (1 + 2 * LONG(leaf.parts.precision.ulp))
+    if ((sizes.hi > largest) & ~gone).any() or (gone.any() and gone.shape[-1] > 1):
+        raise Inconclusive("an entry near the largest number, or a complex one above it")
+    if not gone.any():
+        return leaf
+    signs = np.where(gone[..., 0], np.sign(leaf.parts.lo[..., 0]), leaf.signs)
+    parts = Span(*(np.where(gone, 0, end) for end in (leaf.parts.lo, leaf.parts.hi)), leaf.parts.precision)
+    return replace(leaf, parts=parts, bad=leaf.bad | gone[..., 0], signs=signs)
 
 
 def _masked(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
@@ -269,7 +283,9 @@ def _any(flags: list[bool | None]) -> bool | None:
 def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     """Measure, ask the limit, bend the curve, scale."""
     machine, sound = given.machine, not any(leaf.bad.any() for leaf in leaves)
-    own = [replace(leaf, bad=np.zeros_like(leaf.bad)) for leaf in leaves] if plan.policy == "zero" else leaves
+    own = (
+        [replace(leaf, bad=np.zeros_like(leaf.bad), signs=0.0) for leaf in leaves] if plan.policy == "zero" else leaves
+    )
     norms, broken, sizes = norms_of(plan, own, machine)
     finite = sound and not any(bad.any() for bad in broken)
     out = Outcome(list(leaves), state, True, norms, broken, finite=finite, skips="skip" in {plan.policy, plan.curve})
@@ -282,7 +298,7 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     for number, ((_, numbers), *pair, bad) in enumerate(zip(groups, norms, out.limits, broken, strict=True)):
         n, limit = (Span(one.lo, one.hi, _free(one.precision)) for one in pair)
         seen = None if given.seen is None else given.seen[1][number]
-        factor = _factor(plan, n, limit, seen, given.maybes)
+        factor = _factor(plan, n, limit, norms[number].precision.largest, seen, given.maybes)
         nothing = (bad & (plan.policy == "zero")) | (plan.policy == "skip" and not finite)
         factor = either(np.where(nothing, YES, NO), factor * 0, factor)
         spoiled = bad & (plan.policy in {"propagate", "raise"}) & (not measures)
@@ -319,10 +335,13 @@ def _limits(
     return step(plan.limit, calm, state, ask)
 
 
-def _factor(plan: Plan, n: Span, limit: Span, seen: Array | None, maybes: Counter[str]) -> Span:
-    """Return the factors; where rounding decides whether a gradient is left out, the report says it."""
-    endless = np.where(np.isinf(limit.lo), YES, np.where(np.isinf(limit.hi), MAYBE, NO))
-    held = Span(np.where(np.isinf(limit.lo), 1, limit.lo), np.where(np.isinf(limit.lo), 1, limit.hi), limit.precision)
+def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None, maybes: Counter[str]) -> Span:
+    """Return the factors; where rounding decides whether a gradient is left out, the report says it.
+
+    A limit as large as the largest number of its norm's dtype limits nothing.
+    """
+    endless = np.where(limit.lo >= largest, YES, np.where(limit.hi >= largest, MAYBE, NO))
+    held = Span(*(np.where(endless == YES, 1, end) for end in (limit.lo, limit.hi)), limit.precision)
     held = Span(*np.broadcast_arrays(held.lo, held.hi, n.lo)[:2], held.precision)
     factor = either(endless, exact(np.ones(n.shape), n.precision), _curve(plan.curve, n, held))
     if plan.curve in {"hard", "skip"}:
@@ -445,7 +464,12 @@ def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Prec
         ends.append(safe * np.add.reduce(sums) ** (1 / LONG(p)))
     norm = Span(np.asarray(ends[0]), np.asarray(ends[1]), unit)
     modulus = 9 if any(leaf.parts.shape[-1] > 1 for leaf in members) else 0
-    loose = norm.rounded({1: 9, 2: 9, math.inf: modulus}.get(p, 32))
+    if p == 1 and modulus:  # each modulus is rounded by itself
+        lost = sum(math.prod(leaf.shape) for leaf in members) * LONG(unit.tiny)
+        norm = Span(np.where(norm.lo > 0, np.maximum(norm.lo - lost, 0), 0), norm.hi + lost * (norm.hi > 0), unit)
+    # In double precision libraries may add one by one: half a rounding for each entry.
+    added = 0.5 * max(math.prod(leaf.shape) for leaf in members) if unit.ulp < 2**-30 else 0
+    loose = norm.rounded({1: 9 + 2 * added, 2: 9 + added, math.inf: modulus}.get(p, 32 + added))
     sharp = _is_exact(p, members, over, norm) & np.isfinite(loose.hi)
     return Span(np.where(sharp, norm.lo, loose.lo), np.where(sharp, norm.hi, loose.hi), unit)
 

@@ -118,6 +118,8 @@ out on scalars too."""
 
 RATIOS = (hard, normalize, soft, smooth, tanh)
 """The curves whose factor is the limit divided by the norm, or nearly, where the norm is far above the limit."""
+LINEAR = (Regularized, NonMonotonic)
+"""The curves whose factor is so many times the limit."""
 AT_MOST_ONE = (hard, skip, soft, smooth, tanh)
 """The curves whose factor is 1 at most."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.backends.scalars import NUMBERS, SCALARS
-from uniclip.curves import AT_MOST_ONE, RATIOS, normalize
+from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, normalize
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
 from uniclip.measure import broadcasts
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
     from uniclip.rules import Curve, Rule
 
-_FAR = (2.0**-100, 2.0**-900)
-"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is in range."""
+_FAR = (2.0**-126, 2.0**-1022)
+"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
 
@@ -79,11 +79,22 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any
 
 def _curved(backend: Backend, curve: Curve, norm: Any, limit: Any, top: float) -> tuple[Any, Any]:
     """Return the factor of a curve, as a power of two and the rest where it would leave the range of its dtype."""
-    xp, near = backend.xp, curve not in RATIOS or backend.one_pass(norm)
+    xp, linear = backend.xp, isinstance(curve, LINEAR)
+    near = not (linear or curve in RATIOS) or backend.one_pass(norm)
     if backend is SCALARS:
         near = near or norm * _FAR[0] <= limit <= norm / _FAR[0]
     power = None if near else _power(xp, curve, norm, limit, top)
-    rest = xp.asarray(_asked(curve, xp, norm if power is None else norm * power, limit), dtype=norm.dtype)
+    if power is None or (backend is SCALARS and power == 1):
+        power = None
+        rest = _asked(curve, xp, norm, limit)
+    elif linear:
+        rest = _asked(curve, xp, norm, limit / power)
+    else:
+        one = xp.ones_like(norm)
+        far, limit = xp.logical_not(xp.equal(power, one)), limit * one
+        ratio = limit / xp.where(far, norm * power, one)
+        rest = xp.where(far, ratio, _asked(curve, xp, xp.where(far, limit, norm), limit))
+    rest = xp.asarray(rest, dtype=norm.dtype)
     return power, rest if curve in AT_MOST_ONE else xp.where(rest > top, xp.ones_like(rest) * top, rest)
 
 
@@ -141,17 +152,26 @@ def _unscaled(grads: Gradients, group: Group) -> list[Any]:
 
 
 def _multiplied(grads: Gradients, group: Group, factor: Factor, skip: bool) -> list[Any]:  # noqa: FBT001
-    backend = grads.backend
+    backend, xp = grads.backend, grads.backend.xp
     known = isinstance(factor.rest, NUMBERS)
     results = None if skip and not (known and factor.rest != 0) else grads.plain_arrays(group)
+    dtype = _dtype(grads, group, factor)
+    if dtype is not None and any([xp.result_type(array.dtype, xp.float32) != dtype for array in results or ()]):
+        results = None  # parts that some of them cannot hold
     for part in reversed(factor.parts()):
         results = None if results is None else backend.scaled(results, part, in_place=grads.in_place)
     if results is not None:
         return results
     parts, function = grads.as_arrays(factor.parts()), partial(_times, backend, skip, grads.clean)
     return [
-        grads.put(leaf, function, *[spread(backend, part, leaf) for part in parts]) for leaf in grads.members(group)
+        grads.put(leaf, function, *[spread(backend, part, leaf, dtype) for part in parts])
+        for leaf in grads.members(group)
     ]
+
+
+def _dtype(grads: Gradients, group: Group, factor: Factor) -> Any:
+    """Return the dtype that holds both parts of a factor, that of the norm; ``None`` if there is one part."""
+    return None if factor.power is None else grads.norm_dtype(group)
 
 
 def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) -> Any:
@@ -171,9 +191,9 @@ def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) 
             msg = f"leaves need as many examples along the first axis, but {places} have the shapes {shapes}"
             raise ValueError(msg)
     for group, factor in zip(grads.groups.values(), factors, strict=True):
-        parts = grads.as_arrays(factor.parts())
+        parts, dtype = grads.as_arrays(factor.parts()), _dtype(grads, group, factor)
         for leaf in grads.members(group):
-            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf) for part in parts]
+            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf, dtype) for part in parts]
             total = backend.sum(_times(backend, skip, grads.clean, wide, *by), (0,))
             if mean:
                 count = backend.xp.asarray(backend.size(leaf.given, (0,)), dtype=total.dtype)
@@ -189,6 +209,7 @@ def _times(backend: Backend, skip: bool, clean: bool, array: Any, rest: Any, pow
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)
     if skip:
         wide = xp.where(xp.equal(rest, xp.zeros_like(rest)), xp.zeros_like(wide), wide)
+    wide = wide if power is None else cast(xp, wide, rest.dtype)
     product = (wide if power is None else backend.shifted(wide, power)) * rest
     if xp.isdtype(wide.dtype, "complex floating"):  # where 1 as a complex number changes the sign of a zero
         product = xp.where(xp.equal(rest, xp.ones_like(rest)), wide, product)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -94,3 +95,49 @@ def test_equal_norms_are_no_spikes(fw: Framework) -> None:
         for _ in range(3 if fw.cost > 20 else 12):
             _, state, report = update(fw.array([norm]), state)
             assert not fw.numpy(report.skipped), norm
+
+
+def test_farther_apart_than_two_numbers_reach(fw: Framework) -> None:
+    """The largest limit that a tiny norm can be normalized to, in two steps."""
+    far = [("float64", 1e-300, 1e300)] if "float64" in fw.dtypes else []
+    far += [("float32", 3e-40, 1e30)] if fw.family not in {"TensorFlow", "JAX"} else []  # where 3e-40 is 0
+    for dtype, norm, limit in far:
+        clipped = fw.run(lambda g, c=limit: uc.clip(g, uc.normalized(c))[0], fw.array([norm, 0.0], dtype))
+        np.testing.assert_allclose(numbers(fw, clipped), [limit, 0.0], rtol=1e-4)
+
+
+def test_curves_of_norms_far_above_the_limit(fw: Framework) -> None:
+    """Each is the ratio there, whatever unit the norm is taken in."""
+    norms = [3e12, 3e18, 3e37]
+    curves = (uc.soft, uc.smooth, uc.tanh, uc.Regularized(0.1), uc.NonMonotonic(0.1))
+    rules = [uc.Rule(1e-18, scope=uc.each_entry, curve=curve) for curve in curves]
+    for clipped in fw.run(lambda g: [uc.clip(g, rule)[0] for rule in rules], fw.array(norms)):
+        np.testing.assert_allclose(numbers(fw, clipped), [1e-18] * 3, rtol=1e-5)
+
+
+def test_a_factor_beyond_the_dtype_of_one_of_the_leaves(fw: Framework) -> None:
+    """Zeros in float32 stay zeros beside tiny numbers in float64, which are normalized."""
+    if "float64" not in fw.dtypes:
+        return
+    kind = "complex64" if "complex128" in fw.dtypes else "float32"
+    grads = [fw.array([0.0, 0.0]), fw.array([1e-300], "float64"), fw.array([0.0], kind)]
+    clipped = fw.run(lambda g: uc.clip(g, uc.normalized(1.0))[0], grads)
+    np.testing.assert_allclose(np.real(np.concatenate([fw.numpy(leaf) for leaf in clipped])), [0, 0, 1, 0], rtol=1e-6)
+    assert [fw.dtype(leaf) for leaf in clipped] == ["float32", "float64", kind]
+
+
+def test_warming_up_beside_a_huge_norm(fw: Framework) -> None:
+    """The share of a tiny norm keeps its digits."""
+    rule = uc.adagc(warmup_norm=1e24)
+    clipped, _, _ = fw.run(lambda g: rule.update(g, rule.init(g)), [fw.array([1e25]), fw.array([3e-20])])
+    np.testing.assert_allclose(numbers(fw, *clipped), [1e24, 3e-21], rtol=1e-5)
+
+
+def test_nothing_is_saved_and_loaded(fw: Framework) -> None:
+    """Lists of nothing have neither shape nor dtype."""
+    grads = [fw.array(np.ones((2, 0, 3))), fw.array([1.0])]
+    for rule in (uc.spam(warmup=1), uc.Rule(uc.LogZScore(2.0, 0.9), scope=uc.each_entry)):
+        clipper, other = (uc.Clipper(rule) for _ in range(2))
+        clipper(grads)
+        other.load_state_dict(json.loads(json.dumps(clipper.state_dict())))
+        assert tuple(other(grads)[0].shape) == (2, 0, 3)

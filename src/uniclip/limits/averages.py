@@ -72,7 +72,10 @@ class Ema(Remembers):
             if joint is not None:
                 whole = xp.astype(given.place(n, joint), n.dtype)
                 above = whole > self.warmup_norm
-                shared = n / xp.where(above, whole, xp.ones_like(whole)) * self.warmup_norm
+                most = xp.ones_like(n) * self.warmup_norm
+                # The larger one is divided: neither is above the joint norm, and the quotient stays in range.
+                share = xp.where(n > most, n, most) / xp.where(above, whole, xp.ones_like(whole))
+                shared = share * at_most(xp, n, most)
                 limit = xp.where(warm, xp.where(above, shared, endless), limit)
             left = at_most(xp, n, limit)
             first = warm | unknown
