@@ -50,7 +50,7 @@ class Report(NamedTuple):
     norms: Any = None
     """The norms before clipping."""
     limits: Any = None
-    """What the norms were allowed to be."""
+    """What the norms were allowed to be; where nothing limits, the largest number of their dtype."""
     factors: Any = None
     """What the gradients were multiplied by."""
     clipped: Any = None
@@ -175,7 +175,7 @@ def decide(
         factor = factor_of(small, rule, n, Bound(limit, top, measures), finite)
         factors.append(factor)
         products.append(factor.product(small.xp, top))
-        ones.append(small.xp.all(small.xp.equal(factor.by, small.xp.ones_like(factor.by))))
+        ones.append(small.xp.all(small.xp.equal(factor.rest, small.xp.ones_like(factor.rest))))
     if new_state is not state:
         state = kept(small, finite, optree.tree_map(backend.detached, new_state), state)
     skipped = _skipped(small, rule, products, finite)

@@ -181,6 +181,10 @@ class Backend:
         """
         raise NotImplementedError
 
+    def shifted(self, array: Array, power: Array) -> Array:
+        """Return ``array · power``, a power of two, nearly always 1; no compiler may put it together with a factor."""
+        return array * power
+
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) holds, else ``rare()``."""
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]

@@ -241,6 +241,14 @@ class _TensorFlow(Backend):
             return super().size(leaf, axes)
         return tf.size(leaf, tf.int64) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf, tf.int64), axes))
 
+    def shifted(self, array: Array, power: Array) -> Array:
+        if not self.traced(array) or _in_xla():
+            return array * power
+        # Grappler would multiply the factors first, but does not look through these operations.
+        if (array.shape.num_elements() or 0) > PIECE:
+            return tf.cond(tf.reduce_all(tf.equal(power, 1)), lambda: tf.identity(array), lambda: array * power)
+        return tf.ensure_shape(array * power, array.shape)
+
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
             return super().cond(ok, usual, rare)
