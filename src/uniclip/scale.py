@@ -67,8 +67,10 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any
     if not isinstance(unlimited, bool):
         unit, by = None if unit is None else xp.where(unlimited, one, unit), xp.where(unlimited, one, by)
     by = by + fault
-    if free is not False:  # then it is unlimited, too
-        by = one if free is True else xp.where(free, one, by)
+    if not isinstance(free, bool):
+        by = xp.where(free, one, by)
+    elif free:  # asked as a condition, or a compiler would keep it a symbol; then it is unlimited, too
+        by = one
     if rule.nonfinite in {"skip", "zero"}:
         kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
         by = xp.where(kept, by, xp.zeros_like(by))
