@@ -14,6 +14,7 @@ from uniclip.backends import backend_of
 from uniclip.decide import Report, decide
 from uniclip.gradients import Gradients, Leaf, read
 from uniclip.limits import NoState
+from uniclip.losses import Loss
 from uniclip.measure import AllReduce, measure, same_shape
 from uniclip.scopes import each_leaf
 from uniclip.tree import Tree, flatten_grads
@@ -83,7 +84,7 @@ def update(
     loss: Any = None,
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule``; see `Rule.update`."""
-    refuse_in_step(all_reduce, loss)
+    refuse_in_step(all_reduce, None if isinstance(loss, Loss) else loss)
     whole, given = _read(rule, grads, state, params, all_reduce, in_place=flag("in_place", in_place))
     with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, loss=loss)
@@ -100,7 +101,7 @@ def measured(
     loss: Any = None,
 ) -> tuple[Any, Report]:
     """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
-    refuse_in_step(all_reduce, loss)
+    refuse_in_step(all_reduce, None if isinstance(loss, Loss) else loss)
     _, given = _read(rule, grads, state, params, all_reduce)
     with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, norm, loss)

@@ -69,8 +69,10 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any
         power = None if power is None else xp.where(unlimited, one, power)
         rest = xp.where(unlimited, one, rest)
     rest = rest + fault
-    if free is not False:  # then it is unlimited, too
-        rest = one if free is True else xp.where(free, one, rest)
+    if not isinstance(free, bool):
+        rest = xp.where(free, one, rest)
+    elif free:  # asked as a condition, or a compiler would keep it a symbol; then it is unlimited, too
+        rest = one
     if rule.nonfinite in {"skip", "zero"}:
         kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
         rest = xp.where(kept, rest, xp.zeros_like(rest))
@@ -153,8 +155,9 @@ def _unscaled(grads: Gradients, group: Group) -> list[Any]:
 
 def _multiplied(grads: Gradients, group: Group, factor: Factor, skip: bool) -> list[Any]:  # noqa: FBT001
     backend, xp = grads.backend, grads.backend.xp
-    known = isinstance(factor.rest, NUMBERS)
-    results = None if skip and not (known and factor.rest != 0) else grads.plain_arrays(group)
+    known = {isinstance(part, NUMBERS) for part in factor.parts()}
+    together = len(known) == 1 and (not skip or (True in known and factor.rest != 0))  # all parts by a hook, or none
+    results = grads.plain_arrays(group) if together else None
     dtype = _dtype(grads, group, factor)
     if dtype is not None and any([xp.result_type(array.dtype, xp.float32) != dtype for array in results or ()]):
         results = None  # parts that some of them cannot hold

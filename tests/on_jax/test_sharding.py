@@ -76,49 +76,70 @@ def same(found: Any, wanted: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), found, wanted)
 
 
-def compiled(rule: uc.Rule, grads: Any, params: Any) -> Callable[..., Any]:
-    """Return the update of a rule, compiled; assert that no leaf is sent whole to a device."""
-    program = jax.jit(partial(step, rule)).lower(grads, rule.init(params), params).compile()
-    assert not re.findall(r" all-gather(?:-start)?\(", program.as_text())
-
-    def update(_: uc.Rule, grads: Any, state: Any, params: Any) -> Any:
-        return program(grads, jax.device_put(state, program.input_shardings[0][1]), params)
-
-    return update
-
-
-def three_steps(rule: uc.Rule, update: Callable[..., Any], grads: Any, params: Any) -> Any:
-    """Return what the third step makes of the gradients, and what it shows."""
-    state = rule.init(params)
-    for by in (0.5, 1.0, 30.0):
-        clipped, state, *seen = update(rule, {name: g * by for name, g in grads.items()}, state, params)
-    return clipped, seen
-
-
 def step(rule: uc.Rule, grads: Any, state: Any, params: Any) -> Any:
     """Return what a step makes of the gradients, the next state, and all that is shown."""
     clipped, state, report = rule.update(grads, state, params)
     return clipped, state, report, report.scalars()
 
 
-def check(kind: str, rule: uc.Rule, large: int = 4, small: int = 4) -> None:
-    """Assert that compiled code does with divided gradients what a rule does on one device, and leaves them there."""
-    one, its, grads, params = divided(kind, large, small)
-    found = three_steps(rule, compiled(rule, grads, params), grads, params)
-    same(found, three_steps(rule, step, one, its))
-    assert all(found[0][name].sharding.is_equivalent_to(g.sharding, g.ndim) for name, g in grads.items())
+def step_of_each(rules: dict[str, uc.Rule], grads: Any, states: Any, params: Any) -> Any:
+    """Return by name the step of each rule; in compiled code, its operations bear the name."""
+    results = {}
+    for title, rule in rules.items():
+        with jax.named_scope(f"<{title}>"):
+            results[title] = step(rule, grads, states[title], params)
+    return results
+
+
+def starts(rules: dict[str, uc.Rule], params: Any) -> Any:
+    """Return by name how each rule begins."""
+    return {title: rule.init(params) for title, rule in rules.items()}
+
+
+def compiled(rules: dict[str, uc.Rule], grads: Any, params: Any) -> Any:
+    """Return the steps of some rules as one program, and the instructions that send a leaf whole to a device."""
+    program = jax.jit(partial(step_of_each, rules)).lower(grads, starts(rules, params), params).compile()
+    return program, [line for line in program.as_text().splitlines() if re.search(r" all-gather(-start)?\(", line)]
+
+
+def steps(rules: dict[str, uc.Rule], update: Callable[..., Any], grads: Any, params: Any) -> Any:
+    """Return by name what the third step of each rule makes of the gradients, and what it shows."""
+    states = starts(rules, params)
+    for by in (0.5, 1.0, 30.0):
+        results = update({name: g * by for name, g in grads.items()}, states, params)
+        states = {title: state for title, (_, state, *_) in results.items()}
+    return {title: (clipped, seen) for title, (clipped, _, *seen) in results.items()}
+
+
+def alike(kind: str, failures: dict[str, str]) -> None:
+    """Find where compiled code does not do with divided gradients what a rule does on one device, or moves them."""
+    one, its, grads, params = divided(kind, 4, 4)
+    program, gathers = compiled(RULES, grads, params)
+    places = program.input_shardings[0][1]
+    found = steps(RULES, lambda g, states, p: program(g, jax.device_put(states, places), p), grads, params)
+    wanted = steps(RULES, partial(step_of_each, RULES), one, its)
+
+    def check(title: str) -> None:
+        assert not [line for line in gathers if f"<{title}>" in line]
+        same(found[title], wanted[title])
+        assert all(found[title][0][name].sharding.is_equivalent_to(g.sharding, g.ndim) for name, g in grads.items())
+
+    for title in RULES:
+        failure(failures, title, partial(check, title))
+    assert not gathers
 
 
 def many(kind: str) -> None:
     """Assert that nothing is gathered of a model of many leaves."""
     _, _, grads, params = divided(kind, 16, 50)
-    compiled(RULES["zclip"], grads, params)
+    assert not compiled({"zclip": RULES["zclip"]}, grads, params)[1]
 
 
 def eager(kind: str) -> None:
     """Assert the same outside of jit, also of gradients beyond the range of squares, and of large ones in bfloat16."""
+    rules = {"agc": RULES["agc"]}
     one, its, grads, params = divided(kind, 1, 2)
-    same(three_steps(RULES["agc"], step, grads, params), three_steps(RULES["agc"], step, one, its))
+    same(*(steps(rules, partial(step_of_each, rules), *given) for given in ((grads, params), (one, its))))
     same(uc.global_norm({name: g * 1e30 for name, g in grads.items()}), uc.global_norm(one) * np.float32(1e30))
     wide = np.random.default_rng(0).standard_normal((2048, 128)).astype("bfloat16")
     [found], _ = uc.clip([jax.device_put(wide, grads["large 0"].sharding)], uc.by_norm(1.0, ord=3))
@@ -128,20 +149,20 @@ def eager(kind: str) -> None:
     )
 
 
-def failure(title: str, run: Callable[[], None]) -> dict[str, str]:
-    """Return what goes wrong in a check, by its title."""
+def failure(failures: dict[str, str], title: str, run: Callable[[], None]) -> None:
+    """Note what goes wrong in a check, by its title."""
     try:
         run()
     except BaseException:  # noqa: BLE001 - the test shows it
-        return {title: traceback.format_exc()}
-    return {}
+        failures[title] = traceback.format_exc()
 
 
 def main(kind: str, file: str) -> None:
     """Run every check for one kind of axes."""
-    failures = failure("many", lambda: many(kind)) | failure("eager", lambda: eager(kind))
-    for title, rule in RULES.items():
-        failures |= failure(title, lambda rule=rule: check(kind, rule))
+    failures: dict[str, str] = {}
+    failure(failures, "alike", lambda: alike(kind, failures))
+    failure(failures, "many", lambda: many(kind))
+    failure(failures, "eager", lambda: eager(kind))
     Path(file).write_text(json.dumps(failures))
 
 
@@ -149,7 +170,11 @@ def main(kind: str, file: str) -> None:
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Run the processes, and return what went wrong in each."""
     folder = tmp_path_factory.mktemp("sharding")
-    devices = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    devices = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # what is divided, and what is sent, is settled before them
+    }
     processes = {
         kind: subprocess.Popen(
             [sys.executable, __file__, kind, str(folder / kind)],
@@ -169,7 +194,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     return {kind: json.loads((folder / kind).read_text()) for kind in KINDS}
 
 
-@pytest.mark.parametrize("title", [*RULES, "many", "eager"])
+@pytest.mark.parametrize("title", [*RULES, "alike", "many", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_on_one_device(failures: dict[str, dict[str, str]], kind: str, title: str) -> None:
     """Divided among devices, gradients are clipped as on one, and stay where they are."""

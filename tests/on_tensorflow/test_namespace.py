@@ -228,11 +228,17 @@ def test_iinfo(dtype: str) -> None:
     assert (ours.min, ours.max) == (theirs.min, theirs.max)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_finfo(dtype: str) -> None:
+    """The largest number of a floating-point dtype is the standard's."""
+    assert xp.finfo(tf.as_dtype(dtype)).max == strict.finfo(getattr(strict, dtype)).max
+
+
 def test_every_function_is_compared() -> None:
     """No function is in the namespace without a test here, and none that the standard does not have."""
     compared = {key.partition(" ")[0] for key in UNARY}
     compared |= {"sum", "mean", "max", "min", "all", "any", "sort", "take", "arange"}
-    compared |= {"astype", "asarray", "zeros", "result_type", "isdtype", "iinfo", "int32", *FLOATS}
+    compared |= {"astype", "asarray", "zeros", "result_type", "isdtype", "iinfo", "finfo", "int32", *FLOATS}
     public = {key for key in vars(xp) if not key.startswith("_")}
     assert public == compared
     assert all(hasattr(strict, key) for key in public)

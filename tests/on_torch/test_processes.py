@@ -302,6 +302,16 @@ def losses_and_no_gradients() -> None:
 
 
 @check
+def losses_that_are_no_number() -> None:
+    """Refuse them as in one process, before any is joined."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    handle = attach(torch.optim.SGD([weight], lr=1.0), SPIKES)
+    weight.grad, handle.loss = torch.ones(2), torch.ones(3)
+    with pytest.raises(TypeError, match="loss must be one number"):
+        handle._optimizer.step()
+
+
+@check
 def losses_of_parts() -> None:
     """Where norms are joined, so are losses: by all_reduce, and among the processes of distributed tensors."""
     from torch.distributed.device_mesh import init_device_mesh

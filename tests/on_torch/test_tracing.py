@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -72,6 +73,10 @@ def test_float_limits() -> None:
     for limit in (0.5, 0.6, 0.7, 1000.0, 0.8):
         same(clip(given(), limit), uc.clip_by_global_norm(values(), limit)[0])
     assert counter.frame_count == 2
+    spoiled, limit = given(), math.inf  # which only measures, also what is not finite
+    spoiled["w"].mul_(math.nan)
+    same(clip(spoiled, limit), spoiled)
+    assert counter.frame_count == 3
 
 
 def test_steps() -> None:

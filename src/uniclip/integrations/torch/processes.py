@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from uniclip._checks import refuse_in_step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.losses import Loss
 
@@ -39,6 +40,7 @@ def refuse_parts(tensors: Iterable[Any], name: str) -> None:
 
 def of_all(loss: Any, device: Any) -> Loss:
     """Return the mean of the losses of all processes that have one, which is found once and by all together."""
+    refuse_in_step(None, loss)
     return Loss(partial(_mean, loss, device))
 
 
