@@ -221,7 +221,7 @@ def _flushed(ends: list[Array], leaf: Leaf, bounds: list[Array]) -> list[Array]:
     tiny = leaf.parts.precision.tiny
     near = (np.abs(ends[0]) < tiny) & (np.abs(ends[1]) < tiny) & ~leaf.bad
     some = [leaf.parts.lo[..., 0], leaf.parts.hi[..., 0], *ends, *(one for one in bounds if abs(one) < tiny)]
-    some = [np.where(np.abs(one) < tiny, one, 0) for one in some]
+    some = np.broadcast_arrays(*[np.where(np.abs(one) < tiny, one, 0) for one in some])
     return [
         np.where(near, np.minimum.reduce(some), ends[0]),
         np.where(near, np.maximum.reduce(some), ends[1]),
