@@ -219,7 +219,7 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
 def _flushed(ends: list[Array], leaf: Leaf, bounds: list[Array]) -> list[Array]:
     """Allow 0, the entry and the bounds where these are subnormal: a comparison takes them for equal."""
     tiny = leaf.parts.precision.tiny
-    near = (np.abs(ends[0]) < tiny) & (np.abs(ends[1]) < tiny) & ~leaf.bad
+    near = (np.abs(ends[0]) < tiny) & (np.abs(ends[1]) < tiny)
     some = [leaf.parts.lo[..., 0], leaf.parts.hi[..., 0], *ends, *(one for one in bounds if abs(one) < tiny)]
     some = np.broadcast_arrays(*[np.where(np.abs(one) < tiny, one, 0) for one in some])
     return [
