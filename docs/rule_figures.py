@@ -184,7 +184,7 @@ def over_time(rule: Any) -> Figure:
     if not spikes_only:
         ax.plot(
             steps,
-            np.where(np.isfinite(limits), limits, np.nan),
+            np.where(np.asarray(limits) < np.finfo(float).max, limits, np.nan),  # where there is one
             color=ORANGE,
             linewidth=1.3,
             dashes=(4, 3),
