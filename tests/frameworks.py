@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -67,6 +68,10 @@ class Framework:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function as the framework's users do, once."""
         return self.compiled(function)(*args)
+
+    def tracers(self) -> dict[str, Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]]:
+        """Return, by name, what records a function of arrays on an example, to call it with other values."""
+        return {self.name: lambda function, example: self.compiled(function)}
 
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         """Return the derivative of a scalar function at ``x``."""
@@ -238,6 +243,24 @@ class Torch(Framework):
 
         return isinstance(array, torch.Tensor)
 
+    def tracers(self) -> dict[str, Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]]:
+        import torch
+        from functorch.compile import aot_function, nop
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def jit(function: Callable[..., Any], example: list[Any]) -> Callable[..., Any]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", torch.jit.TracerWarning)  # of shapes that are compared
+                return torch.jit.trace(function, tuple(example), check_trace=False)
+
+        return {
+            "eager": lambda function, example: function,
+            "make_fx": lambda function, example: make_fx(function)(*example),
+            "make_fx, symbolic": lambda function, example: make_fx(function, tracing_mode="symbolic")(*example),
+            "jit.trace": jit,
+            "aot_function": lambda function, example: aot_function(function, nop),
+        }
+
     @contextmanager
     def debugged(self) -> Iterator[None]:
         import torch
@@ -270,6 +293,7 @@ class TorchCompile(Torch):
     raises = False
     traced = True
     many = 30
+    tracers = Framework.tracers
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import torch

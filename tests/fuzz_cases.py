@@ -1,5 +1,5 @@
 """Random rules, trees and values for the fuzz; each rule is made by uniclip and as plain data for the oracle."""
-# ruff: noqa: C901, PLR0911 - a choice among many returns many
+# ruff: noqa: C901, PLR0911, PLR0912 - a choice among many returns many
 
 from __future__ import annotations
 
@@ -210,8 +210,9 @@ def drawn_relative(rng: Rng, size: float) -> Made:
     match one_of(rng, "agc", "agc", "larc", "relative"):
         case "agc":
             scope = Scope("unit") if axis is None else Scope("axes", axes=(axis,))
-            rule = uc.agc(ratio, eps, axis, nonfinite=policy)
-            return rule, Plan(scope=scope, limit=("relative", ratio, eps, None), policy=policy)
+            order = one_of(rng, 2, 2, 1, 3, math.inf)
+            rule = uc.agc(ratio, eps, axis, order, nonfinite=policy)
+            return rule, Plan(scope=scope, p=order, limit=("relative", ratio, eps, None), policy=policy)
         case "larc":
             lr, trust = logarithmic(rng, 1e-4, 10), logarithmic(rng, 1e-3, 1)
             rule = uc.larc(lr, trust, decay, nonfinite=policy)
@@ -254,8 +255,9 @@ def drawn_memory(rng: Rng, size: float) -> Made:
         "adagn", "quantile", "schedule",
     ):  # fmt: skip
         case "autoclip":
-            q = one_of(rng, 0, 5, 10, 50, 90, 100, 33.3)
-            return uc.autoclip(q, window, **more), Plan(limit=("percentile", q, window, False), policy=policy)
+            q = one_of(rng, 0, 5, 10, 50, 90, 100, 33.3, 0.7)
+            rule = uc.Rule(uc.Percentile(q, window), **more) if 0 < q < 1 else uc.autoclip(q, window, **more)
+            return rule, Plan(limit=("percentile", q, window, False), policy=policy)
         case "autoclip of all":
             q = one_of(rng, 0, 10, 50, 90, 100)
             return uc.autoclip(q, None, **more), Plan(limit=("percentile of all", q), policy=policy)
@@ -266,19 +268,25 @@ def drawn_memory(rng: Rng, size: float) -> Made:
             return uc.percentile(p, window, **more), Plan(scope=Scope("leaf"), limit=limit, policy=policy)
         case "zclip":
             target = one_of(rng, "reciprocal", "mean", "threshold")
-            limit = ("z-score", z, decay, target, warmup, 1e-6)
-            return uc.zclip(z, decay, target, warmup, **more), Plan(limit=limit, policy=policy)
+            factor, same = one_of(rng, 1.0, 0.5, 2.0) if target == "reciprocal" else 1.0, chance(rng, 0.3)
+            limit = ("z-score", z, decay, target, warmup, 1e-6, factor, same)
+            rule = uc.zclip(z, decay, target, warmup, clip_factor=factor, skip_update_on_spike=same, **more)
+            return rule, Plan(limit=limit, policy=policy)
         case "log":
             return uc.log_zscore(z, decay, **more), Plan(limit=("log z-score", z, decay), policy=policy)
         case "adagc":
             warm, joint = int(rng.integers(0, 6)), size * logarithmic(rng, 0.1, 10)
             joint = min(joint, 1e37)
             limit = ("ema", ratio, decay, warm, joint)
-            return uc.adagc(ratio, decay, warm, joint, **more), Plan(scope=Scope("leaf"), limit=limit, policy=policy)
+            own = Plan(scope=Scope("leaf"), limit=limit, policy=policy)
+            if ratio < 1:  # which the preset refuses
+                return uc.Rule(uc.Ema(ratio, decay, warm, joint), scope=uc.each_leaf, **more), own
+            return uc.adagc(ratio, decay, warm, joint, **more), own
         case "growth":
-            return uc.norm_growth(ratio, **more), Plan(
-                scope=Scope("leaf"), limit=("ema", ratio, 0.0, 0, 1.0), policy=policy
-            )
+            own = Plan(scope=Scope("leaf"), limit=("ema", ratio, 0.0, 0, 1.0), policy=policy)
+            if ratio < 1:
+                return uc.Rule(uc.Ema(ratio, 0.0), scope=uc.each_leaf, **more), own
+            return uc.norm_growth(ratio, **more), own
         case "spikes":
             policy = one_of(rng, "skip", "skip", "propagate", "zero")
             limit = ("rolling z-score", z, window, min(warmup, window))
@@ -296,10 +304,11 @@ def drawn_memory(rng: Rng, size: float) -> Made:
             )
         case "quantile":
             start = max(min(size * logarithmic(rng, 0.1, 10), 1e37), 1e-37)
-            limit = ("quantile", 0.5, 0.2, start)
-            return uc.by_example_quantile(0.5, 0.2, start, **more), Plan(
-                scope=Scope("example"), limit=limit, policy=policy
-            )
+            quantile, rate = one_of(rng, 0.5, 0.5, 0.9, 0.0), one_of(rng, 0.2, 0.2, 1.0)
+            low, high = one_of(rng, 0.0, start / 1.1, start), one_of(rng, math.inf, start * 1.1, start)
+            rule = uc.by_example_quantile(quantile, rate, start, min=low, max=high, **more)
+            limit = ("quantile", quantile, rate, start, low, high)
+            return rule, Plan(scope=Scope("example"), limit=limit, policy=policy)
     low, high = (min(size * logarithmic(rng, 0.1, 10), 1e37) for _ in range(2))
     rule = uc.by_global_norm(uc.Schedule(lambda step: low + high * 0.5**step), **more)
     return rule, Plan(limit=("schedule", low, high, 0.5), policy=policy)
@@ -311,6 +320,8 @@ def drawn_remembering(rng: Rng, size: float) -> Made:
     if plan.scope.kind == "example":
         return rule, plan
     scope, own = drawn_scope(rng)
+    if plan.limit[0] == "percentile of all" and own.kind in {"entry", "row", "axes", "unit"}:
+        scope, own = uc.each_leaf, Scope("leaf")  # each histogram has many bins
     curve, name = (rule.curve, plan.curve) if chance(rng, 0.7) else drawn_curve(rng)
     rule = uc.Rule(rule.limit, scope=scope, norm=rule.norm, curve=curve, nonfinite=rule.nonfinite)
     return rule, Plan(plan.kind, own, plan.p, plan.power, plan.limit, name, plan.policy)
@@ -394,7 +405,7 @@ def drawn_tree(
 def _least(scope: Scope) -> int:
     """Return how many dimensions a leaf needs."""
     if scope.kind == "axes":
-        return max(axis + 1 if axis >= 0 else -axis for axis in scope.axes)
+        return max(len(scope.axes), *(axis + 1 if axis >= 0 else -axis for axis in scope.axes))  # none named twice
     return 1 if scope.kind in {"row", "example"} else 0
 
 
@@ -468,6 +479,8 @@ def drawn_case(
     alike = [(a, b) for a in slots for b in slots[a.number + 1 :] if (a.shape, a.dtype) == (b.shape, b.dtype)]
     if alike and chance(rng, 0.15) and not (case.way == "in place" and plan.remembers):
         case.twice = tuple(slot.number for slot in one_of(rng, *alike))
+    if any(part.limit[0] == "percentile of all" and part.scope.kind != "all" for part in plans_of(plan)):
+        case.saved = None  # as text they are long
     case.boxed = chance(rng, 0.1)
     case.params = [drawn_values(rng, slot, "usual", min(max(power, -20), 8), 0.0) for slot in slots]
     return case

@@ -96,7 +96,8 @@ def _check_values(leaf: Leaf, new: np.ndarray, machine: Machine) -> None:
     parts = np.stack([wide.real, wide.imag], axis=-1) if np.iscomplexobj(wide) else wide[..., None]
     nan = ~np.isfinite(parts).all(axis=-1)
     bad = leaf.bad & ~same
-    if (missing := bad & ~np.isnan(parts).any(axis=-1)).any():
+    kept = np.isinf(parts[..., 0]) & (np.sign(parts[..., 0]) == leaf.signs) if parts.shape[-1] == 1 else np.bool_(False)
+    if (missing := bad & ~np.isnan(parts).any(axis=-1) & ~kept).any():
         raise Mismatch("NaN is missing", f"{leaf.path}: {np.asarray(new)[missing][0]!r}")
     if (wrong := np.isnan(parts).any(axis=-1) & ~leaf.bad).any():
         raise Mismatch("NaN", f"{leaf.path}: NaN instead of {leaf.parts[wrong]}")
@@ -167,7 +168,7 @@ def _check_number(name: str, array: np.ndarray, span: Span, out: Outcome, number
         raise Mismatch("factor", f"{values}, NaN wanted: {nan}")
     lo, hi = (np.broadcast_to(np.where(nan, 0, end), n.shape) for end in (span.lo, span.hi))
     lo = np.where(lo > largest, largest, np.where(lo > 0, np.minimum(lo - tiny * (lo < tiny / ulp), largest), lo))
-    hi = np.where(hi >= largest, np.inf, hi + tiny * ((hi > 0) & (hi < tiny / ulp)))
+    hi = np.minimum(hi + tiny * ((hi > 0) & (hi < tiny / ulp)), np.inf if name == "norm" else largest)
     fits = ((values >= lo) & (values <= hi)) | nan | ((name == "limit") & (n.lo <= 0))
     if not fits.all():
         raise Mismatch(name, f"{np.asarray(values, float)[~fits][0]!r}, not in {Span(lo, hi, n.precision)[~fits][0]}")

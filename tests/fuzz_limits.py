@@ -176,7 +176,7 @@ def _at_percentile(history: list[Span], q: float) -> Span:
 
 
 def _quantile(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
-    quantile, rate, start = spec[1:]
+    quantile, rate, start, low, high = spec[1:]
     limits = state or [exact(start, n.precision).rounded() for n in norms]
     moved = []
     for n, limit in zip(norms, limits, strict=True):
@@ -187,7 +187,8 @@ def _quantile(spec: Spec, norms: list[Span], state: State, given: Given) -> Answ
             continue
         shares = [LONG(count) / answer.size for count in ((answer == YES).sum(), (answer != NO).sum())]
         by = Span(-rate * (shares[1] - quantile), -rate * (shares[0] - quantile), n.precision).rounded()
-        moved.append(limit * by.each(np.exp))
+        low_, high_ = (constant(end, n.precision) for end in (low, high))
+        moved.append(smaller(larger(limit * by.each(np.exp), low_), high_))
     return limits, moved
 
 
@@ -229,7 +230,8 @@ def _joint(norms: list[Span]) -> Span:
     unit = norms[0].precision
     for n in norms:
         unit = unit.wider(n.precision)
-    return Span(np.sqrt((flat.lo**2).sum()), np.sqrt((flat.hi**2).sum()), unit).rounded(12)
+    free = Precision(unit.ulp, unit.tiny, math.inf)  # it is no result
+    return Span(np.sqrt((flat.lo**2).sum()), np.sqrt((flat.hi**2).sum()), free).rounded(12)
 
 
 def _second_moment(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
@@ -255,7 +257,7 @@ def _mean_over_rms(spec: Spec, norms: list[Span], state: State, given: Given) ->
         new_means.append(mean * mean_decay + n * (1 - mean_decay))
         new_squares.append(square * square_decay + n.square() * (1 - square_decay))
         begun = [
-            exact(1, n.precision) - exact(decay ** (count + 1), n.precision).rounded()
+            exact(1, n.precision) - exact(decay, n.precision).rounded(1).power(count + 1)  # decays are rounded, too
             for decay in (mean_decay, square_decay)
         ]
         rms = (new_squares[-1] / begun[1]).sqrt()
@@ -264,7 +266,7 @@ def _mean_over_rms(spec: Spec, norms: list[Span], state: State, given: Given) ->
 
 
 def _z_score(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
-    z, decay, target, warmup, eps = spec[1:]
+    z, decay, target, warmup, eps, clip_factor, same = spec[1:]
     limits, new = [], []
     for number, norm in enumerate(norms):
         n = smaller(norm, exact(CAP, norm.precision))
@@ -283,12 +285,14 @@ def _z_score(spec: Spec, norms: list[Span], state: State, given: Given) -> Answe
             goal = {
                 "mean": lambda: mean,
                 "threshold": lambda: mean + std * z,
-                "reciprocal": lambda: mean + std * z * (bound / larger(excess, bound)),
+                "reciprocal": lambda: (mean + std * z * (bound / larger(excess, bound))) * clip_factor,
             }[target]()
             limits.append(either(spike, goal, unlimited(n)))
-            left = either(spike, goal, n)
-            mean = mean * decay + left * (1 - decay)
-            variance = variance * decay + (left - mean).square() * (1 - decay)
+            left = either(spike, smaller(goal, n), n)
+            moved = mean * decay + left * (1 - decay)
+            spread = variance * decay + (left - moved).square() * (1 - decay)
+            stays = spike if same else np.asarray(NO)
+            mean, variance = either(stays, mean, moved), either(stays, variance, spread)
         new.append((history, mean, variance))
     return limits, new
 
@@ -341,7 +345,8 @@ def _threshold(history: list[Span], z: float, warmup: int, like: Span) -> Span:
     scaled = [Span(n.lo / unit, n.hi / unit, n.precision) for n in history]
     mean = _divided(total(scaled), len(history))
     square = total([(n - mean).square() for n in scaled]) / (len(history) - 1)
-    bound = mean + square.sqrt() * z
+    # What rounding may make of the mean of equal norms is no deviation: count·eps·|mean| is allowed.
+    bound = mean + square.sqrt() * z + mean.size() * (len(history) * 2 * mean.precision.ulp)
     return Span(bound.lo * unit, bound.hi * unit, bound.precision).rounded(1)
 
 

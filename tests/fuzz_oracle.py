@@ -34,6 +34,8 @@ class Machine:
     """Whether subnormal numbers may become 0."""
     default_float: str = "float64"
     output_axis: int = -1
+    exact: bool = True
+    """Whether the root of a square is exact."""
 
     def of_leaf(self, dtype: str) -> Precision:
         """Return the precision of the entries of a leaf."""
@@ -204,12 +206,26 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
             np.clip(np.where(leaf.signs == 0, end[..., 0], leaf.signs * np.inf), *bounds)
             for end in (leaf.parts.lo, leaf.parts.hi)
         ]
-        inside = (ends[0] == leaf.parts.lo[..., 0]) & (ends[1] == leaf.parts.hi[..., 0]) & ~leaf.bad
+        zero = np.asarray((leaf.parts.lo[..., 0] == 0) & np.bool_(0 in bounds))  # its sign may be that of the bound
+        inside = (ends[0] == leaf.parts.lo[..., 0]) & (ends[1] == leaf.parts.hi[..., 0]) & ~leaf.bad & ~zero
+        ends = _flushed(ends, leaf, bounds) if given.machine.flush else ends
         endless = np.isinf(ends[0])
         parts = Span(*(np.where(endless, 0, end)[..., None] for end in ends), unit)
         bad = leaf.bad & ((leaf.signs == 0) | endless)
         new.append(replace(leaf, parts=parts, bad=bad, signs=leaf.signs * endless, same=leaf.same & (inside | bad)))
     return Outcome(new, state)
+
+
+def _flushed(ends: list[Array], leaf: Leaf, bounds: list[Array]) -> list[Array]:
+    """Allow 0, the entry and the bounds where these are subnormal: a comparison takes them for equal."""
+    tiny = leaf.parts.precision.tiny
+    near = (np.abs(ends[0]) < tiny) & (np.abs(ends[1]) < tiny)
+    some = [leaf.parts.lo[..., 0], leaf.parts.hi[..., 0], *ends, *(one for one in bounds if abs(one) < tiny)]
+    some = np.broadcast_arrays(*[np.where(np.abs(one) < tiny, one, 0) for one in some])
+    return [
+        np.where(near, np.minimum.reduce(some), ends[0]),
+        np.where(near, np.maximum.reduce(some), ends[1]),
+    ]
 
 
 def _cast(bound: float, dtype: str) -> Array:
@@ -240,7 +256,7 @@ def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
         if any(one.skips and one.skipped for one in parts):
             outcome.state = old
         parts.append(outcome)
-        leaves = outcome.leaves
+        leaves = outcome.leaves if number == len(states) - 1 else [_in_range(leaf) for leaf in outcome.leaves]
     measured = [part for part in parts if part.measured]
     finite = all(part.finite for part in measured)
     return Outcome(
@@ -248,6 +264,19 @@ def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
         finite=finite, clipped=_any([part.clipped for part in measured]), skips=any(part.skips for part in measured),
         skipped=_any([part.skipped for part in measured if part.skips]), parts=parts,
     )  # fmt: skip
+
+
+def _in_range(leaf: Leaf) -> Leaf:
+    """Return what the next rule gets: ∞ where an entry is beyond its dtype."""
+    sizes, largest = leaf.parts.size(), LARGEST.get(leaf.dtype, leaf.parts.precision.largest)
+    gone = sizes.lo > largest * (1 + 2 * LONG(leaf.parts.precision.ulp))
+    if ((sizes.hi > largest) & ~gone).any() or (gone.any() and gone.shape[-1] > 1):
+        raise Inconclusive("an entry near the largest number, or a complex one above it")
+    if not gone.any():
+        return leaf
+    signs = np.where(gone[..., 0], np.sign(leaf.parts.lo[..., 0]), leaf.signs)
+    parts = Span(*(np.where(gone, 0, end) for end in (leaf.parts.lo, leaf.parts.hi)), leaf.parts.precision)
+    return replace(leaf, parts=parts, bad=leaf.bad | gone[..., 0], signs=signs)
 
 
 def _masked(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
@@ -269,7 +298,9 @@ def _any(flags: list[bool | None]) -> bool | None:
 def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     """Measure, ask the limit, bend the curve, scale."""
     machine, sound = given.machine, not any(leaf.bad.any() for leaf in leaves)
-    own = [replace(leaf, bad=np.zeros_like(leaf.bad)) for leaf in leaves] if plan.policy == "zero" else leaves
+    own = (
+        [replace(leaf, bad=np.zeros_like(leaf.bad), signs=0.0) for leaf in leaves] if plan.policy == "zero" else leaves
+    )
     norms, broken, sizes = norms_of(plan, own, machine)
     finite = sound and not any(bad.any() for bad in broken)
     out = Outcome(list(leaves), state, True, norms, broken, finite=finite, skips="skip" in {plan.policy, plan.curve})
@@ -282,7 +313,7 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     for number, ((_, numbers), *pair, bad) in enumerate(zip(groups, norms, out.limits, broken, strict=True)):
         n, limit = (Span(one.lo, one.hi, _free(one.precision)) for one in pair)
         seen = None if given.seen is None else given.seen[1][number]
-        factor = _factor(plan, n, limit, seen, given.maybes)
+        factor = _factor(plan, n, limit, norms[number].precision.largest, seen, given.maybes)
         nothing = (bad & (plan.policy == "zero")) | (plan.policy == "skip" and not finite)
         factor = either(np.where(nothing, YES, NO), factor * 0, factor)
         spoiled = bad & (plan.policy in {"propagate", "raise"}) & (not measures)
@@ -319,18 +350,30 @@ def _limits(
     return step(plan.limit, calm, state, ask)
 
 
-def _factor(plan: Plan, n: Span, limit: Span, seen: Array | None, maybes: Counter[str]) -> Span:
-    """Return the factors; where rounding decides whether a gradient is left out, the report says it."""
-    endless = np.where(np.isinf(limit.lo), YES, np.where(np.isinf(limit.hi), MAYBE, NO))
-    held = Span(np.where(np.isinf(limit.lo), 1, limit.lo), np.where(np.isinf(limit.lo), 1, limit.hi), limit.precision)
+def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None, maybes: Counter[str]) -> Span:
+    """Return the factors; where rounding decides whether a gradient is left out, the report says it.
+
+    A limit as large as the largest number of its norm's dtype limits nothing. Two numbers of that dtype make up a
+    factor, so it reaches as far as the largest number divided by the smallest normal one: normalizing needs more only
+    where the norm is not even a normal number. Other curves return one number.
+    """
+    endless = np.where(limit.lo >= largest, YES, np.where(limit.hi >= largest, MAYBE, NO))
+    held = Span(*(np.where(endless == YES, 1, end) for end in (limit.lo, limit.hi)), limit.precision)
     held = Span(*np.broadcast_arrays(held.lo, held.hi, n.lo)[:2], held.precision)
     factor = either(endless, exact(np.ones(n.shape), n.precision), _curve(plan.curve, n, held))
+    reach = LONG(largest) * (1 if isinstance(plan.curve, tuple) else 1 / _normal(largest))
+    factor = Span(np.minimum(factor.lo, reach), factor.hi, factor.precision)
     if plan.curve in {"hard", "skip"}:
         maybes["within the limit or not"] += int((within(n, held) == MAYBE).sum())
     if plan.curve == "skip" and seen is not None:
         unsure = (factor.lo < factor.hi) & ((seen == 0) | (seen == 1))
         factor = Span(np.where(unsure, seen, factor.lo), np.where(unsure, seen, factor.hi), factor.precision)
     return factor
+
+
+def _normal(largest: float) -> float:
+    """Return the smallest normal number of the dtype with such a largest one."""
+    return 2.0**-126 if largest < 1e39 else 2.0**-1022
 
 
 def _differs(factor: Span) -> bool | None:
@@ -388,6 +431,8 @@ def reduced(plan: Plan, leaves: list[Leaf], given: Step, *, mean: bool) -> Outco
     for leaf in out.leaves:
         parts, count = leaf.parts, max(leaf.shape[0], 1) if mean else 1
         sizes = np.maximum(np.abs(parts.lo), np.abs(parts.hi)).sum(axis=0)
+        if (sizes > np.finfo(np.float64 if BITS[leaf.dtype] > 24 else np.float32).max).any():
+            raise Inconclusive("a sum near the largest number")  # of which ∞ - ∞ is made
         slack = (len(leaf.bad) + 2) * sizes * LONG(2.0**-52 if BITS[leaf.dtype] > 24 else 2.0**-23)
         ends = Span((parts.lo.sum(axis=0) - slack) / count, (parts.hi.sum(axis=0) + slack) / count, parts.precision)
         free = Precision(parts.precision.ulp, parts.precision.tiny, math.inf)
@@ -414,7 +459,7 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
         axes = [plan.scope.covered(len(leaf.shape), machine) for leaf in members]
         over = [tuple(range(len(leaf.shape))) if one is None else one for leaf, one in zip(members, axes, strict=True)]
         size = LONG(sum(math.prod(leaf.shape[a] for a in one) for leaf, one in zip(members, over, strict=True)))
-        norm = _norm(plan.p, members, over, unit)
+        norm = _norm(plan.p, members, over, unit, machine)
         norm = norm if not plan.power else (norm / max(size, 1) ** LONG(plan.power)).rounded(16)
         bad = [leaf.bad.any(axis=one) for leaf, one in zip(members, over, strict=True)]
         spoiled = np.logical_or.reduce(bad) if bad else np.bool_(False)
@@ -426,7 +471,7 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
     return norms, broken, sizes
 
 
-def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Precision) -> Span:
+def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Precision, machine: Machine) -> Span:
     if not members:
         return exact(0, unit)
     spans = [leaf.sizes() for leaf in members]
@@ -445,8 +490,13 @@ def _norm(p: float, members: list[Leaf], over: list[tuple[int, ...]], unit: Prec
         ends.append(safe * np.add.reduce(sums) ** (1 / LONG(p)))
     norm = Span(np.asarray(ends[0]), np.asarray(ends[1]), unit)
     modulus = 9 if any(leaf.parts.shape[-1] > 1 for leaf in members) else 0
-    loose = norm.rounded({1: 9, 2: 9, math.inf: modulus}.get(p, 32))
-    sharp = _is_exact(p, members, over, norm) & np.isfinite(loose.hi)
+    if p == 1 and modulus:  # each modulus is rounded by itself
+        lost = sum(math.prod(leaf.shape) for leaf in members) * LONG(unit.tiny)
+        norm = Span(np.where(norm.lo > 0, np.maximum(norm.lo - lost, 0), 0), norm.hi + lost * (norm.hi > 0), unit)
+    # In double precision libraries may add one by one: half a rounding for each entry.
+    added = 0.5 * max(math.prod(leaf.shape) for leaf in members) if unit.ulp < 2**-30 else 0
+    loose = norm.rounded({1: 9 + 2 * added, 2: 9 + added, math.inf: modulus}.get(p, 32 + added))
+    sharp = _is_exact(p, members, over, norm) & np.isfinite(loose.hi) & machine.exact
     return Span(np.where(sharp, norm.lo, loose.lo), np.where(sharp, norm.hi, loose.hi), unit)
 
 

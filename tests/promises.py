@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -249,6 +255,112 @@ def debugged(fw: Framework) -> None:
             results = fw.run(lambda g, p, rule=rule: train(rule, g, p), steps, params)
             for array in optree.tree_leaves(results):
                 assert np.isfinite(fw.numpy(array)).all(), rule
+
+
+KERNELS = ("Haswell", "Nehalem", "SkylakeX")
+PROGRAM = """
+import json
+from threadpoolctl import threadpool_info
+from frameworks import KNOWN
+from promises import accurate, accurate_along_axes, accurate_for_equal_entries, split
+for check in (accurate, accurate_along_axes, accurate_for_equal_entries, split):
+    check(KNOWN["numpy"]())
+print(json.dumps([lib["architecture"] for lib in threadpool_info() if lib["internal_api"] == "openblas"]))
+"""
+
+
+def on_other_processors(fw: Framework) -> None:
+    """Each kernel of OpenBLAS in a process of its own."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for kernel in KERNELS:
+        env = os.environ | {"OPENBLAS_CORETYPE": kernel, "PYTHONPATH": path}
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, f"{kernel}: {done.stderr}"
+        if platform.machine() in {"x86_64", "AMD64"}:  # where OpenBLAS has these kernels
+            assert json.loads(done.stdout) in ([], [kernel])
+
+
+def traced_with_an_example(fw: Framework) -> None:
+    rules = [
+        uc.by_global_norm(6.5),
+        uc.by_norm(6.0),
+        uc.by_norm(2.0, axis=-1),
+        uc.by_global_norm(6.5, nonfinite="zero"),
+    ]
+    some = rules[:1] if fw.cost > 20 else rules
+    flat = lambda a, b: [leaf for rule in some for leaf in uc.clip([a, b], rule)[0]]
+    values = [[3.0, -4.0], [12.0, 0.0]]
+    for name, trace in fw.tracers().items():
+        traced = trace(flat, [fw.array(value) for value in values])
+        for by in (0.1, 1.0, 3.0, 1e25):
+            leaves = [by * np.asarray(value) for value in values]
+            wanted = [leaf for rule in some for leaf in uc.clip([np.asarray(x, "float32") for x in leaves], rule)[0]]
+            for new, expected in zip(traced(*map(fw.array, leaves)), wanted, strict=True):
+                np.testing.assert_allclose(fw.numpy(new), expected, rtol=1e-6, err_msg=name)
+
+
+def state_of_other_leaves(fw: Framework) -> None:
+    grads = {"a": fw.array([3.0, 4.0]), "b": fw.array([1.0])}
+    for rule in (uc.adagc(), uc.norm_growth(), uc.adagn(), uc.spam(), uc.percentile(50, 3)):
+        clipper = uc.Clipper(rule)
+        clipper(grads)
+        saved = clipper.state_dict()
+        other = uc.Clipper(rule)
+        other.load_state_dict(saved)
+        with pytest.raises(ValueError, match=r"grads\['b'\], which are not here, and none of grads\['c'\]"):
+            other({"a": grads["a"], "c": grads["b"]})
+        with pytest.raises(ValueError, match="that of another rule"):
+            uc.Clipper(uc.autoclip()).load_state_dict(saved)
+        other(grads)
+    joint = uc.Clipper(uc.autoclip(50, window=3))
+    joint(grads)
+    again = uc.Clipper(joint.rule)
+    again.load_state_dict(joint.state_dict())
+    again({"a": grads["a"], "c": grads["b"]})  # which leaves share one norm is not remembered
+
+
+def parts_of_one_tree(fw: Framework) -> None:
+    """Act as one of two processes that are alike."""
+
+    def joined(own: Any, op: str) -> Any:
+        return own + own if op == "sum" else own
+
+    def spoiled(own: Any, op: str) -> Any:
+        return fw.array(np.fmax(fw.numpy(own), [0.0, 1.0])) if op == "max" else own
+
+    grads, half = tree(fw), math.sqrt(0.5)
+    clipped, report = fw.run(lambda g: uc.clip(g, uc.by_global_norm(1.0), all_reduce=joined), grads)
+    close(fw, report.norms, 13.0 / half, "float32")
+    close(fw, clipped["w"], np.asarray([[3.0, -4.0]]) * half / 13, "float32")
+    largest = uc.by_global_norm(1.0, ord=math.inf)
+    if not fw.traced:
+        assert np.isnan(fw.numpy(uc.clip(grads, largest, all_reduce=spoiled)[0]["w"])).all()
+    nothing = {"w": None, "b": [None, None]}
+    with pytest.raises(ValueError, match=r"all_reduce.*pass params="):
+        uc.clip(nothing, uc.by_norm(1.0), all_reduce=joined)
+    absent, report = fw.run(
+        lambda p: uc.clip({"w": p["w"], "b": [None, None]}, uc.by_norm(1.0), p, all_reduce=joined), grads
+    )
+    assert absent["b"] == [None, None]
+    close(fw, absent["w"], np.asarray([[0.6, -0.8]]) * half, "float32")
+
+
+def errors_are_short(fw: Framework) -> None:
+    grads = [fw.array(np.arange(3000.0)) for _ in range(3)]
+    calls = [
+        lambda: uc.clip(uc.by_global_norm(1.0), grads),
+        lambda: uc.clip_by_global_norm(1.0, grads),
+        lambda: uc.clip_by_norm(grads, grads),
+        lambda: uc.Clipper(grads),
+        lambda: uc.Rule(grads),
+        lambda: uc.clip(grads, uc.by_global_norm),
+        lambda: uc.clip(grads, uc.by_value(grads[0], grads[1][:7])),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert len(str(caught.value)) < 600, str(caught.value)[:600]
 
 
 def only_measures(fw: Framework) -> None:
@@ -561,6 +673,21 @@ PROMISES = [
             **dict.fromkeys(["torch.compile", "jax.jit", "jax.jit-x64"], "the compiler converts and adds in one pass"),
         },
     ),
+    Promise(
+        "accuracy on other processors",
+        "the same with the kernels that BLAS has for each: Haswell (and Zen), Nehalem, SkylakeX",
+        on_other_processors,
+        {
+            **{family: "it adds with kernels of its own" for family in [*DERIVING, *OTHERS] if family != "NumPy"},
+            "numpy-readonly": "arrays of one kind are enough",
+        },
+    ),
+    Promise(
+        "code that is traced with one example",
+        "right for any other: no number of the example is in it (`torch.compile`, `make_fx`, `torch.jit.trace`, "
+        "`aot_function`, `jax.jit`, `tf.function`, TensorFlow 1 graphs)",
+        traced_with_an_example,
+    ),
     Promise("any split into leaves", "the same norm to 10⁻⁶: one leaf, ten, or a leaf for each entry", split),
     Promise(
         "finite, but squares leave the range",
@@ -601,6 +728,17 @@ PROMISES = [
     ),
     Promise("… and a rule that remembers", "its state stays as it was: later steps are not spoiled", state_is_kept),
     Promise(
+        "… and its state is loaded for other leaves, or another rule",
+        "`ValueError` naming the leaves or the rules, before anything is changed",
+        state_of_other_leaves,
+    ),
+    Promise(
+        "parts of one tree in several processes, `all_reduce=`",
+        "all decide alike: NaN survives a maximum that drops it, the loss is the mean of theirs, absent gradients take "
+        "part or the error says what to pass",
+        parts_of_one_tree,
+    ),
+    Promise(
         "sparse gradients",
         "stay sparse; rows that occur twice are summed before measuring",
         sparse,
@@ -628,6 +766,7 @@ PROMISES = [
         "contribute 0 and keep their places; the norm of nothing is 0",
         nothing,
     ),
+    Promise("any error", "says what to write instead, and prints no array", errors_are_short),
     Promise("leaves of two frameworks, or no array", "`TypeError` with the leaf's path and what to pass", wrong_leaf),
     Promise(
         "in place, `uc.clip_`",

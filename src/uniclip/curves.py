@@ -61,10 +61,12 @@ def smooth(xp: Any, norm: Any, limit: Any) -> Any:
 def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change."""
     above, ratio = _ratio(xp, norm, limit)
-    positive, zero, one = ratio > 0, xp.zeros_like(norm), xp.ones_like(norm)
-    safe = xp.where(positive, ratio, one)
+    one = xp.ones_like(norm)
+    # Elsewhere it is the ratio, or 1, to the last place, and the derivative of this would leave the range.
+    usual = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
+    safe = xp.where(usual, ratio, one)
     x = xp.where(above, 1 / safe, safe)
-    return xp.where(positive, xp.tanh(x) / x, xp.where(above, zero, one))
+    return xp.where(usual, xp.tanh(x) / x, xp.where(above, ratio, one))
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,8 +118,14 @@ out on scalars too."""
 
 RATIOS = (hard, normalize, soft, smooth, tanh)
 """The curves whose factor is the limit divided by the norm, or nearly, where the norm is far above the limit."""
+LINEAR = (Regularized, NonMonotonic)
+"""The curves whose factor is so many times the limit."""
 AT_MOST_ONE = (hard, skip, soft, smooth, tanh)
 """The curves whose factor is 1 at most."""
+
+
+_TINY = 1e-8
+"""Whose square is lost beside 1."""
 
 
 def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:

@@ -51,7 +51,7 @@ class Report(NamedTuple):
     norms: Any = None
     """The norms before clipping."""
     limits: Any = None
-    """What the norms were allowed to be; the largest number of their dtype where nothing limits them."""
+    """What the norms were allowed to be; where nothing limits, the largest number of their dtype."""
     factors: Any = None
     """What the gradients were multiplied by."""
     clipped: Any = None
@@ -176,7 +176,7 @@ def decide(
         factor = factor_of(small, rule, n, Bound(limit, top, measures), finite)
         factors.append(factor)
         products.append(factor.product(small.xp, top))
-        ones.append(small.xp.all(small.xp.equal(factor.by, small.xp.ones_like(factor.by))))
+        ones.append(small.xp.all(small.xp.equal(factor.rest, small.xp.ones_like(factor.rest))))
     if new_state is not state:
         state = kept(small, finite, optree.tree_map(backend.detached, new_state), state)
     skipped = _skipped(small, rule, products, finite)
@@ -189,7 +189,10 @@ def _skipped(backend: Backend, rule: Rule, factors: list[Any], finite: Any) -> A
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(finite)
     if rule.curve is skip:
-        none_left = all_of(backend, [xp.all(xp.equal(factor, xp.zeros_like(factor))) for factor in factors])
+        gone = [xp.equal(factor, xp.zeros_like(factor)) for factor in factors]
+        every = all_of(backend, [xp.all(flag) for flag in gone])
+        none = all_of(backend, [xp.logical_not(xp.any(flag)) for flag in gone])  # holds, too, where there is nothing
+        none_left = every & xp.logical_not(none)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
 

@@ -243,7 +243,8 @@ def _twin(array: Any) -> Any:
 
 def _like(backend: Backend, name: str, value: Any, like: Any, field: str | None) -> Any:
     """Return values as an array like another one."""
-    value = value.reshape(like.shape) if 0 == math.prod(value.shape) == math.prod(like.shape) else value  # [] has none
+    if 0 == math.prod(value.shape) == math.prod(like.shape):  # lists of nothing have neither shape nor dtype
+        return like
     if tuple(value.shape) != tuple(like.shape):
         msg = (
             f"the saved {name} has shape {tuple(value.shape)}, but here it is {tuple(like.shape)}: load the state of "

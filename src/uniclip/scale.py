@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.backends.scalars import NUMBERS, SCALARS
-from uniclip.curves import AT_MOST_ONE, RATIOS, normalize
+from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, normalize
 from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
 from uniclip.measure import broadcasts
 
@@ -17,29 +17,30 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
     from uniclip.rules import Curve, Rule
 
-_FAR = (2.0**-100, 2.0**-900)
-"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is in range."""
+_FAR = (2.0**-126, 2.0**-1022)
+"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
 
 
 class Factor(NamedTuple):
-    """What becomes of the gradients of a group: divided by ``unit``, a power of two, and multiplied by ``by``."""
+    """What becomes of the gradients of a group: they are multiplied by ``power``, a power of two, then by ``rest``."""
 
-    unit: Any
+    power: Any
     """``None`` if it is 1."""
-    by: Any
+    rest: Any
 
     def product(self, xp: Any, top: float) -> Any:
         """Return both as one factor, ``top`` if that is out of range."""
-        if self.unit is None:
-            return self.by
-        largest = top * xp.where(self.unit < 1, self.unit, xp.ones_like(self.unit))
-        return xp.where(self.by > largest, largest, self.by) / self.unit
+        if self.power is None:
+            return self.rest
+        one = xp.ones_like(self.power)
+        largest = top * xp.where(self.power > 1, 1 / self.power, one)
+        return self.power * xp.where(self.rest > largest, largest, self.rest)
 
     def parts(self) -> list[Any]:
-        """Return the parts that are not 1."""
-        return [self.by] if self.unit is None else [self.by, self.unit]
+        """Return the rest, and the power if it is not 1."""
+        return [self.rest] if self.power is None else [self.rest, self.power]
 
 
 class Bound(NamedTuple):
@@ -63,38 +64,50 @@ def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any
         limit = backend.to_device_of(norm, limit)
         unlimited, fault = limit >= bound.top, fault + (limit - limit)
     one = xp.ones_like(norm)
-    unit, by = (None, one) if unlimited is True else _curved(backend, rule.curve, norm, limit, bound.top)
+    power, rest = (None, one) if unlimited is True else _curved(backend, rule.curve, norm, limit, bound.top)
     if not isinstance(unlimited, bool):
-        unit, by = None if unit is None else xp.where(unlimited, one, unit), xp.where(unlimited, one, by)
-    by = by + fault
+        power = None if power is None else xp.where(unlimited, one, power)
+        rest = xp.where(unlimited, one, rest)
+    rest = rest + fault
     if not isinstance(free, bool):
-        by = xp.where(free, one, by)
+        rest = xp.where(free, one, rest)
     elif free:  # asked as a condition, or a compiler would keep it a symbol; then it is unlimited, too
-        by = one
+        rest = one
     if rule.nonfinite in {"skip", "zero"}:
         kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
-        by = xp.where(kept, by, xp.zeros_like(by))
-    return Factor(unit, by)
+        rest = xp.where(kept, rest, xp.zeros_like(rest))
+    return Factor(power, rest)
 
 
 def _curved(backend: Backend, curve: Curve, norm: Any, limit: Any, top: float) -> tuple[Any, Any]:
-    """Return the factor of a curve; where it would leave the range of its dtype, a unit and that of the norm in it."""
-    xp, near = backend.xp, curve not in RATIOS or backend.one_pass(norm)
+    """Return the factor of a curve, as a power of two and the rest where it would leave the range of its dtype."""
+    xp, linear = backend.xp, isinstance(curve, LINEAR)
+    near = not (linear or curve in RATIOS) or backend.one_pass(norm)
     if backend is SCALARS:
         near = near or norm * _FAR[0] <= limit <= norm / _FAR[0]
-    unit = None if near else _unit(xp, curve, norm, limit, top)
-    by = xp.asarray(_asked(curve, xp, norm if unit is None else norm / unit, limit), dtype=norm.dtype)
-    return unit, by if curve in AT_MOST_ONE else xp.where(by > top, xp.ones_like(by) * top, by)
+    power = None if near else _power(xp, curve, norm, limit, top)
+    if power is None or (backend is SCALARS and power == 1):
+        power = None
+        rest = _asked(curve, xp, norm, limit)
+    elif linear:
+        rest = _asked(curve, xp, norm, limit / power)
+    else:
+        one = xp.ones_like(norm)
+        far, limit = xp.logical_not(xp.equal(power, one)), limit * one
+        ratio = limit / xp.where(far, norm * power, one)
+        rest = xp.where(far, ratio, _asked(curve, xp, xp.where(far, limit, norm), limit))
+    rest = xp.asarray(rest, dtype=norm.dtype)
+    return power, rest if curve in AT_MOST_ONE else xp.where(rest > top, xp.ones_like(rest) * top, rest)
 
 
-def _unit(xp: Any, curve: Curve, norm: Any, limit: Any, top: float) -> Any:
-    """Return 1, or the power of two by which norm and limit lie too far apart for one factor."""
-    unit = one = xp.ones_like(norm)
+def _power(xp: Any, curve: Curve, norm: Any, limit: Any, top: float) -> Any:
+    """Return 1, or the power of two that brings a norm nearer to a limit that is too far away for one factor."""
+    power = one = xp.ones_like(norm)
     for far in _FAR if top > _FLOAT32 else _FAR[:1]:
-        unit = xp.where((norm * far > limit) & (limit > 0), one / far, unit)
+        power = xp.where((norm * far > limit) & (limit > 0), one * far, power)
         if curve is normalize:
-            unit = xp.where((limit * far > norm) & (norm > 0), one * far, unit)
-    return unit
+            power = xp.where((limit * far > norm) & (norm > 0), one / far, power)
+    return power
 
 
 def _asked(curve: Any, xp: Any, norm: Any, limit: Any) -> Any:
@@ -141,17 +154,27 @@ def _unscaled(grads: Gradients, group: Group) -> list[Any]:
 
 
 def _multiplied(grads: Gradients, group: Group, factor: Factor, skip: bool) -> list[Any]:  # noqa: FBT001
-    backend = grads.backend
-    known = isinstance(factor.by, NUMBERS)
-    results = None if skip and not (known and factor.by != 0) else grads.plain_arrays(group)
-    for part in [1 / unit for unit in factor.parts()[1:]] + [factor.by]:
+    backend, xp = grads.backend, grads.backend.xp
+    known = {isinstance(part, NUMBERS) for part in factor.parts()}
+    together = len(known) == 1 and (not skip or (True in known and factor.rest != 0))  # all parts by a hook, or none
+    results = grads.plain_arrays(group) if together else None
+    dtype = _dtype(grads, group, factor)
+    if dtype is not None and any([xp.result_type(array.dtype, xp.float32) != dtype for array in results or ()]):
+        results = None  # parts that some of them cannot hold
+    for part in reversed(factor.parts()):
         results = None if results is None else backend.scaled(results, part, in_place=grads.in_place)
     if results is not None:
         return results
-    parts, function = grads.as_arrays(factor.parts()), partial(_times, backend.xp, skip, grads.clean)
+    parts, function = grads.as_arrays(factor.parts()), partial(_times, backend, skip, grads.clean)
     return [
-        grads.put(leaf, function, *[spread(backend, part, leaf) for part in parts]) for leaf in grads.members(group)
+        grads.put(leaf, function, *[spread(backend, part, leaf, dtype) for part in parts])
+        for leaf in grads.members(group)
     ]
+
+
+def _dtype(grads: Gradients, group: Group, factor: Factor) -> Any:
+    """Return the dtype that holds both parts of a factor, that of the norm; ``None`` if there is one part."""
+    return None if factor.power is None else grads.norm_dtype(group)
 
 
 def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) -> Any:
@@ -171,21 +194,26 @@ def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) 
             msg = f"leaves need as many examples along the first axis, but {places} have the shapes {shapes}"
             raise ValueError(msg)
     for group, factor in zip(grads.groups.values(), factors, strict=True):
-        parts = grads.as_arrays(factor.parts())
+        parts, dtype = grads.as_arrays(factor.parts()), _dtype(grads, group, factor)
         for leaf in grads.members(group):
-            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf) for part in parts]
-            total = backend.sum(_times(backend.xp, skip, grads.clean, wide, *by), (0,))
+            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf, dtype) for part in parts]
+            total = backend.sum(_times(backend, skip, grads.clean, wide, *by), (0,))
             if mean:
                 count = backend.xp.asarray(backend.size(leaf.given, (0,)), dtype=total.dtype)
                 total = total / backend.xp.where(count > 0, count, backend.xp.ones_like(count))
-            new[leaf.number] = cast(backend.xp, total, leaf.array.dtype)
+            whole = backend.xp.isdtype(leaf.given.dtype, "integral")
+            new[leaf.number] = cast(backend.xp, total, leaf.array.dtype if whole else leaf.given.dtype)
     return grads.tree.rebuild(new)
 
 
-def _times(xp: Any, skip: bool, clean: bool, array: Any, by: Any, unit: Any = None) -> Any:  # noqa: FBT001
-    """Return ``array / unit · by``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
+def _times(backend: Backend, skip: bool, clean: bool, array: Any, rest: Any, power: Any = None) -> Any:  # noqa: FBT001
+    """Return ``array · power · rest``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
+    xp = backend.xp
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)
     if skip:
-        wide = xp.where(xp.equal(by, xp.zeros_like(by)), xp.zeros_like(wide), wide)
-    # Divided: compilers would put two factors together first.
-    return cast(xp, (wide if unit is None else wide / unit) * by, array.dtype)
+        wide = xp.where(xp.equal(rest, xp.zeros_like(rest)), xp.zeros_like(wide), wide)
+    wide = wide if power is None else cast(xp, wide, rest.dtype)
+    product = (wide if power is None else backend.shifted(wide, power)) * rest
+    if xp.isdtype(wide.dtype, "complex floating"):  # where 1 as a complex number changes the sign of a zero
+        product = xp.where(xp.equal(rest, xp.ones_like(rest)), wide, product)
+    return cast(xp, product, array.dtype)

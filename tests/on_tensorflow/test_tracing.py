@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -153,3 +154,21 @@ def test_tf1_graph() -> None:
                 tree = values(by)
                 found = session.run(fetched, {w: tree["w"], b: tree["b"][0], limit: c})
                 same(found, wanted(everything, by, c))
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+@pytest.mark.parametrize(("norm", "limit"), [(1e30, 1e-20), (1e-20, 1e30), (2.0, 1.0)])
+def test_factors_out_of_range(size: int, norm: float, limit: float) -> None:
+    """Grappler, which puts factors together, leaves two of them alone whose product no float32 can hold."""
+    rule = uc.normalized(limit)
+
+    @tf.function(autograph=False)
+    def clip(grads: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(grads)
+            clipped = uc.clip([grads], rule)[0][0]
+        return clipped, tape.gradient(clipped, grads)
+
+    clipped, slope = clip(tf.fill([size], norm / size**0.5))
+    np.testing.assert_allclose(clipped, np.full(size, limit / size**0.5), rtol=2e-6)
+    assert np.isfinite(slope).all() or norm < 1e-10  # limit/norm² is beyond float32

@@ -1187,3 +1187,19 @@ def test_rules_for_other_uses(rule: Any, error: type[Exception], message: str) -
 def test_nothing_to_log_before_the_first_step() -> None:
     """Before the first step the scalars are none."""
     assert attach(SGD(model().parameters()), uc.by_global_norm(1.0)).scalars() == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "by", "to"), [(uc.by_global_norm(1e-20), 1e30, 1e-20), (uc.normalized(1.0), 1e-40, 1.0)]
+)
+@pytest.mark.parametrize(("fused", "scale"), [(False, 1.0), (True, 1.0), (True, 8.0)])
+def test_factors_out_of_range(rule: uc.Rule, by: float, to: float, fused: bool, scale: float) -> None:
+    """Where one factor cannot be held, nor its reciprocal, the step takes what uc.clip returns."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([w], lr=1.0, fused=fused)
+    attach(optimizer, rule)
+    w.grad = torch.tensor([0.6, -0.8]) * by * scale
+    if scale != 1.0:
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+    optimizer.step()
+    torch.testing.assert_close(-w.detach() / to, torch.tensor([0.6, -0.8]), rtol=1e-4, atol=0)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -181,6 +181,10 @@ class Backend:
         """
         raise NotImplementedError
 
+    def shifted(self, array: Array, power: Array) -> Array:
+        """Return ``array · power``, a power of two, nearly always 1; no compiler may put it together with a factor."""
+        return array * power
+
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) holds, else ``rare()``."""
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
@@ -200,6 +204,13 @@ class Backend:
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:  # noqa: ARG002
         """Silence the floating-point warnings of NumPy, and make new arrays where the first gradient is, if any."""
         return np.errstate(all="ignore")
+
+
+@contextmanager
+def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter two contexts."""
+    with one, other:
+        yield
 
 
 def unchanged(array: Array) -> Array:

@@ -38,7 +38,7 @@ def _squares(array: View) -> float:
     if array.itemsize >= WIDE and (array.size <= PIECE or array.flags.forc):
         return _of_rows(array.ravel("K"))
     with walk([array], "readonly", [np.result_type(array.dtype, np.float32)]) as pieces:
-        return sum(_of_rows(piece) for piece in pieces)
+        return sum(_of_rows(np.ascontiguousarray(piece)) for piece in pieces)  # BLAS adds no others
 
 
 def _of_rows(flat: View) -> float:

@@ -122,6 +122,9 @@ class _JAX(Backend):
             return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
         return None
 
+    def one_pass(self, norm: Array) -> bool:
+        return not self.traced(norm) and not self.readable(norm)
+
     def watched(self) -> bool:
         return bool(jax.config.jax_debug_infs)
 

@@ -20,7 +20,7 @@ from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public question
 from tensorflow.python.ops import control_flow_util
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, sum_dtype
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, sum_dtype
 from uniclip.backends.host import squares
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -112,7 +112,7 @@ namespace = SimpleNamespace(
     exp=tf.exp,
     expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
     expm1=tf.math.expm1,
-    finfo=lambda dtype: SimpleNamespace(max=dtype.max),
+    finfo=lambda dtype: np.finfo(dtype.as_numpy_dtype),
     float32=tf.float32,
     float64=tf.float64,
     floor=tf.floor,
@@ -241,6 +241,14 @@ class _TensorFlow(Backend):
             return super().size(leaf, axes)
         return tf.size(leaf, tf.int64) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf, tf.int64), axes))
 
+    def shifted(self, array: Array, power: Array) -> Array:
+        if not self.traced(array) or _in_xla():
+            return array * power
+        # Grappler would multiply the factors first, but does not look through these operations.
+        if (array.shape.num_elements() or 0) > PIECE:
+            return tf.cond(tf.reduce_all(tf.equal(power, 1)), lambda: tf.identity(array), lambda: array * power)
+        return tf.ensure_shape(array * power, array.shape)
+
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
             return super().cond(ok, usual, rare)
@@ -260,7 +268,8 @@ class _TensorFlow(Backend):
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
-        return super().quiet(first) if tf.executing_eagerly() else ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED)
+        quiet = super().quiet(first)
+        return quiet if tf.executing_eagerly() else both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
 
 
 def _squares_of(rows: Array) -> Array:

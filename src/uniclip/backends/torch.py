@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import torch
 from array_api_compat import torch as compat
 
 from uniclip.backends import dtensor
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, row_slices, sum_dtype, unchanged
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, row_slices, sum_dtype, unchanged
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch_modes import (
     at_home,
@@ -34,12 +34,18 @@ def _result_type(*dtypes: torch.dtype) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
+_NARROW = {dtype: torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+"""The largest numbers of the dtypes that cannot hold all of Python's."""
+
+
 def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Convert numbers and other frameworks' arrays; PyTorch reads the latter as sequences of numbers."""
     if isinstance(value, torch.Tensor):
         return value if dtype is None else value.to(dtype)
     if torch.compiler.is_compiling() and isinstance(value, (float, torch.SymFloat)):
         return torch.ones((), dtype=dtype) * value  # else torch.compile takes the number for a constant
+    if isinstance(value, float) and dtype in _NARROW and abs(value) > _NARROW[dtype]:
+        return torch.full((), value, dtype=torch.float64).to(dtype)  # ∞, as elsewhere, and no error
     if isinstance(value, (bool, int, float, torch.SymInt)):
         return torch.full((), value, dtype=dtype)  # torch.export cannot save constants inside torch.cond
     return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
@@ -98,12 +104,6 @@ def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     unknown = type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing()
     same = unknown or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
     return operand.clone() if same else operand
-
-
-@contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with one, other:
-        yield
 
 
 class _Torch(Backend):
@@ -309,7 +309,7 @@ class _Torch(Backend):
         home = at_home(first)
         if torch.compiler.is_compiling():
             return home or nullcontext()
-        return super().quiet() if home is None else _both(super().quiet(), home)
+        return super().quiet(first) if home is None else both(super().quiet(first), home)
 
 
 BACKEND = _Torch(namespace)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from uniclip._checks import below_one, nonnegative, settle, whole
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, unlimited
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, unit_of, unlimited
 
 
 class Averages(NamedTuple):
@@ -64,15 +64,18 @@ class Ema(Remembers):
         """Compare with the averages, then learn from what is left."""
         xp, limits, averages = given.xp, [], []
         warm = state.count < self.warmup
-        joint = _joint(given, norms) if self.warmup and norms else None
+        some = [n for n in norms if 0 not in n.shape]
+        joint = _joint(given, some) if self.warmup and some else None
         for n, average in zip(norms, state.averages, strict=True):
             endless, unknown = unlimited(xp, n), average < 0
             limit = xp.where(unknown, endless, self.ratio * average)
             if joint is not None:
-                whole = xp.astype(given.place(n, joint), n.dtype)
-                above = whole > self.warmup_norm
-                shared = n * (self.warmup_norm / xp.where(above, whole, xp.ones_like(whole)))
-                limit = xp.where(warm, xp.where(above, shared, endless), limit)
+                unit, root = (xp.astype(given.place(n, one), n.dtype) for one in joint)
+                above, most = unit * root > self.warmup_norm, xp.ones_like(n) * self.warmup_norm
+                # n · most / joint: neither is above the joint norm, which may leave the range, as n · most may.
+                high = xp.where(above, xp.where(n > most, n, most), unit) / unit
+                low = at_most(xp, n, most) / xp.where(above, root, xp.ones_like(root))
+                limit = xp.where(warm, xp.where(above, high * low, endless), limit)
             left = at_most(xp, n, limit)
             first = warm | unknown
             before = xp.where(first, xp.zeros_like(n), average)
@@ -171,13 +174,13 @@ class MeanOverRms(Remembers):
 
 
 def _joint(given: Given, norms: Arrays) -> Any:
-    """Return the norm of all norms, in units of the largest one."""
+    """Return the norm of all norms as a unit and how many of it, so that it is in range."""
     xp, dtype = given.xp, given.xp.result_type(*(n.dtype for n in norms))
-    norms = [xp.astype(n, dtype) for n in norms if 0 not in n.shape]
+    norms = [xp.astype(n, dtype) for n in norms]
 
     def joined(function: Any, values: Arrays) -> Any:  # only 0-d ones are stacked: others may be divided among devices
         return function(xp.stack([given.place(values[0], function(v) if len(v.shape) else v) for v in values]))
 
     top = joined(xp.max, norms)
-    unit = xp.where(top > 0, top, xp.ones_like(top))
-    return unit * xp.sqrt(joined(xp.sum, [(n / given.place(n, unit)) ** 2 for n in norms]))
+    unit = unit_of(xp, top)
+    return unit, xp.sqrt(joined(xp.sum, [(n / given.place(n, unit)) ** 2 for n in norms]))

@@ -118,12 +118,22 @@ class Remembers(Printed, Limit):
 
 def empty(given: Given, n: Any, window: int) -> Any:
     """Return a history without norms, for norms like ``n``: -1 where there is none."""
-    return given.place(n, given.xp.zeros((window, *tuple(n.shape)), dtype=n.dtype)) - 1
+    like = given.xp.expand_dims(0 * n, axis=0)  # divided among devices as the norms are
+    return given.place(n, given.xp.zeros((window, *([1] * len(n.shape))), dtype=n.dtype)) + like - 1
 
 
 def unlimited(xp: Any, n: Any) -> Any:
     """Return the limit of a norm that is not limited: the largest number, since ∞ would alarm who looks for it."""
     return xp.ones_like(n) * float(xp.finfo(n.dtype).max)
+
+
+def unit_of(xp: Any, top: Any) -> Any:
+    """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or a little less.
+
+    Its reciprocal, by which compilers multiply, is a normal number.
+    """
+    most = xp.ones_like(top) * (float(xp.finfo(top.dtype).max) / 4)
+    return xp.where(top > 0, at_most(xp, top, most), xp.ones_like(top))
 
 
 def pushed(xp: Any, history: Any, n: Any) -> Any:

@@ -179,8 +179,14 @@ class Split(Printed, Limit):
 
     def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
         """Split the total."""
-        sizes = given.sizes() if self.by_size else [given.xp.ones_like(n) for n in norms]
-        return [self.total * (size / sum(given.place(size, one) for one in sizes)) ** 0.5 for size in sizes], state
+        if not self.by_size:
+            return [self.total * len(norms) ** -0.5 * given.xp.ones_like(n) for n in norms], state
+        sizes = given.sizes()
+        return [self.total * (size / _sum(given, size, sizes)) ** 0.5 for size in sizes], state
+
+
+def _sum(given: Given, like: Any, sizes: Arrays) -> Any:
+    return sum(given.xp.astype(given.place(like, size), like.dtype) for size in sizes)
 
 
 @dataclass(frozen=True, repr=False)

@@ -81,7 +81,8 @@ class Percentile(Remembers):
 class PercentileOfAll(Remembers):
     """Allow a percentile of all norms so far, this step's among them, to half a percent.
 
-    The norms are counted by their logarithms, in steps of a hundredth: a state of 77 kB for each norm.
+    The norms are counted by their logarithms, in steps of a hundredth: a state of 77 kB for each norm, of 582 kB for
+    one in float64, whose range is wider.
 
     Parameters
     ----------
@@ -95,10 +96,13 @@ class PercentileOfAll(Remembers):
 
     q: float
 
-    first: ClassVar[float] = -103.5
-    """The least logarithm; float32 numbers have none below."""
     step: ClassVar[float] = 0.01
+    first: ClassVar[float] = -103.5
+    """The least logarithm of float32 numbers."""
     bins: ClassVar[int] = 19_250
+    first_wide: ClassVar[float] = -745.5
+    """That of wider ones."""
+    bins_wide: ClassVar[int] = 145_600
 
     def __post_init__(self) -> None:
         """Refuse what is no percentile."""
@@ -107,25 +111,30 @@ class PercentileOfAll(Remembers):
     def init(self, norms: Arrays, given: Given) -> Histogram:
         """Begin with nothing counted."""
         xp = given.xp
-        below = [given.place(n, xp.zeros((self.bins, *tuple(n.shape)), dtype=xp.int32)) for n in norms]
+        below = [given.place(n, xp.zeros((self._range(xp, n)[1], *tuple(n.shape)), dtype=xp.int32)) for n in norms]
         return Histogram(below, given.counter(norms))
 
     def __call__(self, norms: Arrays, state: Histogram, given: Given) -> tuple[Arrays, Histogram]:
         """Count the norms, and look the percentiles up."""
         xp, count, limits, counts = given.xp, state.count + 1, [], []
         for n, old in zip(norms, state.below, strict=True):
-            numbers = given.place(n, xp.reshape(xp.arange(self.bins), (self.bins,) + (1,) * len(n.shape)))
+            first, bins = self._range(xp, n)
+            numbers = given.place(n, xp.reshape(xp.arange(bins), (bins,) + (1,) * len(n.shape)))
             one, positive = xp.ones_like(n), n > 0
-            log = xp.where(positive, xp.log(xp.where(positive, n, one)), self.first * one)
-            below = old + xp.astype(log <= self.first + self.step * xp.astype(numbers, n.dtype), xp.int32)
+            log = xp.where(positive, xp.log(xp.where(positive, n, one)), first * one)
+            below = old + xp.astype(log <= first + self.step * xp.astype(numbers, n.dtype), xp.int32)
 
-            def value(rank: Any, below: Any = below, dtype: Any = n.dtype) -> Any:
+            def value(rank: Any, below: Any = below, first: float = first, dtype: Any = n.dtype) -> Any:
                 bin_ = xp.astype(xp.sum(xp.astype(below <= rank, xp.int32), axis=0), dtype)
-                return xp.exp(self.first + self.step * (bin_ - 0.5))
+                return xp.exp(first + self.step * (bin_ - 0.5))
 
             limits.append(_interpolated(xp, self.q, n, count, value))
             counts.append(below)
         return limits, Histogram(counts, count)
+
+    def _range(self, xp: Any, n: Any) -> tuple[float, int]:
+        """Return the least logarithm of a dtype, and how many steps its range has."""
+        return (self.first, self.bins) if n.dtype == xp.float32 else (self.first_wide, self.bins_wide)
 
 
 @dataclass(frozen=True, repr=False)

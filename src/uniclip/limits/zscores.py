@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._checks import below_one, flag, nonnegative, one_of, settle, whole, within
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, unlimited
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, unit_of, unlimited
 
 Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
@@ -221,8 +221,9 @@ class RollingZScore(Remembers):
         count = xp.where(enough, count, xp.ones_like(count) * 2)
         values = xp.where(there, history, xp.zeros_like(history))
         top = xp.max(xp.abs(values), axis=0)
-        unit = xp.where(top > 0, top, xp.ones_like(top))  # squares of large and of tiny numbers leave the range
+        unit = unit_of(xp, top)  # squares of large and of tiny numbers leave the range
         values = values / unit
         mean = xp.sum(values, axis=0) / count
         square = xp.sum(xp.where(there, values - mean, xp.zeros_like(values)) ** 2, axis=0) / (count - 1)
-        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square)), unlimited(xp, mean))
+        rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
+        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square) + rounding), unlimited(xp, mean))

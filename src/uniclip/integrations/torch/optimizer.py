@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,8 @@ _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ad
 """The optimizers whose fused kernels divide the gradients by ``optimizer.grad_scale``, and write them back."""
 _DIVIDED = {torch.float32, torch.bfloat16, torch.float16}
 """The dtypes that lose nothing by it: ``grad_scale`` is float32."""
+_TINY = 1.2e-38
+"""Below the normal numbers of float32, which kernels may take for 0."""
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code of PyTorch's that runs the hooks around a step."""
 
@@ -242,11 +245,22 @@ class Attached(Memory):
         self.state, self.report = core.measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
         factor = self.report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
-        if not BACKEND.readable(factor) or (bool(self.report.clipped) and bool(torch.isfinite(divisor))):
+        known = BACKEND.readable(factor)
+        if known and not bool(self.report.clipped):
+            return
+        if not known or all(_TINY < float(one) < 1 / _TINY for one in (factor, divisor)):
             self._set("grad_scale", divisor)
-        elif bool(self.report.clipped):  # by a factor that is 0, too small or NaN
+        else:  # what a kernel cannot divide by, such as 0, NaN or 1e-40
+            self._unscale(grads, scale)
+            rule = replace(self.rule, limit=self.report.limits)
+            core.clip_known(rule, grads, self.report.norms, in_place=True)
+
+    def _unscale(self, grads: list[Any], scale: Any) -> None:
+        """Divide by what a fused kernel would divide by."""
+        if scale is not None:
+            self._set("grad_scale", None)
             for grad in grads:
-                grad.mul_(factor)
+                grad.div_(scale.to(grad.device))
 
     def _scale(self, params: list[Any], grads: list[Any], scale: Any, loss: Any) -> None:
         """Clip in place; first divide by what a fused kernel would divide by."""
@@ -254,16 +268,13 @@ class Attached(Memory):
             self._same(params)
         elif labelled(self.rule):
             self._same_groups()
-        if scale is not None:
-            if any(grad.dtype is torch.float16 for grad in grads):
-                msg = (
-                    f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep the parameters "
-                    "in float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
-                )
-                raise ValueError(msg)
-            self._set("grad_scale", None)
-            for grad in grads:
-                grad.div_(scale.to(grad.device))
+        if scale is not None and any(grad.dtype is torch.float16 for grad in grads):
+            msg = (
+                f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep the parameters "
+                "in float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
+            )
+            raise ValueError(msg)
+        self._unscale(grads, scale)
         tree, every = self._tree(grad_of), self._tree(lambda p: p)
         _, self.state, self.report = self.rule.update(tree, self.state, every, in_place=True, loss=loss)
 
