@@ -122,7 +122,9 @@ def test_compiled() -> None:
 ROWS = torch.tensor([[3.0, 4.0], [0.3, 0.4], [30.0, 40.0]])
 
 
-@pytest.mark.parametrize("rule", [*RULES[:2], RULES[3], lambda g: g.flip(0)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [*RULES[:2], RULES[3], lambda g: g.flip(0)], ids=["all", "order 3", "value", "a function"]
+)
 def test_in_place_under_vmap(rule: Any) -> None:
     """Each example is changed by itself."""
     given = ROWS.clone()
