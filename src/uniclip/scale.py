@@ -56,14 +56,14 @@ class Bound(NamedTuple):
 
 def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any) -> Factor:
     """Return the curve's factor: 1 where nothing limits, NaN (or the policy's 0) where norm or limit is not finite."""
-    xp, limit, free = backend.xp, bound.limit, bound.measures
+    xp, limit, free, one = backend.xp, bound.limit, bound.measures, backend.xp.ones_like(norm)
     fault = norm - norm  # 0, or NaN; neither NaN nor ∞ is made of healthy gradients, which debuggers look for
     if isinstance(limit, NUMBERS):
         unlimited, limit = bool(limit >= bound.top), xp.asarray(limit, dtype=norm.dtype)
     else:
         limit = backend.to_device_of(norm, limit)
         unlimited, fault = limit >= bound.top, fault + (limit - limit)
-    one = xp.ones_like(norm)
+        fault = fault + xp.log(xp.where(limit < 0, -one, one))  # 0, or NaN for what is refused where it can be read
     power, rest = (None, one) if unlimited is True else _curved(backend, rule.curve, norm, limit, bound.top)
     if not isinstance(unlimited, bool):
         power = None if power is None else xp.where(unlimited, one, power)
