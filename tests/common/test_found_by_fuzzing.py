@@ -170,3 +170,19 @@ def test_norms_whose_reciprocals_are_not_normal(fw: Framework) -> None:
     rolling, warm = (fw.numpy(limits) for limits in fw.run(train, [fw.array(one) for one in values]))
     np.testing.assert_allclose(rolling, [1.3e38 + 3e37 * 2**0.5, 2e37 + 1e37 * 2**0.5, 0.5 + 0.5**0.5], rtol=1e-5)
     np.testing.assert_allclose(warm[:2], [2 / 4.04**0.5, 0.2 / 4.04**0.5], rtol=1e-5)
+
+
+def test_the_largest_norms_in_a_histogram(fw: Framework) -> None:
+    """A percentile of norms near the largest number is a number, too."""
+    rule, grads = uc.autoclip(0, window=None), fw.array([3e38, 0.0])
+    _, _, report = fw.run(lambda g: rule.update(g, rule.init(g)), grads)
+    assert 2.9e38 < numbers(fw, report.limits)[0] <= 3.41e38
+
+
+def test_a_joint_norm_beyond_the_dtype_of_a_leaf(fw: Framework) -> None:
+    """In the warm-up a float32 leaf has its share also beside a float64 leaf whose norm no float32 can hold."""
+    wide, large = ("float64", 1e45) if "float64" in fw.dtypes else ("float32", 1e38)
+    grads = [fw.array([1e37]), fw.array([large], wide)]
+    rule = uc.adagc(warmup_norm=1e37)
+    clipped = fw.run(lambda g: rule.update(g, rule.init(g))[0], grads)
+    np.testing.assert_allclose(numbers(fw, *clipped), [1e37 / large * 1e37, 1e37], rtol=6e-3)

@@ -70,12 +70,13 @@ class Ema(Remembers):
             endless, unknown = unlimited(xp, n), average < 0
             limit = xp.where(unknown, endless, self.ratio * average)
             if joint is not None:
-                unit, root = (xp.astype(given.place(n, one), n.dtype) for one in joint)
-                above, most = unit * root > self.warmup_norm, xp.ones_like(n) * self.warmup_norm
-                # n · most / joint: neither is above the joint norm, which may leave the range, as n · most may.
-                high = xp.where(above, xp.where(n > most, n, most), unit) / unit
-                low = at_most(xp, n, most) / xp.where(above, root, xp.ones_like(root))
-                limit = xp.where(warm, xp.where(above, high * low, endless), limit)
+                unit, root = (given.place(n, one) for one in joint)
+                own = xp.astype(n, unit.dtype)  # the joint norm may be beyond the dtype of this one
+                above, most = unit * root > self.warmup_norm, xp.ones_like(own) * self.warmup_norm
+                # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
+                high = xp.where(above, xp.where(own > most, own, most), unit) / unit
+                low = at_most(xp, own, most) / xp.where(above, root, xp.ones_like(root))
+                limit = xp.where(warm, xp.where(above, xp.astype(high * low, n.dtype), endless), limit)
             left = at_most(xp, n, limit)
             first = warm | unknown
             before = xp.where(first, xp.zeros_like(n), average)

@@ -126,7 +126,10 @@ class PercentileOfAll(Remembers):
 
             def value(rank: Any, below: Any = below, first: float = first, dtype: Any = n.dtype) -> Any:
                 bin_ = xp.astype(xp.sum(xp.astype(below <= rank, xp.int32), axis=0), dtype)
-                return xp.exp(first + self.step * (bin_ - 0.5))
+                log = first + self.step * (bin_ - 0.5)
+                most = math.log(float(xp.finfo(dtype).max)) - 1e-4  # above it the exponential may be ∞
+                root = xp.exp(xp.where(log > most, xp.ones_like(log) * most, log) / 2)  # some are ∞ already before
+                return root * root
 
             limits.append(_interpolated(xp, self.q, n, count, value))
             counts.append(below)
