@@ -228,9 +228,11 @@ def _measures(backend: Backend, limit: Any) -> Any:
         return False
     if isinstance(limit.value, NUMBERS):
         return bool(limit.value > sys.float_info.max)  # to compilers, no symbol equals ∞
-    value = backend.xp.asarray(limit.value)
+    xp, value = backend.xp, backend.xp.asarray(limit.value)
+    if not xp.isdtype(value.dtype, "real floating"):
+        return False
     number = backend.number(value)
-    return backend.xp.isinf(value) if number is None else bool(number == math.inf)
+    return xp.isinf(value) if number is None else bool(number == math.inf)
 
 
 def given_of(
