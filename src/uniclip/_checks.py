@@ -53,7 +53,7 @@ def nonnegative(name: str, value: Any, hint: str = "") -> Any:
 
 def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
     """Return a number that is 0 or more as Python's, an array of real numbers as it is; refuse all else."""
-    if type(value) is float and value >= 0:  # those of NumPy are floats, too
+    if type(value) is float and value >= 0:  # of Python's own; there are others
         return value
     value = real(name, value, f"a number or a 0-d array{hint}")
     if isinstance(value, Real) and not float(value) >= 0:

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from uniclip._repr import holds_arrays, short
+from uniclip.backends import compiling
 
 _RULE = "such as uc.by_global_norm(1.0), or a function of one array"
 _CHOICES = {
@@ -25,7 +26,7 @@ def is_rule(value: Any) -> bool:
 
 def own_module(value: Any) -> str:
     """Return the name of the module of uniclip that a function, a class or an object is from, else nothing."""
-    if isinstance(value, ModuleType):
+    if isinstance(value, ModuleType) or compiling():  # a compiler does not know the modules of builtin functions
         return ""
     known = value if hasattr(value, "__qualname__") else type(value)
     homes = [getattr(one, "__module__", None) or "" for one in getattr(known, "__mro__", (known,))]
