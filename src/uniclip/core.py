@@ -31,7 +31,6 @@ _NO_STATE = NoState()
 
 def reduced(rule: Rule, grads: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool) -> tuple[Any, Report]:
     """Clip the gradients of examples, and return their sum or mean along the first axis."""
-    refuse_in_step(all_reduce)
     whole, given = _read(rule, grads, _NO_STATE, params, all_reduce)
     with given.backend.quiet(given.first):
         decision = decide(rule, given, _NO_STATE, params, all_reduce)
@@ -39,9 +38,17 @@ def reduced(rule: Rule, grads: Any, params: Any, all_reduce: AllReduce | None, *
 
 
 def _read(
-    rule: Rule, grads: Any, state: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool = False
+    rule: Rule,
+    grads: Any,
+    state: Any,
+    params: Any,
+    all_reduce: AllReduce | None,
+    *,
+    in_place: bool = False,
+    loss: Any = None,
 ) -> tuple[Filled, Gradients]:
-    """Read the gradients of a step, and what stands for those that other processes may have."""
+    """Check what a step is given, and read its gradients, and what stands for those that other processes may have."""
+    refuse_in_step(all_reduce, None if isinstance(loss, Loss) else loss)
     if all_reduce is None:
         return Filled(grads), read(grads, rule.scope, in_place=in_place)
     whole = filled(rule.scope, grads, params, state)
@@ -84,8 +91,7 @@ def update(
     loss: Any = None,
 ) -> tuple[Any, Any, Report]:
     """Clip ``grads`` by ``rule``; see `Rule.update`."""
-    refuse_in_step(all_reduce, None if isinstance(loss, Loss) else loss)
-    whole, given = _read(rule, grads, state, params, all_reduce, in_place=flag("in_place", in_place))
+    whole, given = _read(rule, grads, state, params, all_reduce, in_place=flag("in_place", in_place), loss=loss)
     with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, loss=loss)
         return whole.emptied(decision.clipped(rule)), decision.state, decision.report()
@@ -101,8 +107,7 @@ def measured(
     loss: Any = None,
 ) -> tuple[Any, Report]:
     """Return what `update` does, but for the scaled gradients; a norm that is known already is not measured."""
-    refuse_in_step(all_reduce, None if isinstance(loss, Loss) else loss)
-    _, given = _read(rule, grads, state, params, all_reduce)
+    _, given = _read(rule, grads, state, params, all_reduce, loss=loss)
     with given.backend.quiet(given.first):
         decision = decide(rule, given, state, params, all_reduce, norm, loss)
         return decision.state, decision.report()
