@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +54,17 @@ def refuse_swapped(grads: Any, rule: Any, call: str) -> None:
     """Refuse a rule in the place of the gradients."""
     if is_rule(grads):
         msg = f"grads and rule are swapped, got {short(grads)} and {short(rule)}: write {call}"
+        raise TypeError(msg)
+
+
+def refuse_as_transformation(rule: Any) -> None:
+    """Refuse to be initialized by a library of transformations, which take whatever has ``init`` and ``update``."""
+    caller = "" if compiling() else sys._getframe(2).f_globals.get("__name__", "")  # noqa: SLF001 - who asks
+    if caller.partition(".")[0] in {"optax", "flax"}:
+        msg = (
+            f"a rule is no transformation of optax, its update returns a report, too: write to_optax({short(rule)}), "
+            "from uniclip.integrations.optax"
+        )
         raise TypeError(msg)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import optree
 
 from uniclip._checks import check
+from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, holds_arrays
 from uniclip.absent import unknown
 from uniclip.backends import DEFAULT, backend_of
@@ -107,6 +108,7 @@ class Chain(Printed):
 
     def init(self, grads: Any) -> tuple[Any, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
+        refuse_as_transformation(self)
         return tuple(rule.init(grads) for rule in self.rules)
 
     def update(
@@ -162,6 +164,7 @@ class Masked(Printed):
 
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
+        refuse_as_transformation(self)
         some, chosen = self._chosen(flatten(grads))
         return self.rule.init(some) if any(chosen) else NoState()
 

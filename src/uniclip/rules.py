@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from uniclip import core
 from uniclip._checks import check, one_of, real, settle
-from uniclip._mistakes import is_rule, own_module, refuse_as_rule
+from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
 from uniclip._repr import Printed, short
 from uniclip.curves import hard
 from uniclip.decide import Report, given_of
@@ -100,6 +100,7 @@ class Rule(Printed):
         -------
         state : tree of arrays
         """
+        refuse_as_transformation(self)
         limit: Limit = self.limit
         if not limit.memory:
             return NoState()
@@ -184,6 +185,7 @@ class EachArray(Printed):
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""
+        refuse_as_transformation(self)
         return NoState()
 
     def update(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import uniclip as uc
 from uniclip.integrations.optax import ClipState, scalars, to_optax
@@ -81,6 +82,31 @@ def test_names_of_optax() -> None:
     _, state = optimizer.update(LARGE, optimizer.init(PARAMS), PARAMS)
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "norm"), NORM, rtol=1e-6)
     assert isinstance(optax.tree_utils.tree_get(state, "ClipState"), ClipState)
+
+
+BARE = [
+    uc.by_global_norm(1.0),
+    uc.zclip(),
+    uc.by_value(1.0),
+    uc.chain(uc.zclip()),
+    uc.masked(uc.zclip(), lambda *_: True),
+]
+
+
+@pytest.mark.parametrize("rule", BARE, ids=[type(rule).__name__ + str(rule.memory) for rule in BARE])
+def test_a_rule_is_no_transformation(rule: Any) -> None:
+    """Optax and Flax take whatever has ``init`` and ``update``: the rule says what to write instead."""
+    makers = [
+        optax.chain(rule, optax.adam(0.1)).init,
+        optax.masked(rule, {"w": True}).init,
+        optax.MultiSteps(rule, 2).init,
+        lambda params: TrainState.create(apply_fn=None, params=params, tx=rule),
+    ]
+    for make in makers:
+        with pytest.raises(TypeError, match=r"write to_optax\("):
+            make({"w": PARAMS["w"]})
+        with pytest.raises(TypeError, match=r"write to_optax\("):
+            jax.jit(make)({"w": PARAMS["w"]})
 
 
 def test_tree_map_params() -> None:
