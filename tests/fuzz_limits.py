@@ -16,7 +16,6 @@ from fuzz_spans import LONG, MAYBE, NO, YES, Array, Precision, Span, either, exa
 Spec: TypeAlias = tuple[Any, ...]
 State: TypeAlias = Any
 Answer: TypeAlias = tuple[list[Span], State]
-SINGLE = Precision(2.0**-24, 2.0**-149, float(np.finfo(np.float32).max))
 CAP = 1e18
 """The largest norm that a statistic of squares takes in."""
 
@@ -32,6 +31,8 @@ class Given:
     labels: list[Any]
     reference: Callable[[], list[Span]]
     sizes: Callable[[], list[Array]]
+    single: Precision
+    """That of float32, in which steps are counted and losses are held."""
     loss: float | None = None
     seen: list[Array] | None = None
     """The limits that were reported: they say which way a step went that could go either way."""
@@ -56,6 +57,7 @@ class Given:
             [self.labels[number]],
             lambda: [self.reference()[number]],
             lambda: [self.sizes()[number]],
+            self.single,
             self.loss,
             None if self.seen is None else [self.seen[number]],
             self.maybes,
@@ -94,7 +96,7 @@ def _schedule(spec: Spec, norms: list[Span], state: State, given: Given) -> Answ
     start, change, ratio = spec[1:]
     steps = 0 if state is None else state
     value = start + change * ratio**steps
-    limits = [exact(value, SINGLE.wider(n.precision)).rounded(16) for n in norms]  # the step is a float32
+    limits = [exact(value, given.single.wider(n.precision)).rounded(16) for n in norms]
     return [Span(limit.lo, limit.hi, n.precision) for limit, n in zip(limits, norms, strict=True)], steps + 1
 
 
@@ -325,7 +327,7 @@ def _rolling(spec: Spec, norms: list[Span], state: State, given: Given) -> Answe
     limits = [_threshold(history, z, warmup, n) for history, n in zip(histories, norms, strict=True)]
     if given.loss is not None:
         with np.errstate(over="ignore"):
-            loss = exact(np.float32(given.loss), SINGLE)
+            loss = exact(np.float32(given.loss), given.single)
         bound = _threshold(losses, z, warmup, loss)
         calm = np.asarray(YES if len(losses) < warmup else NO)
         if np.isfinite(loss.lo) and len(losses) >= warmup:

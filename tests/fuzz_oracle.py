@@ -344,7 +344,8 @@ def _limits(
     ask = Given(
         [label for label, _ in groups],
         lambda: norms_of(plan, [given.params[leaf.path] for leaf in leaves], given.machine)[0],
-        lambda: sizes, given.loss, None if given.seen is None else given.seen[0],
+        lambda: sizes, precision("float32", flush=given.machine.flush),
+        given.loss, None if given.seen is None else given.seen[0],
         given.maybes, any(bad.any() for bad in out.broken),
     )  # fmt: skip
     return step(plan.limit, calm, state, ask)
