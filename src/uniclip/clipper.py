@@ -11,7 +11,7 @@ from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.absent import filled
 from uniclip.backends import backend_of
-from uniclip.decide import Report
+from uniclip.report import Report
 from uniclip.measure import AllReduce
 from uniclip.rules import as_rule
 from uniclip.saved import (

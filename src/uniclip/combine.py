@@ -16,11 +16,13 @@ from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, holds_arrays
 from uniclip.absent import unknown
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.backends.scalars import NUMBERS
-from uniclip.decide import LOGGED, Report, kept
+from uniclip.scale import NUMBERS
+from uniclip.report import LOGGED, Made, Report
+from uniclip.step import kept
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
-from uniclip.rules import Function, as_rule
+from uniclip.arraywise import Function
+from uniclip.rules import as_rule
 from uniclip.scopes import Path, all_leaves
 from uniclip.tree import Tree, flatten
 
@@ -187,7 +189,7 @@ class Masked(Printed):
         else:
             some, chosen, params = self._taking_part(tree.rebuild(tree.leaves), params)
         clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
-        report = report._replace(skipped=None)  # the other leaves are not left out
+        report = report.without_skip()  # the other leaves are not left out
         if in_place:
             return tree.rebuild(tree.leaves), state, report
         new = iter(flatten(clipped).leaves)
@@ -237,14 +239,14 @@ def _skipped(reports: list[Report]) -> Any:
     return reduce(or_, flags) if flags else None
 
 
-class _Reports(Report):
+class _Reports(Made):
     """The report of a chain: a tuple of each rule's norms, limits and factors."""
 
     __slots__ = ()
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
-        each = [Report(*values, skipped=self.skipped).scalars() for values in zip(*self[:3], strict=True)]
+        each = [Report(*values, skipped=self.skipped).scalars() for values in zip(self.norms, self.limits, self.factors, strict=True)]
         join = (_larger, _smaller, mul, _larger, _larger)
         measured = [scalars for scalars in each if scalars]
         names = [name for name in LOGGED if measured and name in measured[0]]
@@ -267,7 +269,7 @@ def _joined(reports: list[Report]) -> Report:
     measured = [report for report in reports if report.finite is not None]
     if not measured:
         return Report()
-    norms, limits, factors = (tuple(report[i] for report in reports) for i in range(3))
+    norms, limits, factors = (tuple(getattr(report, name) for report in reports) for name in ("norms", "limits", "factors"))
     return _Reports(
         norms,
         limits,

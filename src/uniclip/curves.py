@@ -7,11 +7,14 @@ whose shapes broadcast together. The factor of a norm of 0 is finite, as are all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 from uniclip._checks import positive, settle
 from uniclip._repr import Printed
+
+Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 def hard(xp: Any, norm: Any, limit: Any) -> Any:
@@ -69,6 +72,10 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(usual, xp.tanh(x) / x, xp.where(above, ratio, one))
 
 
+for _curve in (hard, normalize, skip, soft, smooth, tanh):
+    setattr(_curve, "host", True)  # noqa: B010 - NumPy's arrays will do for them
+
+
 @dataclass(frozen=True, repr=False)
 class Regularized(Printed):
     """Return ``limit/(norm + gamma)``: `normalize`, but the smallest gradients stay small (AUTO-S).
@@ -80,6 +87,7 @@ class Regularized(Printed):
     """
 
     gamma: float
+    host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse what would divide by zero."""
@@ -101,6 +109,7 @@ class NonMonotonic(Printed):
     """
 
     r: float
+    host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse what would divide by zero."""
@@ -109,11 +118,6 @@ class NonMonotonic(Printed):
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
         """Return the factor."""
         return limit / (norm + self.r / (norm + self.r))
-
-
-ON_SCALARS = (hard, normalize, skip)
-"""The curves that need nothing of ``xp`` but ``where``, ``equal``, ``ones_like`` and ``zeros_like``: they are worked
-out on scalars too."""
 
 
 RATIOS = (hard, normalize, soft, smooth, tanh)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from uniclip import core
 from uniclip._checks import LIMIT, in_order, nonnegatives, real
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
-from uniclip.rules import ByValue
+from uniclip.arraywise import ByValue
+from uniclip.rules import clip_known, norm_of
 from uniclip.scopes import all_leaves
 from uniclip.verbs import clip
 
@@ -161,7 +161,7 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     """
     in_order("uc.clip_by_global_norm(grads, max_norm)", grads, max_norm)
     rule = by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
-    return core.clip_known(rule, grads, norm if norm is None else real("norm", norm, "a number or a 0-d array"))
+    return clip_known(rule, grads, norm if norm is None else real("norm", norm, "a number or a 0-d array"))
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
@@ -191,4 +191,4 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     >>> float(uc.global_norm({"w": np.asarray([3.0, 4.0]), "b": np.asarray(12.0)}))
     13.0
     """
-    return core.norm_of(grads, all_leaves, Norm(ord))
+    return norm_of(grads, all_leaves, Norm(ord))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from uniclip.gradients import Gradients
+from uniclip.layout import Opened
 from uniclip.measure import AllReduce
 
 
@@ -24,25 +24,25 @@ class Loss:
         return self._value
 
 
-def loss_of(grads: Gradients, all_reduce: AllReduce | None, given: Any) -> Loss:
+def loss_of(opened: Opened, all_reduce: AllReduce | None, given: Any) -> Loss:
     """Return the loss of a step: of all processes that hold parts of the gradients."""
 
     def find() -> Any:
         own = given() if isinstance(given, Loss) else given
-        added = grads.backend.added([leaf.array for leaf in grads.leaves])
-        return own if added is None and all_reduce is None else _mean(grads, added, all_reduce, own)
+        added = opened.backend.added(opened.arrays)
+        return own if added is None and all_reduce is None else _mean(opened, added, all_reduce, own)
 
     return Loss(find)
 
 
-def _mean(grads: Gradients, added: Callable[[Any], Any] | None, all_reduce: AllReduce | None, own: Any) -> Any:
+def _mean(opened: Opened, added: Callable[[Any], Any] | None, all_reduce: AllReduce | None, own: Any) -> Any:
     """Return the mean of the losses of those processes that have one; a process without one takes part, too."""
-    backend, xp = grads.backend, grads.backend.xp
+    backend, xp = opened.backend, opened.backend.xp
     values = [xp.asarray(0.0, dtype=xp.float32)] * 2
     if own is not None:
         loss = backend.detached(xp.astype(xp.asarray(own), xp.float32))
         values = [xp.reshape(loss, ()), xp.asarray(1.0, dtype=xp.float32)]
-    total = xp.stack([value if grads.first is None else backend.to_device_of(grads.first, value) for value in values])
+    total = xp.stack([value if opened.first is None else backend.to_device_of(opened.first, value) for value in values])
     total = total if added is None else added(total)
     total = total if all_reduce is None else all_reduce(total, "sum")
     loss, count = total[0], total[1]

@@ -1,163 +1,220 @@
 # SPDX-License-Identifier: MIT
-"""Measure the norm of each group of gradients: accurate, and safe from overflow and underflow."""
+"""Measure the norms of a layout: accurate, and safe from overflow and underflow.
+
+Norms come as one array for each block of the layout: of NumPy where the host can read them at no cost, else of the
+gradients' own framework.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial, reduce
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from uniclip.backends.base import row_slices
-from uniclip.backends.scalars import SCALARS, Scalar
-from uniclip.gradients import Gradients, Group, Leaf, all_of, cast, finite_or_zero, spread
+import numpy as np
+
+from uniclip.backends.base import cast, finite_or_zero, row_slices, spread
+from uniclip.layout import Block, Layout, Opened
 from uniclip.norms import Linf, Norm
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
 
-AllReduce: TypeAlias = Callable[[Any, Literal["sum", "max"]], Any]
+Op: TypeAlias = Literal["sum", "max"]
+AllReduce: TypeAlias = Callable[[Any, Op], Any]
+Blocks: TypeAlias = list[Any]
+"""An array for each block, of shape ``(k, *kept)``: a row for each group."""
+
+_SMALL = 2**12
+"""Up to how many entries arrays are joined in compiled code."""
+_SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157e308)
+"""Between smallest normal number / eps² and the largest number no sum of squares has lost anything."""
 
 
-def measure(grads: Gradients, norm: Norm, all_reduce: AllReduce | None = None) -> list[Any]:
-    """Return the norm of each group, in float32 or wider; as a scalar where reading it costs nothing.
+def measure(given: Opened, layout: Layout, norm: Norm, all_reduce: AllReduce | None = None) -> Blocks:
+    """Return the norms, in float32 or wider.
 
     ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
     overflows, or small squares underflow) is it summed again in units of (nearly) the
     largest modulus: one more reading of the gradients, and only when needed. For a power p other than
     2 the units come first: the rounding of 1/p would cost precision when the sum is far from 1.
     """
-    ruler, groups = _Ruler(grads, norm, all_reduce), grads.groups.values()
-    if norm.p == 2 and not grads.backend.watched():  # noqa: PLR2004
-        norms = _euclidean(ruler, groups)
-    elif norm.has_powers:
-        norms = [ruler.in_units(group) for group in groups]
+    ruler = _Ruler(given, layout, norm, all_reduce)
+    if norm.p == 2 and not given.backend.watched():  # noqa: PLR2004
+        norms = _euclidean(ruler)
     else:
-        norms = [ruler.total(group) for group in groups]
+        way = ruler.in_units if norm.has_powers else ruler.totals
+        norms = [way(block) for block in layout.blocks]
+    norms = given.backend.together(norms)
     if norm.size_power:
-        norms = grads.as_arrays(norms)
-        norms = [n / size**norm.size_power for n, size in zip(norms, sizes_of(grads, all_reduce), strict=True)]
+        sizes = given.backend.together([*norms, *sizes_of(given, layout, all_reduce)])
+        norms = [n / s**norm.size_power for n, s in zip(sizes[: len(norms)], sizes[len(norms) :], strict=True)]
     return norms
 
 
-def sizes_of(grads: Gradients, all_reduce: AllReduce | None = None) -> list[Any]:
+def sizes_of(given: Opened, layout: Layout, all_reduce: AllReduce | None = None) -> Blocks:
     """Return the number of entries that each norm covers, at least 1, in the dtype of the norm."""
-    ruler = _Ruler(grads, Linf, all_reduce)
-    return [ruler.size(group, grads.norm_dtype(group)) for group in grads.groups.values()]
+    ruler = _Ruler(given, layout, Linf, all_reduce)
+    return [ruler.sizes(block) for block in layout.blocks]
 
 
-def zeros(grads: Gradients) -> list[Any]:
-    """Return a zero for each norm that `measure` would return, of its shape and dtype."""
-    return [_zero(grads, group) for group in grads.groups.values()]
+def zeros(given: Opened, layout: Layout) -> Blocks:
+    """Return zeros like the norms that `measure` would return, in the framework of the gradients."""
+    backend = given.backend
+
+    def row(block: Block, group: int) -> Any:
+        numbers = layout.groups[group]
+        if block.kept and numbers:
+            return backend.zeros(given.arrays[numbers[0]], layout.axes_of(numbers[0]) or (), block.dtype)
+        return _at_home(given, backend.xp.zeros((), dtype=block.dtype))
+
+    return [backend.stacked([row(block, group) for group in block.groups]) for block in layout.blocks]
 
 
-def _zero(grads: Gradients, group: Group) -> Any:
-    backend, dtype = grads.backend, grads.norm_dtype(group)
-    if not group:
-        return backend.xp.zeros((), dtype=dtype)
-    first = grads.members(group[:1])[0]
-    if grads.scope.axes is not None:
-        return backend.zeros(first.array, first.axes or (), dtype)
-    return backend.to_device_of(first.array, backend.xp.zeros((), dtype=dtype))
+def _at_home(given: Opened, array: Any) -> Any:
+    """Return an array on the device of the gradients."""
+    return array if given.first is None else given.backend.to_device_of(given.first, array)
 
 
 class _Ruler(NamedTuple):
-    """How the norm of a group is measured."""
+    """How the norms of a block are measured."""
 
-    grads: Gradients
+    given: Opened
+    layout: Layout
     norm: Norm
     all_reduce: AllReduce | None
 
     @property
     def backend(self) -> Backend:
-        return self.grads.backend
+        return self.given.backend
 
-    def total(self, group: Group) -> Any:
-        """Return Σ|x|ᵖ over the group, the largest modulus for p = ∞."""
-        arrays = self.grads.plain_arrays(group) if self.norm.p == 2 else None  # noqa: PLR2004
-        total = None if arrays is None else self.backend.squares(arrays)
-        if total is not None and self.all_reduce is not None:  # all devices join one dtype, whatever their way was
-            (total,) = self.grads.as_arrays([total])
-            return self.all_reduce(cast(self.backend.xp, total, self.grads.norm_dtype(group)), "sum")
-        if total is not None:
-            return total
-        leaves = self.grads.members(group)
-        return self.join(leaves, self.norm.op, self.part_of(leaves, self.norm))
+    def squares(self, block: Block) -> Any:
+        """Return Σ|x|² by row, by the backend's short way if there is one."""
+        given, groups = self.given, [self.layout.groups[group] for group in block.groups]
+        if given.ways is not None or given.clean or block.kept or not all(groups):
+            return self.totals(block)
+        arrays = [[given.arrays[number] for number in group] for group in groups]
+        found = self.backend.squares(arrays)
+        if found is None:
+            return self.totals(block)
+        # All processes join one dtype, whatever their way was.
+        return found if self.all_reduce is None else self._shared(_own(given, found, block.dtype), "sum")
 
-    def in_units(self, group: Group) -> Any:
-        """Return the norm, measured in units of the largest modulus (nearly)."""
-        xp, leaves = self.backend.xp, self.grads.gathered(group)
-        top = self.join(leaves, "max", self.part_of(leaves, Linf))
+    def totals(self, block: Block, norm: Norm | None = None, scales: Any = None) -> Any:
+        """Return Σ|x·scale|ᵖ by row, the largest modulus for p = ∞."""
+        norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
+        gathered = [self._gathered(group) if norm.has_powers or scales is not None else list(group) for group in groups]
+
+        def part(row: int, number: Any) -> Any:
+            whole = not isinstance(number, int)  # several small arrays as one
+            array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
+            scale = None if scales is None else spread(self.backend, scales[row, ...], array, axes, block.dtype)
+            own, scale, joined = self.backend.own_part(array, scale, axes, norm.op)
+            return joined(self._part(own, axes, norm, block.dtype, scale))
+
+        parts = [part(row, number) for row, numbers in enumerate(gathered) for number in numbers]
+        parts, rows = iter(self.backend.joined(parts, norm.op)), []
+        for group, numbers in zip(groups, gathered, strict=True):
+            own = [next(parts) for _ in numbers]
+            self._refuse_unequal(group, own)
+            rows.append(self.reduce(own, norm.op) if own else _at_home(self.given, self._zero(block)))
+        return self._shared(self.backend.stacked(rows), norm.op)
+
+    def in_units(self, block: Block) -> Any:
+        """Return the norms, measured in units of the largest modulus (nearly)."""
+        xp = self.backend.xp
+        top = self.totals(block, Linf)
         # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
         # derivative would overflow.
         normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
         unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))))
-        scale = 1 / unit
-        totals = self.join(leaves, "sum", self.part_of(leaves, self.norm, scale))
-        return unit * self.norm.root(xp, totals)
+        return unit * self.norm.root(xp, self.totals(block, scales=1 / unit))
 
-    def part_of(self, leaves: list[Leaf], norm: Norm, scale: Any = None) -> Callable[[Leaf], Any]:
-        """Return the function that gives a leaf's part, in one precision for all: what one holds the others do."""
-        xp, dtypes = self.backend.xp, {leaf.array.dtype for leaf in leaves}
-        dtype = reduce(xp.result_type, dtypes, xp.float32) if len(dtypes) > 1 else xp.float32
+    def sizes(self, block: Block) -> Any:
+        """Return the number of entries that each norm covers, 1 if there is none."""
+        xp, layout, given = self.backend.xp, self.layout, self.given
 
-        def part(leaf: Leaf) -> Any:
-            factor = None if scale is None else spread(self.backend, scale, leaf, dtype)
-            own, factor, whole = self.backend.own_part(leaf.array, factor, leaf.axes, norm.op)
-            return whole(self.part(leaf._replace(array=own), norm, dtype, factor))
+        def size(number: int) -> Any:
+            count = self.backend.size(given.tree.leaves[number], layout.axes_of(number))
+            return _at_home(given, xp.asarray(count, dtype=block.dtype))
 
-        return part
+        groups = [[size(number) for number in layout.groups[group]] for group in block.groups]
+        rows = [self.reduce(group, "sum") if group else _at_home(given, self._zero(block)) for group in groups]
+        total = self._shared(self.backend.stacked(rows), "sum")
+        total = xp.where(total > 0, total, xp.ones_like(total))
+        if not block.kept or not groups[0]:
+            return total
+        number = layout.groups[block.groups[0]][0]
+        kept = len(given.arrays[number].shape) - len(layout.axes_of(number) or ())
+        return xp.reshape(total, (len(groups), *(1,) * kept))
 
-    def part(self, leaf: Leaf, norm: Norm, dtype: Any, scale: Any) -> Any:
-        """Return a leaf's Σ|x·scale|ᵖ (the largest modulus for p = ∞) in ``dtype`` or wider, piece by piece."""
-        backend, xp, axes = self.backend, self.backend.xp, leaf.axes
+    def _zero(self, block: Block) -> Any:
+        return self.backend.xp.zeros((), dtype=block.dtype)
+
+    def _gathered(self, group: Sequence[int]) -> list[Any]:
+        """Return a group's leaves, small ones that are plain joined into one array: compilers take time for each."""
+        if self.given.ways is not None or self.layout.axes is not None:
+            return list(group)
+        backend, small = self.backend, {}
+        for number in group:
+            array = self.given.arrays[number]
+            shape = array.shape
+            known = getattr(shape, "rank", 0) is not None and all(isinstance(n, int) for n in shape)
+            few = known and math.prod(shape) <= _SMALL
+            small.setdefault(array.dtype if few and backend.undivided(array) else number, []).append(number)
+        return [self._as_one(some) if len(some) > 1 else some[0] for some in small.values()]
+
+    def _as_one(self, numbers: list[int]) -> Any:
+        arrays, backend = [self.given.arrays[number] for number in numbers], self.backend
+        flat = [backend.xp.reshape(backend.to_device_of(arrays[0], array), (-1,)) for array in arrays]
+        return backend.xp.concat(flat, axis=0)
+
+    def _part(self, array: Any, axes: tuple[int, ...] | None, norm: Norm, dtype: Any, scale: Any) -> Any:
+        """Return Σ|x·scale|ᵖ of an array (the largest modulus for p = ∞) in ``dtype`` or wider, piece by piece."""
+        backend, xp = self.backend, self.backend.xp
 
         def total(piece: Any, scale: Any) -> Any:
-            cleaned = finite_or_zero(xp, piece) if self.grads.clean else piece
+            cleaned = finite_or_zero(xp, piece) if self.given.clean else piece
             wide = cast(xp, cleaned, xp.result_type(piece.dtype, dtype))
             return norm.total(backend, wide if scale is None else wide * cast(xp, scale, wide.dtype), axes)
 
-        if not backend.large(leaf.array):
-            return total(leaf.array, scale)
+        if not backend.large(array):
+            return total(array, scale)
         if axes is None:
-            return self.reduce([total(piece, scale) for piece in backend.pieces(leaf.array)], norm.op)
-        rows = row_slices(leaf.array.shape)
+            return self.reduce([total(piece, scale) for piece in backend.pieces(array)], norm.op)
+        rows = row_slices(array.shape)
         if 0 in axes:
-            return self.reduce([total(leaf.array[some], scale) for some in rows], norm.op)
-        return xp.concat([total(leaf.array[some], scale if scale is None else scale[some]) for some in rows], axis=0)
+            return self.reduce([total(array[some], scale) for some in rows], norm.op)
+        return xp.concat([total(array[some], scale if scale is None else scale[some]) for some in rows], axis=0)
 
-    def size(self, group: Group, dtype: Any) -> Any:
-        """Return the number of entries that each norm of the group covers, 1 if there is none."""
-        xp, leaves = self.backend.xp, self.grads.members(group)
-        size = self.join(leaves, "sum", lambda leaf: xp.asarray(self.backend.size(leaf.given, leaf.axes), dtype=dtype))
-        return xp.where(size > 0, size, xp.ones_like(size))
-
-    def join(self, leaves: list[Leaf], op: Literal["sum", "max"], part: Callable[[Leaf], Any]) -> Any:
-        """Join the parts of a group's leaves, and those of other devices."""
-        parts = [part(leaf) for leaf in leaves] or [self.backend.xp.asarray(0.0, dtype=self.backend.xp.float32)]
-        for leaf, one in zip(leaves, parts, strict=False):
-            if not same_shape(parts[0].shape, one.shape):
-                place = self.grads.tree.place
-                msg = (
-                    "leaves that share norms need equal shapes outside the axes a norm covers, but "
-                    f"{place(leaves[0].number)} of shape {tuple(leaves[0].array.shape)} has norms of shape "
-                    f"{tuple(parts[0].shape)}, {place(leaf.number)} of shape {tuple(leaf.array.shape)} has "
-                    f"{tuple(one.shape)}"
-                )
-                raise ValueError(msg)
-        joined = self.reduce(self.backend.joined(parts, op), op)
-        if self.all_reduce is None:
-            return joined
-        return self.all_reduce(joined, op) if op == "sum" else _largest_of_all(self.backend.xp, joined, self.all_reduce)
-
-    def reduce(self, parts: list[Any], op: Literal["sum", "max"]) -> Any:
+    def reduce(self, parts: list[Any], op: Op) -> Any:
         """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""
         if len(parts) == 1:
             return parts[0]
-        xp = self.backend.xp
-        dtype = xp.result_type(*(one.dtype for one in parts))
-        stacked = xp.stack([cast(xp, self.backend.to_device_of(parts[0], one), dtype) for one in parts])
-        return self.backend.sum(stacked, (0,)) if op == "sum" else xp.max(stacked, axis=0)
+        stacked = self.backend.stacked(parts)
+        return self.backend.sum(stacked, (0,)) if op == "sum" else self.backend.xp.max(stacked, axis=0)
+
+    def _shared(self, total: Any, op: Op) -> Any:
+        """Return totals joined with those of other processes."""
+        if self.all_reduce is None:
+            return total
+        if op == "sum":
+            return self.all_reduce(total, op)
+        return _largest_of_all(self.backend.xp, total, self.all_reduce)
+
+    def _refuse_unequal(self, group: Sequence[int], parts: list[Any]) -> None:
+        """Refuse leaves of one group whose norms are of different shapes."""
+        for number, one in zip(group, parts, strict=False):
+            if not same_shape(parts[0].shape, one.shape):
+                place, arrays = self.given.tree.place, self.given.arrays
+                msg = (
+                    "leaves that share norms need equal shapes outside the axes a norm covers, but "
+                    f"{place(group[0])} of shape {tuple(arrays[group[0]].shape)} has norms of shape "
+                    f"{tuple(parts[0].shape)}, {place(number)} of shape {tuple(arrays[number].shape)} has "
+                    f"{tuple(one.shape)}"
+                )
+                raise ValueError(msg)
 
 
 def _largest_of_all(xp: Any, value: Any, all_reduce: AllReduce) -> Any:
@@ -182,40 +239,50 @@ def _rounded_down(xp: Any, array: Any) -> Any:
     return power * (whole(array / power * 2**20) / 2**20)
 
 
-def _euclidean(ruler: _Ruler, groups: Collection[Group]) -> list[Any]:
+def _euclidean(ruler: _Ruler) -> Blocks:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
-    backend = ruler.backend
-    totals = [ruler.total(group) for group in groups]
-    numbers = [total if isinstance(total, Scalar) else backend.number(total) for total in totals]
-    if all([number is not None for number in numbers]):  # a scalar is not compared with None quickly
-        return [
-            SCALARS.xp.sqrt(number) if _in_range(number, SCALARS.xp.float32) else ruler.in_units(group)
-            for number, group in zip(numbers, groups, strict=True)
-        ]
-    xp, totals = backend.xp, ruler.grads.as_arrays(totals)  # some can be read, and some not
-    dtypes = [ruler.grads.norm_dtype(group) for group in groups]
-    usual: Sequence[Callable[[], Any]] = [
-        partial(_rooted, xp, ruler.norm, total, dtype) for total, dtype in zip(totals, dtypes, strict=True)
-    ]
-    if ruler.all_reduce is None and all(n.dtype != dtype for n, dtype in zip(totals, dtypes, strict=True)):
-        return [u() for u in usual]  # wide totals, which no square can leave the range of
-    rare: Sequence[Callable[[], Any]] = [partial(ruler.in_units, group) for group in groups]
-    accurate = [xp.all(_in_range(total, xp.float32)) for total in totals]
-    if all(backend.readable(one) for one in accurate):
-        return [(u if bool(one) else r)() for one, u, r in zip(accurate, usual, rare, strict=True)]
-    # One conditional for the whole tree: one per group costs compiled code its speed.
-    return backend.cond(all_of(backend, accurate), lambda: [u() for u in usual], lambda: [r() for r in rare])
+    backend, layout, given = ruler.backend, ruler.layout, ruler.given
+    totals = [ruler.squares(block) for block in layout.blocks]
+    if all(isinstance(total, np.ndarray) for total in totals):
+        return [_on_host(ruler, *pair) for pair in zip(layout.blocks, totals, strict=True)]
+    xp, totals = backend.xp, [_own(given, total) for total in totals]
+    dtypes = [block.dtype for block in layout.blocks]
+
+    def usual() -> Blocks:
+        return [cast(xp, ruler.norm.root(xp, total), dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+
+    if ruler.all_reduce is None and all(total.dtype != dtype for total, dtype in zip(totals, dtypes, strict=True)):
+        return usual()  # wide totals, which no square can leave the range of
+    accurate = backend.all_of([xp.all(_in_range(total, total.dtype == xp.float32)) for total in totals])
+
+    def rare() -> Blocks:
+        return [ruler.in_units(block) for block in layout.blocks]
+
+    if backend.readable(accurate):
+        return usual() if bool(accurate) else rare()
+    return backend.cond(accurate, usual, rare)
 
 
-def _rooted(xp: Any, norm: Norm, total: Any, dtype: Any) -> Any:
-    return cast(xp, norm.root(xp, total), dtype)
+def _on_host(ruler: _Ruler, block: Block, totals: Any) -> Any:
+    """Return the norms of a block whose sums of squares can be read; rows out of range are measured again."""
+    fine = _in_range(totals, totals.dtype == np.float32)
+    norms = np.sqrt(totals)
+    for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
+        again = ruler.in_units(block._replace(groups=block.groups[row : row + 1]))
+        norms[row] = ruler.backend.viewed(again)[0]
+    return norms
 
 
-def _in_range(total: Any, float32: Any) -> Any:
+def _own(given: Opened, array: Any, dtype: Any = None) -> Any:
+    """Return an array of the host as one of the gradients' framework."""
+    own = given.backend.from_host(array, given.backend.device(given.first)) if isinstance(array, np.ndarray) else array
+    return own if dtype is None else cast(given.backend.xp, own, dtype)
+
+
+def _in_range(total: Any, single: bool) -> Any:  # noqa: FBT001
     """Whether neither overflow nor underflow can have touched a sum of squares (NaN: it may have)."""
-    single = total.dtype == float32
-    smallest = 1e-24 if single else 4.5e-277  # smallest normal number / eps²
-    return (total > smallest) & (total <= (3.4028234663852886e38 if single else 1.7976931348623157e308))
+    smallest, largest = _SINGLE if single else _DOUBLE
+    return (total > smallest) & (total <= largest)
 
 
 def same_shape(shape: Any, other: Any) -> bool:

@@ -5,26 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any
 
-from uniclip import core
-from uniclip._checks import check, one_of, real, settle
+import numpy as np
+
+from uniclip._checks import check, flag, one_of, refuse_in_step, settle
 from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
-from uniclip._repr import Printed, short
-from uniclip.curves import hard
-from uniclip.decide import Report, given_of
-from uniclip.gradients import cast, read
+from uniclip._repr import Printed
+from uniclip.absent import Filled, filled
+from uniclip.arraywise import Function
+from uniclip.curves import Curve, hard
+from uniclip.layout import layout_of, opened
 from uniclip.limits import Limit, NoState, as_limit
-from uniclip.measure import AllReduce, broadcasts, zeros
+from uniclip.losses import Loss
+from uniclip.measure import AllReduce, measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
+from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves
-
-if TYPE_CHECKING:
-    from uniclip.backends import Backend
-
-Curve: TypeAlias = Callable[[Any, Any, Any], Any]
+from uniclip.step import Decision, Step, decide, first_state
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,12 +100,11 @@ class Rule(Printed):
         state : tree of arrays
         """
         refuse_as_transformation(self)
-        limit: Limit = self.limit
-        if not limit.memory:
+        if not self.memory:
             return NoState()
-        gradients = read(grads, self.scope, name="params")
-        with gradients.backend.quiet(gradients.first):
-            return limit.init(zeros(gradients), given_of(self, gradients))
+        given = opened(grads, name="params")
+        with given.backend.quiet(given.first):
+            return first_state(self, given)
 
     def update(
         self,
@@ -144,7 +142,12 @@ class Rule(Printed):
         TypeError, ValueError, FloatingPointError
             As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
         """
-        return core.update(self, grads, state, params, all_reduce, in_place=in_place, loss=loss)
+        step, in_place = Step(params, all_reduce, loss), flag("in_place", in_place)
+
+        def clipped(whole: Filled, decision: Decision) -> tuple[Any, Any, Report]:
+            return whole.emptied(decision.clipped(self)), decision.state, decision.report()
+
+        return taken(self, grads, state, step, clipped, in_place=in_place)  # type: ignore[no-any-return]
 
     def measure(
         self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Any = None
@@ -174,96 +177,48 @@ class Rule(Printed):
         >>> float(report.factors), grads
         (0.2, array([3., 4.]))
         """
-        return core.measured(self, grads, state, params, all_reduce, loss=loss)
+        step = Step(params, all_reduce, loss)
+        return taken(self, grads, state, step, _measured)  # type: ignore[no-any-return]
 
 
-class EachArray(Printed):
-    """A rule that measures no norm and remembers nothing; its reports are empty."""
-
-    memory: ClassVar[bool] = False
-    by_leaf: ClassVar[bool] = False
-
-    def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
-        """Return the empty state."""
-        refuse_as_transformation(self)
-        return NoState()
-
-    def update(
-        self,
-        grads: Any,
-        state: NoState,
-        params: Any = None,  # noqa: ARG002 - every rule has it
-        all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
-        *,
-        in_place: bool = False,
-        loss: Any = None,  # noqa: ARG002 - every rule has it
-    ) -> tuple[Any, NoState, Report]:
-        """Clip ``grads``; see `Rule.update`. The report is empty."""
-        clipped, report = self.apply(grads, in_place=in_place)
-        return clipped, state, report
-
-    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
-        """Replace each array."""
-        raise NotImplementedError
+def _measured(_: Filled, decision: Decision) -> tuple[Any, Report]:
+    return decision.state, decision.report()
 
 
-@dataclass(frozen=True, repr=False)
-class Function(EachArray):
-    """A function of one gradient array as a rule."""
+def taken(
+    rule: Rule,
+    grads: Any,
+    state: Any,
+    step: Step,
+    finish: Callable[[Filled, Decision], Any],
+    *,
+    in_place: bool = False,
+) -> Any:
+    """Check what a step is given, open its gradients, decide, and finish the step."""
+    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss)
+    whole = Filled(grads) if step.all_reduce is None else filled(rule.scope, grads, step.params, state)
+    given = opened(whole.grads, in_place=in_place)
+    with given.backend.quiet(given.first):
+        return finish(whole, decide(rule, given, state, step._replace(absent=whole.absent)))
 
-    function: Callable[[Any], Any]
 
-    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
-        """Call the function on each gradient array."""
-        return core.apply_function(grads, self.function, in_place=in_place)
+def clip_known(rule: Rule, grads: Any, norm: Any, *, in_place: bool = False) -> tuple[Any, Any]:
+    """Clip by a rule that remembers nothing; return the gradients and their norms, ``norm`` if it is known already."""
+    given = opened(grads, in_place=in_place)
+    with given.backend.quiet(given.first):
+        decision = decide(rule, given, NoState(), Step(norm=norm))
+        return decision.clipped(rule), decision.report().norms
 
 
-@dataclass(frozen=True, repr=False)
-class ByValue(EachArray):
-    """Clip each entry into ``[min, max]``: the one rule that is no norm (it runs ``xp.clip``).
-
-    Parameters
-    ----------
-    min, max : float or array
-        The bounds; arrays broadcast against each leaf. Integer gradients need whole bounds.
-    """
-
-    min: Any
-    max: Any
-
-    def __post_init__(self) -> None:
-        """Refuse bounds that are no numbers, NaN or the wrong way round."""
-        wanted = "a number or an array of real numbers (math.inf or -math.inf for no bound)"
-        settle(self, min=real("min", self.min, wanted), max=real("max", self.max, wanted))
-        if isinstance(self.min, Real) and isinstance(self.max, Real) and not self.min <= self.max:
-            raise ValueError(self._wrong_way())
-
-    def _wrong_way(self) -> str:
-        return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
-
-    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
-        """Clip each entry."""
-        return core.apply(grads, self._bounds, in_place=in_place)
-
-    def _bounds(self, backend: Backend, array: Any) -> tuple[Any, ...]:
-        """Return the function that clips, and the bounds that fit the array."""
-        xp = backend.xp
-        if xp.isdtype(array.dtype, "complex floating"):
-            msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
-            raise TypeError(msg)
-        if xp.isdtype(array.dtype, "integral"):
-            low, high = (_whole(xp, bound, xp.iinfo(array.dtype)) for bound in (self.min, self.max))
-        else:
-            low, high = self.min, self.max
-        low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (low, high))
-        for name, bound in (("min", low), ("max", high)):
-            if not broadcasts(bound.shape, array.shape):
-                msg = f"{name} of shape {tuple(bound.shape)} does not fit an array of shape {tuple(array.shape)}"
-                raise ValueError(msg)
-        if backend.readable(low) and backend.readable(high) and not bool(xp.all(low <= high)):
-            raise ValueError(self._wrong_way())
-        low, high = (backend.replicated(array, bound) for bound in (low, high))
-        return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
+def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
+    """Return the norms of the gradients, without clipping."""
+    given = opened(grads)
+    with given.backend.quiet(given.first):
+        layout = layout_of(given, scope)
+        norms = measure(given, layout, norm)
+        device = given.backend.device(given.first)
+        own = [given.backend.from_host(n, device) if isinstance(n, np.ndarray) else n for n in norms]
+        return layout.arranged(given.tree, own)
 
 
 def as_rule(rule: Any) -> Any:
@@ -273,19 +228,3 @@ def as_rule(rule: Any) -> Any:
     if callable(rule) and not isinstance(rule, type) and not hasattr(rule, "load_state_dict") and not own_module(rule):
         return Function(rule)
     return refuse_as_rule(rule)
-
-
-def _whole(xp: Any, bound: Any, info: Any) -> Any:
-    """Return a bound of integer gradients as an integer that their dtype can hold."""
-    if not isinstance(bound, Real):
-        if "int" not in str(bound.dtype):
-            msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"
-            raise TypeError(msg)
-        bound = xp.asarray(bound)
-        own = xp.iinfo(bound.dtype)
-        return xp.clip(bound, max(info.min, own.min), min(info.max, own.max))
-    inside = max(info.min, min(info.max, bound))
-    if not float(inside).is_integer():
-        msg = f"integer gradients need whole bounds, got {short(bound)}"
-        raise TypeError(msg)
-    return int(inside)

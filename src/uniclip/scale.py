@@ -1,40 +1,46 @@
 # SPDX-License-Identifier: MIT
-"""Work out the factor of each group of gradients, and multiply."""
+"""Work out the factor of each norm, and multiply the gradients by it."""
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from uniclip._checks import check
+import numpy as np
+
 from uniclip._repr import short
-from uniclip.backends.scalars import NUMBERS, SCALARS
+from uniclip.backends.base import cast, finite_or_zero, spread, upcast
 from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, normalize
-from uniclip.gradients import Gradients, Group, cast, finite_or_zero, spread, upcast
+from uniclip.layout import Layout, Opened
+from uniclip.limits import Constant
 from uniclip.measure import broadcasts
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
-    from uniclip.rules import Curve, Rule
+    from uniclip.curves import Curve
+    from uniclip.rules import Rule
 
+NUMBERS = (float, int, np.float32, np.bool_)
+"""What is a limit by itself (and float64, which is a float); longdouble is wider."""
 _FAR = (2.0**-126, 2.0**-1022)
 """How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
 
 
-class Factor(NamedTuple):
-    """What becomes of the gradients of a group: they are multiplied by ``power``, a power of two, then by ``rest``."""
+class Factors(NamedTuple):
+    """What a block of gradients is multiplied by: ``power``, a power of two, then ``rest``."""
 
     power: Any
-    """``None`` if it is 1."""
+    """``None`` if it is 1 everywhere."""
     rest: Any
 
-    def product(self, xp: Any, top: float) -> Any:
-        """Return both as one factor, ``top`` if that is out of range."""
+    def product(self, xp: Any) -> Any:
+        """Return both as one factor, the largest number where that is out of range."""
         if self.power is None:
             return self.rest
-        one = xp.ones_like(self.power)
+        one, top = xp.ones_like(self.power), float(xp.finfo(self.rest.dtype).max)
         largest = top * xp.where(self.power > 1, 1 / self.power, one)
         return self.power * xp.where(self.rest > largest, largest, self.rest)
 
@@ -43,167 +49,222 @@ class Factor(NamedTuple):
         return [self.rest] if self.power is None else [self.rest, self.power]
 
 
-class Bound(NamedTuple):
-    """What a norm may be."""
+def factors_of(backend: Backend, rule: Rule, norms: Any, limits: Any, finite: Any) -> Factors:
+    """Return the curve's factors: 1 where nothing limits, NaN (or the policy's 0) where norm or limit is not finite.
 
-    limit: Any
-    """A number or an array, ``top`` at most."""
-    top: float
-    """The largest number of the norm's dtype: a limit of ``top`` is none."""
-    measures: Any = False
-    """Whether the rule only measures, also what is not finite: then its constant limit is infinite."""
-
-
-def factor_of(backend: Backend, rule: Rule, norm: Any, bound: Bound, finite: Any) -> Factor:
-    """Return the curve's factor: 1 where nothing limits, NaN (or the policy's 0) where norm or limit is not finite."""
-    xp, limit, free, one = backend.xp, bound.limit, bound.measures, backend.xp.ones_like(norm)
-    fault = norm - norm  # 0, or NaN; neither NaN nor ∞ is made of healthy gradients, which debuggers look for
-    if isinstance(limit, NUMBERS):
-        unlimited, limit = bool(limit >= bound.top), xp.asarray(limit, dtype=norm.dtype)
+    A limit as large as the largest number of the norms' dtype limits nothing, and a constant ∞ not even NaN.
+    """
+    xp, one, top = backend.xp, backend.xp.ones_like(norms), float(backend.xp.finfo(norms.dtype).max)
+    if measures(rule.limit):
+        return Factors(None, one)
+    fault = norms - norms  # 0, or NaN; neither NaN nor ∞ is made of healthy gradients, which debuggers look for
+    if isinstance(limits, NUMBERS):
+        unlimited, limits = bool(limits >= top), xp.asarray(limits, dtype=norms.dtype)
     else:
-        limit = backend.to_device_of(norm, limit)
-        unlimited, fault = limit >= bound.top, fault + (limit - limit)
-        fault = fault + xp.log(xp.where(limit < 0, -one, one))  # 0, or NaN for what is refused where it can be read
-    power, rest = (None, one) if unlimited is True else _curved(backend, rule.curve, norm, limit, bound.top)
+        limits = cast(xp, backend.to_device_of(norms, limits), norms.dtype)
+        unlimited, fault = limits >= top, fault + (limits - limits)
+        fault = fault + xp.log(xp.where(limits < 0, -one, one))  # 0, or NaN for what is refused where it can be read
+    power, rest = (None, one) if unlimited is True else _curved(backend, rule.curve, norms, limits, top)
     if not isinstance(unlimited, bool):
         power = None if power is None else xp.where(unlimited, one, power)
         rest = xp.where(unlimited, one, rest)
     rest = rest + fault
-    if not isinstance(free, bool):
-        rest = xp.where(free, one, rest)
-    elif free:  # asked as a condition, or a compiler would keep it a symbol; then it is unlimited, too
-        rest = one
+    free = _measures_by_array(backend, rule.limit)
+    rest = rest if free is None else xp.where(backend.to_device_of(norms, free), one, rest)
     if rule.nonfinite in {"skip", "zero"}:
-        kept = backend.to_device_of(norm, finite) if rule.nonfinite == "skip" else xp.isfinite(norm)
+        kept = backend.to_device_of(norms, finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
         rest = xp.where(kept, rest, xp.zeros_like(rest))
-    return Factor(power, rest)
+    return Factors(power, rest)
 
 
-def _curved(backend: Backend, curve: Curve, norm: Any, limit: Any, top: float) -> tuple[Any, Any]:
-    """Return the factor of a curve, as a power of two and the rest where it would leave the range of its dtype."""
+def measures(limit: Any) -> bool:
+    """Whether a limit is a constant ∞, which only measures."""
+    value = limit.value if type(limit) is Constant else None
+    return isinstance(value, NUMBERS) and bool(value > sys.float_info.max)  # to compilers, no symbol equals ∞
+
+
+def _measures_by_array(backend: Backend, limit: Any) -> Any:
+    """Return whether a constant limit that is an array is ∞; ``None`` if it is none, or is known to be finite."""
+    value = limit.value if type(limit) is Constant else None
+    if value is None or isinstance(value, NUMBERS):
+        return None
+    value = backend.xp.asarray(value)
+    return backend.xp.isinf(value) if backend.xp.isdtype(value.dtype, "real floating") else None
+
+
+def _curved(backend: Backend, curve: Curve, norms: Any, limits: Any, top: float) -> tuple[Any, Any]:
+    """Return the factors of a curve, as a power of two and the rest where they would leave the range of the dtype."""
     xp, linear = backend.xp, isinstance(curve, LINEAR)
-    near = not (linear or curve in RATIOS) or backend.one_pass(norm)
-    if backend is SCALARS:
-        near = near or norm * _FAR[0] <= limit <= norm / _FAR[0]
-    power = None if near else _power(xp, curve, norm, limit, top)
-    if power is None or (backend is SCALARS and power == 1):
-        power = None
-        rest = _asked(curve, xp, norm, limit)
+    near = not (linear or curve in RATIOS) or backend.one_pass(norms)
+    if not near and xp is np:
+        near = bool(((norms * _FAR[0] <= limits) & (limits <= norms / _FAR[0])).all())
+    power = None if near else _power(xp, curve, norms, limits, top)
+    if power is None:
+        rest = _asked(curve, xp, norms, limits)
     elif linear:
-        rest = _asked(curve, xp, norm, limit / power)
+        rest = _asked(curve, xp, norms, limits / power)
     else:
-        one = xp.ones_like(norm)
-        far, limit = xp.logical_not(xp.equal(power, one)), limit * one
-        ratio = limit / xp.where(far, norm * power, one)
-        rest = xp.where(far, ratio, _asked(curve, xp, xp.where(far, limit, norm), limit))
-    rest = xp.asarray(rest, dtype=norm.dtype)
+        one = xp.ones_like(norms)
+        far, limits = xp.logical_not(xp.equal(power, one)), limits * one
+        ratio = limits / xp.where(far, norms * power, one)
+        rest = xp.where(far, ratio, _asked(curve, xp, xp.where(far, limits, norms), limits))
+    rest = xp.asarray(rest, dtype=norms.dtype)
     return power, rest if curve in AT_MOST_ONE else xp.where(rest > top, xp.ones_like(rest) * top, rest)
 
 
-def _power(xp: Any, curve: Curve, norm: Any, limit: Any, top: float) -> Any:
+def _power(xp: Any, curve: Curve, norms: Any, limits: Any, top: float) -> Any:
     """Return 1, or the power of two that brings a norm nearer to a limit that is too far away for one factor."""
-    power = one = xp.ones_like(norm)
+    power = one = xp.ones_like(norms)
     for far in _FAR if top > _FLOAT32 else _FAR[:1]:
-        power = xp.where((norm * far > limit) & (limit > 0), one * far, power)
+        power = xp.where((norms * far > limits) & (limits > 0), one * far, power)
         if curve is normalize:
-            power = xp.where((limit * far > norm) & (norm > 0), one / far, power)
+            power = xp.where((limits * far > norms) & (norms > 0), one / far, power)
     return power
 
 
-def _asked(curve: Any, xp: Any, norm: Any, limit: Any) -> Any:
+def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
     """Ask a curve; refuse an answer that is no factor."""
-    factor = curve(xp, norm, limit)
-    if isinstance(factor, NUMBERS) or (hasattr(factor, "dtype") and broadcasts(factor.shape, norm.shape)):
-        return factor
-    wanted = f"a number, or an array like the norm, of shape {tuple(norm.shape)}"
-    return check(f"the factor that {short(curve)} returned", factor, False, wanted)  # noqa: FBT003
+    factors = curve(xp, norms, limits)
+    if isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape)):
+        return factors
+    wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
+    msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
+    raise TypeError(msg)
 
 
-def scaled(grads: Gradients, small: Backend, factors: list[Factor], ones: list[Any], *, skip: bool) -> Any:
-    """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are.
-
-    ``small`` is the backend of the factors: that of the gradients, or that of scalars.
-    """
-    backend, tree = grads.backend, grads.tree
-
-    def change() -> list[Any]:
-        new: list[Any] = tree.leaves[:]
-        for group, factor, one in zip(grads.groups.values(), factors, ones, strict=True):
-            alone = small.readable(one) and bool(one) and not grads.clean
-            results = _unscaled(grads, group) if alone else _multiplied(grads, group, factor, skip)
-            if len(group) == len(new):
-                return results
-            for number, result in zip(group, results, strict=True):
-                new[number] = result
-        return new
-
+def scaled(given: Opened, layout: Layout, factors: list[Factors], ones: list[Any], *, skip: bool) -> Any:
+    """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
+    backend, tree = given.backend, given.tree
+    change = partial(_changed, given, layout, factors, ones, skip)
     # Flags of many groups would be joined, and each leaf wait for all of them.
-    if len(ones) != 1 or small.readable(ones[0]) or grads.in_place or not tree.plain or grads.clean:
+    alone = len(layout.groups) == 1 and given.ways is None and not given.in_place and not given.clean
+    if not alone or isinstance(ones[0], np.ndarray) or backend.readable(ones[0]):
         return tree.rebuild(change())
-    return tree.rebuild(backend.unless(ones[0], tree.leaves, change))
+    return tree.rebuild(backend.unless(backend.xp.all(ones[0]), tree.leaves, change))
 
 
-def _unscaled(grads: Gradients, group: Group) -> list[Any]:
-    xp, arrays = grads.backend.xp, grads.plain_arrays(group)
-    if arrays is not None:
-        return arrays
+def _changed(given: Opened, layout: Layout, factors: list[Factors], ones: list[Any], skip: bool) -> list[Any]:  # noqa: FBT001
+    """Return the leaves, each multiplied by its factor."""
+    new: list[Any] = list(given.tree.leaves)
+    left: list[tuple[int, int, int]] = []
+    for number, (block, one) in enumerate(zip(layout.blocks, ones, strict=True)):
+        known = _known(given.backend, one)
+        for row, group in enumerate(block.groups):
+            for leaf in layout.groups[group]:
+                if known is not None and known[row] and not given.clean:
+                    new[leaf] = given.unscaled(leaf)
+                else:
+                    left.append((leaf, number, row))
+    results = _at_once(given, layout, factors, left, skip)
+    results = _one_by_one(given, layout, factors, left, skip) if results is None else results
+    for (leaf, _, _), result in zip(left, results, strict=True):
+        new[leaf] = result
+    return new
+
+
+def _known(backend: Backend, one: Any) -> list[bool] | None:
+    """Return whether all factors of each row are 1, ``None`` if that cannot be read."""
+    if not isinstance(one, np.ndarray):
+        if not backend.readable(one):
+            return None
+        one = backend.viewed(one)
+    return one.reshape(len(one), -1).all(1).tolist()  # type: ignore[no-any-return]
+
+
+def _at_once(
+    given: Opened,
+    layout: Layout,
+    factors: list[Factors],
+    left: list[tuple[int, int, int]],
+    skip: bool,  # noqa: FBT001
+) -> list[Any] | None:
+    """Return the products of arrays and single numbers by the backend's short way, ``None`` if there is none."""
+    host = all(isinstance(some.rest, np.ndarray) for some in factors)
+    if given.ways is not None or given.clean or layout.axes is not None or (skip and not host):
+        return None
+    parts = [[part.tolist() if host else part for part in some.parts()] for some in factors]
+    arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
+    for number, some in enumerate(parts):
+        wide = layout.blocks[number].dtype
+        if len(some) > 1 and any(_wide(given, leaf) != wide for leaf, block, _ in left if block == number):
+            return None  # the power is beyond what some of them can hold
+    if skip and any(parts[number][0][row] == 0 for _, number, row in left):
+        return None
+    for part in range(max(map(len, parts), default=0))[::-1]:
+        by = [parts[number][part][row] if part < len(parts[number]) else 1.0 for _, number, row in left]
+        arrays = None if arrays is None else given.backend.scaled(arrays, by, in_place=given.in_place)
+    return arrays  # type: ignore[no-any-return]
+
+
+def _wide(given: Opened, leaf: int) -> Any:
+    return given.backend.xp.result_type(given.arrays[leaf].dtype, given.backend.xp.float32)
+
+
+def _one_by_one(
+    given: Opened,
+    layout: Layout,
+    factors: list[Factors],
+    left: list[tuple[int, int, int]],
+    skip: bool,  # noqa: FBT001
+) -> list[Any]:
+    """Return the products of arrays and factors, whatever these are."""
+    function, own = partial(_times, given.backend, skip, given.clean), own_parts(given, factors)
+    return [given.put(leaf, function, *operands(given, layout, own, leaf, block, row)) for leaf, block, row in left]
+
+
+def own_parts(given: Opened, factors: list[Factors]) -> list[list[Any]]:
+    """Return the parts of factors as arrays of the gradients' framework."""
+    backend = given.backend
     return [
-        leaf.rebuild(leaf.array) if xp.isdtype(leaf.given.dtype, "integral") else leaf.given
-        for leaf in grads.members(group)
+        [backend.from_host(part, backend.device(given.first)) if isinstance(part, np.ndarray) else part for part in some.parts()]
+        for some in factors
     ]
 
 
-def _multiplied(grads: Gradients, group: Group, factor: Factor, skip: bool) -> list[Any]:  # noqa: FBT001
-    backend, xp = grads.backend, grads.backend.xp
-    known = {isinstance(part, NUMBERS) for part in factor.parts()}
-    together = len(known) == 1 and (not skip or (True in known and factor.rest != 0))  # all parts by a hook, or none
-    results = grads.plain_arrays(group) if together else None
-    dtype = _dtype(grads, group, factor)
-    if dtype is not None and any([xp.result_type(array.dtype, xp.float32) != dtype for array in results or ()]):
-        results = None  # parts that some of them cannot hold
-    for part in reversed(factor.parts()):
-        results = None if results is None else backend.scaled(results, part, in_place=grads.in_place)
-    if results is not None:
-        return results
-    parts, function = grads.as_arrays(factor.parts()), partial(_times, backend, skip, grads.clean)
-    return [
-        grads.put(leaf, function, *[spread(backend, part, leaf, dtype) for part in parts])
-        for leaf in grads.members(group)
-    ]
+def operands(
+    given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int
+) -> list[Any]:
+    """Return the parts of a leaf's factor, with its dimensions and in a precision that holds them."""
+    dtype = layout.blocks[block].dtype if len(parts[block]) > 1 else None
+    array, axes = given.arrays[leaf], layout.axes_of(leaf)
+    return [spread(given.backend, part[row, ...], array, axes, dtype) for part in parts[block]]
 
 
-def _dtype(grads: Gradients, group: Group, factor: Factor) -> Any:
-    """Return the dtype that holds both parts of a factor, that of the norm; ``None`` if there is one part."""
-    return None if factor.power is None else grads.norm_dtype(group)
-
-
-def reduced(grads: Gradients, factors: list[Factor], *, skip: bool, mean: bool) -> Any:
+def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool, mean: bool) -> Any:
     """Return the sum (or the mean) of the gradients, each multiplied by its factor, along their first axis."""
-    backend, new = grads.backend, list(grads.tree.leaves)
-    first = grads.leaves[0] if new else None
-    for leaf in grads.leaves:
-        if leaf.given.shape and (leaf.axes is None or 0 in leaf.axes):
+    backend, new, own = given.backend, list(given.tree.leaves), own_parts(given, factors)
+    xp = backend.xp
+    _refuse_reduced(given, layout)
+    for number, block in enumerate(layout.blocks):
+        for row, group in enumerate(block.groups):
+            for leaf in layout.groups[group]:
+                original, array = given.tree.leaves[leaf], given.arrays[leaf]
+                by = operands(given, layout, own, leaf, number, row)
+                total = backend.sum(_times(backend, skip, given.clean, upcast(xp, array), *by), (0,))
+                if mean:
+                    count = xp.asarray(backend.size(original, (0,)), dtype=total.dtype)
+                    total = total / xp.where(count > 0, count, xp.ones_like(count))
+                whole = xp.isdtype(original.dtype, "integral")
+                new[leaf] = cast(xp, total, array.dtype if whole else original.dtype)
+    return given.tree.rebuild(new)
+
+
+def _refuse_reduced(given: Opened, layout: Layout) -> None:
+    """Refuse norms over all examples, and leaves of several numbers of examples."""
+    shapes = [tuple(leaf.shape) for leaf in given.tree.leaves]
+    for number, shape in enumerate(shapes):
+        axes = layout.axes_of(number)
+        if shape and (axes is None or 0 in axes):
             msg = (
-                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {short(grads.scope)}, "
+                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {short(layout.scope)}, "
                 "takes one norm over all of them"
             )
             raise ValueError(msg)
-        shapes = [tuple(one.given.shape) for one in (first or leaf, leaf)]
-        if not all(shapes) or (shapes[0][0] != shapes[1][0] and None not in {shapes[0][0], shapes[1][0]}):
-            places = " and ".join(grads.tree.place(one.number) for one in (first or leaf, leaf))
-            msg = f"leaves need as many examples along the first axis, but {places} have the shapes {shapes}"
+        first = shapes[0]
+        if not (first and shape) or (first[0] != shape[0] and None not in {first[0], shape[0]}):
+            places = " and ".join(given.tree.place(one) for one in (0, number))
+            msg = f"leaves need as many examples along the first axis, but {places} have the shapes {[first, shape]}"
             raise ValueError(msg)
-    for group, factor in zip(grads.groups.values(), factors, strict=True):
-        parts, dtype = grads.as_arrays(factor.parts()), _dtype(grads, group, factor)
-        for leaf in grads.members(group):
-            wide, by = upcast(backend.xp, leaf.array), [spread(backend, part, leaf, dtype) for part in parts]
-            total = backend.sum(_times(backend, skip, grads.clean, wide, *by), (0,))
-            if mean:
-                count = backend.xp.asarray(backend.size(leaf.given, (0,)), dtype=total.dtype)
-                total = total / backend.xp.where(count > 0, count, backend.xp.ones_like(count))
-            whole = backend.xp.isdtype(leaf.given.dtype, "integral")
-            new[leaf.number] = cast(backend.xp, total, leaf.array.dtype if whole else leaf.given.dtype)
-    return grads.tree.rebuild(new)
 
 
 def _times(backend: Backend, skip: bool, clean: bool, array: Any, rest: Any, power: Any = None) -> Any:  # noqa: FBT001

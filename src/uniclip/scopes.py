@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from uniclip._checks import check, settle, whole
 from uniclip._repr import Printed
@@ -42,12 +42,23 @@ class Scope(Printed):
 
     axes: Axes = None
     join: Label | None = None
+    layouts: ClassVar[dict[Any, Any]]
+    """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own, which ends with it."""
 
     def __post_init__(self) -> None:
         """Refuse axes that are no whole numbers, and labels that are no function."""
+        settle(self, layouts={})
         if self.axes is not None and not callable(self.axes):
             settle(self, axes=_numbers(self.axes))
         check("join", self.join, self.join is None or callable(self.join), "a function of (path, leaf)")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: not the layouts."""
+        return {"axes": self.axes, "join": self.join}
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        """Go on from a copy or a pickle."""
+        settle(self, layouts={}, **held)
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal scope."""

@@ -30,6 +30,8 @@ class Tree(NamedTuple):
     name: str
     plain: Backend | None = None
     """The backend of all leaves, if a quick look shows that they are dense arrays of floating point."""
+    spec: Any = None
+    """The structure, which can be compared and hashed; ``None`` if that is not known."""
 
     def place(self, number: int) -> str:
         """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
@@ -58,7 +60,7 @@ def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tr
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     plain = plain_backend_of(leaves)
     if plain or all(leaf is None or backend_of(leaf) for leaf in leaves):
-        return Tree(leaves, partial(optree.tree_unflatten, spec), spec.paths, name, plain)
+        return Tree(leaves, partial(optree.tree_unflatten, spec), spec.paths, name, plain, spec)
     paths, leaves, rebuild = _flatten(tree, name, (), none_is_leaf=none_is_leaf)
     return Tree(leaves, lambda new: rebuild(iter(new)), lambda: paths, name)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from uniclip import core
 from uniclip._mistakes import refuse_swapped
 from uniclip._repr import short
-from uniclip.decide import Report
+from uniclip.absent import Filled
+from uniclip.report import Report
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
-from uniclip.rules import Rule, as_rule
+from uniclip.rules import Rule, as_rule, taken
+from uniclip.step import Decision, Step
 
 
 def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
@@ -183,7 +184,11 @@ def _clip_and_reduce(
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-    return core.reduced(rule, grads, params, all_reduce, mean=mean)
+
+    def finish(whole: Filled, decision: Decision) -> tuple[Any, Report]:
+        return whole.emptied(decision.reduced(rule, mean=mean)), decision.report()
+
+    return taken(rule, grads, NoState(), Step(params, all_reduce), finish)  # type: ignore[no-any-return]
 
 
 def _refuse_memory(rule: Any, update: str) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -72,25 +72,30 @@ class Backend:
         """Whether a quick look shows that ``leaves``, which are plain, can be changed and share no memory."""
         return False
 
-    def number(self, array: Array) -> Any:  # noqa: ARG002
-        """Return a 0-d array as a NumPy scalar; ``None`` if it is not readable, or its derivative counts."""
+    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:  # noqa: ARG002
+        """Return a NumPy array of the same values, ``None`` if they are not readable or their derivative counts."""
         return None
 
-    def array_of(self, number: Any, like: Array) -> Array:  # noqa: ARG002
-        """Return a NumPy scalar as a 0-d array on the device of ``like``."""
-        return self.xp.asarray(np.asarray(number))  # a scalar alone may be taken for Python's float, without a dtype
+    def device(self, array: Array) -> Any:  # noqa: ARG002
+        """Return what `from_host` needs to know to put an array where another one (or ``None``) is."""
+        return None
 
-    def squares(self, arrays: list[Array]) -> Array | None:  # noqa: ARG002
-        """Return ``Σ|x|²`` over all entries of all arrays, 0-d or a NumPy scalar; ``None`` if there is no short way.
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:  # noqa: ARG002
+        """Return a NumPy array as one of this library."""
+        return self.xp.asarray(array)
 
-        It has the dtype of the norm, or a wider one, in which no square of the arrays' own dtype leaves the range.
+    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:  # noqa: ARG002
+        """Return ``Σ|x|²`` over all entries of each group of arrays, ``(k,)``; ``None`` if there is no short way.
+
+        It is a NumPy array where the host can read it, of the dtype of the norm or a wider one, in which no square of
+        the arrays' own dtype leaves the range.
         """
         return None
 
-    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        """Return ``array · factor`` for each in its own dtype, ``None`` if there is no short way.
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
+        """Return each array multiplied by its factor, in its own dtype; ``None`` if there is no short way.
 
-        The factor is a NumPy scalar or a 0-d array.
+        The factors are Python's numbers, or 0-d arrays.
         """
         return None
 
@@ -124,6 +129,10 @@ class Backend:
         """Return the number of entries of the leaf along ``axes``, those that are not stored too."""
         shape = leaf.shape
         return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
+
+    def kind(self, arrays: list[Array]) -> Hashable:  # noqa: ARG002
+        """Return what is equal of arrays whose 0-d norms can be stacked."""
+        return None
 
     # For arrays of which each process holds a part: libraries that have such arrays override all five.
 
@@ -197,6 +206,33 @@ class Backend:
         """Return an array to remember, without the computation that it came from."""
         return array.persist() if hasattr(array, "persist") else array  # one that is lazy would hold all gradients
 
+    def together(self, arrays: list[Array]) -> list[Array]:
+        """Return small arrays as NumPy's if the host can read all of them at no cost, else as this library's."""
+        views = [array if isinstance(array, np.ndarray) else self._small_view(array) for array in arrays]
+        if all(view is not None for view in views):
+            return views
+        device = self.device(next(array for array in arrays if not isinstance(array, np.ndarray)))
+        return [self.from_host(one, device) if isinstance(one, np.ndarray) else one for one in arrays]
+
+    def _small_view(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return self.viewed(array) if math.prod(array.shape) <= PIECE else None
+
+    def stacked(self, arrays: list[Array]) -> Array:
+        """Return arrays of one shape as one along a new first axis, in the widest of their dtypes."""
+        xp = self.xp
+        if len(arrays) == 1:
+            return xp.expand_dims(arrays[0], axis=0)
+        dtype = xp.result_type(*{array.dtype for array in arrays})
+        return xp.stack([cast(xp, self.to_device_of(arrays[0], array), dtype) for array in arrays])
+
+    def all_of(self, flags: list[Array]) -> Array:
+        """Return whether all of the boolean 0-d arrays hold."""
+        if len(flags) == 1:
+            return flags[0]
+        if not flags:
+            return self.xp.asarray(True)  # noqa: FBT003
+        return self.xp.all(self.stacked(flags))
+
     def to_device_of(self, other: Array, array: Array) -> Array:  # noqa: ARG002
         """Return ``array`` on the device of ``other``."""
         return array
@@ -216,6 +252,31 @@ def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -
 def unchanged(array: Array) -> Array:
     """Return an array as it is."""
     return array
+
+
+def cast(xp: Any, array: Array, dtype: Any) -> Array:
+    """Return the array in ``dtype``, itself if it has it already."""
+    return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def upcast(xp: Any, array: Array) -> Array:
+    """Return the array in float32 or wider (complex64 or wider)."""
+    return cast(xp, array, xp.result_type(array.dtype, xp.float32))
+
+
+def finite_or_zero(xp: Any, array: Array) -> Array:
+    """Return the array with 0 for each entry that is not finite."""
+    return xp.where(xp.isfinite(array), array, xp.zeros_like(array))
+
+
+def spread(backend: Backend, value: Array, array: Array, axes: tuple[int, ...] | None, dtype: Any = None) -> Array:
+    """Return a norm's value in the array's own (but wide) precision, or a wider one, its device and dimensions."""
+    xp = backend.xp
+    dtype = xp.result_type(array.dtype, xp.float32 if dtype is None else dtype)
+    value = backend.to_device_of(array, value)
+    for axis in axes or ():
+        value = xp.expand_dims(value, axis=axis)
+    return backend.replicated(array, cast(xp, value, dtype))
 
 
 def sum_dtype(xp: Any, dtype: Any) -> Any:

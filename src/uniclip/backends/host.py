@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,13 +26,13 @@ def few(arrays: list[Any], size: int) -> bool:
     return len(arrays) <= _FEW and size <= PIECE
 
 
-def squares(arrays: list[View]) -> Any:
-    """Return ``Σx²`` over all arrays as a scalar, ``None`` if one is not of real floating point."""
-    kinds = {array.dtype.char for array in arrays}
+def squares(groups: Sequence[Sequence[View]]) -> View | None:
+    """Return ``Σx²`` over the arrays of each group, ``None`` if one is not of real floating point."""
+    kinds = {array.dtype.char for group in groups for array in group}
     if not kinds <= _REAL or (len(kinds) > 1 and "d" in kinds):  # squares that one can hold and the other cannot
         return None
-    total = sum([_squares(array) for array in arrays])
-    return np.float64(total) if "d" in kinds else np.float32(total)
+    totals = [sum([_squares(array) for array in group]) for group in groups]
+    return np.array(totals, np.float64 if "d" in kinds else np.float32)
 
 
 def _squares(array: View) -> float:

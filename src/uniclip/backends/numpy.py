@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from uniclip.backends.base import PIECE, Array, Backend
 from uniclip.backends.host import WIDE, squares, walk
-from uniclip.backends.scalars import NUMBERS
 
 _NOT_NUMPYS = 2
 """What ``dtype.isbuiltin`` is of the types of other packages; the kind of some is one of NumPy's."""
@@ -25,9 +24,10 @@ def _isdtype(dtype: Any, kind: str) -> bool:
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
-def _scaled(array: Array, factor: Any, *, in_place: bool) -> Array:
+def _scaled(array: Array, factor: float, *, in_place: bool) -> Array:
     if array.itemsize >= WIDE:  # a number of Python's leaves the dtype as it is
-        return np.multiply(array, float(factor), out=array if in_place else None)
+        return np.multiply(array, factor, out=array if in_place else None)
+    array = array if in_place else array.copy("K")  # no wide copy of all of it
     with walk([array], "readwrite") as pieces:
         for piece in pieces:
             piece[...] = piece * np.float32(factor)
@@ -55,21 +55,20 @@ class _NumPy(Backend):
     def readable(self, array: Array) -> bool:  # noqa: ARG002
         return True
 
-    def number(self, array: Array) -> Any:
-        return array[()] if array.ndim == 0 and array.dtype.char in "fd?" else None
+    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return np.asarray(array)
 
-    def array_of(self, number: Any, like: Array) -> Array:  # noqa: ARG002
-        return number
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:  # noqa: ARG002
+        return array[()] if array.ndim == 0 else array
 
-    def squares(self, arrays: list[Array]) -> Array | None:
-        return squares(arrays)
+    def together(self, arrays: list[Array]) -> list[Array]:
+        return list(map(np.asarray, arrays))
 
-    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:
-        if not isinstance(factor, NUMBERS):
-            return None
-        if any(array.itemsize < WIDE for array in arrays) and not in_place:
-            arrays, in_place = [array.copy("K") for array in arrays], True  # no wide copy of all of it
-        return [_scaled(array, factor, in_place=in_place) for array in arrays]
+    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
+        return squares(groups)
+
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
+        return [_scaled(array, factor, in_place=in_place) for array, factor in zip(arrays, factors, strict=True)]
 
     def large(self, array: Array) -> bool:
         return bool(array.size > PIECE)

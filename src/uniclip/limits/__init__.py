@@ -13,15 +13,16 @@ module          limits
 """
 
 from uniclip.limits.averages import Ema, MeanOverRms, SecondMoment
-from uniclip.limits.base import Given, Limit, NoState
+from uniclip.limits.base import Block, Context, Limit, NoState
 from uniclip.limits.fixed import Constant, PerGroup, Relative, Schedule, Split, TrustRatio, as_limit
 from uniclip.limits.percentiles import Percentile, PercentileOfAll, TrackedQuantile
 from uniclip.limits.zscores import LogZScore, RollingZScore, Target, ZScore
 
 __all__ = [
+    "Block",
     "Constant",
+    "Context",
     "Ema",
-    "Given",
     "Limit",
     "LogZScore",
     "MeanOverRms",

@@ -4,25 +4,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from uniclip._checks import below_one, nonnegative, settle, whole
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, unit_of, unlimited
+from uniclip.limits.base import Array, Context, Remembers, aligned, at_most, counts, squarable, unit_of, unlimited
 
 
 class Averages(NamedTuple):
-    """A running average for each norm, -1 where there is none yet, and how many steps were taken."""
+    """A running average of each norm, and how many steps were taken: by all rows (`Ema`), or by each."""
 
-    averages: Arrays
-    count: Any
+    averages: Array
+    """-1 where `Ema` has none yet."""
+    count: Array
 
 
 class MeansAndSquares(NamedTuple):
-    """Running mean and mean square of each norm, and how many steps were taken."""
+    """Running mean and mean square of each norm, and how many steps each row has taken."""
 
-    means: Arrays
-    squares: Arrays
-    count: Any
+    means: Array
+    squares: Array
+    count: Array
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,35 +57,35 @@ class Ema(Remembers):
         settle(self, ratio=nonnegative("ratio", self.ratio), decay=below_one("decay", self.decay))
         settle(self, warmup=whole("warmup", self.warmup, 0), warmup_norm=nonnegative("warmup_norm", self.warmup_norm))
 
-    def init(self, norms: Arrays, given: Given) -> Averages:
+    def init(self, norms: Array, context: Context) -> Averages:
         """Begin with nothing known."""
-        return Averages([n - 1 for n in norms], given.counter(norms))
+        return Averages(norms - 1, context.asarray(0, context.xp.int32))
 
-    def __call__(self, norms: Arrays, state: Averages, given: Given) -> tuple[Arrays, Averages]:
+    def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
         """Compare with the averages, then learn from what is left."""
-        xp, limits, averages = given.xp, [], []
-        warm = state.count < self.warmup
-        some = [n for n in norms if 0 not in n.shape]
-        joint = _joint(given, some) if self.warmup and some else None
-        for n, average in zip(norms, state.averages, strict=True):
-            endless, unknown = unlimited(xp, n), average < 0
-            limit = xp.where(unknown, endless, self.ratio * average)
-            if joint is not None:
-                unit, root = (given.place(n, one) for one in joint)
-                own = xp.astype(n, unit.dtype)  # the joint norm may be beyond the dtype of this one
-                above, most = unit * root > self.warmup_norm, xp.ones_like(own) * self.warmup_norm
-                # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
-                high = xp.where(above, xp.where(own > most, own, most), unit) / unit
-                low = at_most(xp, own, most) / xp.where(above, root, xp.ones_like(root))
-                limit = xp.where(warm, xp.where(above, xp.astype(high * low, n.dtype), endless), limit)
-            left = at_most(xp, n, limit)
-            first = warm | unknown
-            before = xp.where(first, xp.zeros_like(n), average)
-            least = xp.where(unknown, left, at_most(xp, left, average))
-            moved = xp.where(first, least, self.decay * before + (1 - self.decay) * left)
-            limits.append(limit)
-            averages.append(xp.where(first & (n <= 0), average, moved))
-        return limits, Averages(averages, state.count + 1)
+        xp, averages = context.xp, state.averages
+        warm, unknown = state.count < self.warmup, averages < 0
+        limits = xp.where(unknown, unlimited(xp, norms), self.ratio * averages)
+        if self.warmup:
+            limits = xp.where(warm, self._together(norms, context), limits)
+        left, first = at_most(xp, norms, limits), warm | unknown
+        before = xp.where(first, xp.zeros_like(norms), averages)
+        least = xp.where(unknown, left, at_most(xp, left, averages))
+        moved = xp.where(first, least, self.decay * before + (1 - self.decay) * left)
+        return limits, Averages(xp.where(first & (norms <= 0), averages, moved), state.count + 1)
+
+    def _together(self, norms: Array, context: Context) -> Array:
+        """Return limits that scale all norms to the joint norm ``warmup_norm``, where they are above it."""
+        xp, unit = context.xp, unit_of(context.xp, context.largest(lambda one: one.norms))
+        dtype = unit.dtype  # the joint norm may be beyond the dtype of these norms
+        total = context.total(lambda one: (xp.astype(one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
+        # Their norm is the root times the unit, so that it is in range.
+        unit, root, own = context.asarray(unit, dtype), context.asarray(xp.sqrt(total), dtype), xp.astype(norms, dtype)
+        above, most = unit * root > self.warmup_norm, xp.ones_like(own) * self.warmup_norm
+        # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
+        high = xp.where(above, xp.where(own > most, own, most), unit) / unit
+        low = at_most(xp, own, most) / xp.where(above, root, xp.ones_like(root))
+        return xp.where(above, xp.astype(high * low, norms.dtype), unlimited(xp, norms))
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,19 +117,17 @@ class SecondMoment(Remembers):
         settle(self, factor=nonnegative("factor", self.factor), decay=below_one("decay", self.decay))
         settle(self, warmup=whole("warmup", self.warmup, 0))
 
-    def init(self, norms: Arrays, given: Given) -> Averages:
+    def init(self, norms: Array, context: Context) -> Averages:
         """Begin with 0."""
-        return Averages([n * 0 for n in norms], given.counter(norms))
+        return Averages(norms * 0, counts(context))
 
-    def __call__(self, norms: Arrays, state: Averages, given: Given) -> tuple[Arrays, Averages]:
+    def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
         """Compare with the mean square, then learn from what is left."""
-        xp, limits, averages = given.xp, [], []
-        for n, v in zip(norms, state.averages, strict=True):
-            free = (state.count < self.warmup) | (v <= 0)
-            limits.append(xp.where(free, unlimited(xp, n), xp.sqrt(self.factor * v)))
-            left = at_most(xp, at_most(xp, n, limits[-1]), xp.ones_like(n) * LARGEST)
-            averages.append(self.decay * v + (1 - self.decay) * left * left)
-        return limits, Averages(averages, state.count + 1)
+        xp, v = context.xp, state.averages
+        free = (aligned(xp, state.count, norms) < self.warmup) | (v <= 0)
+        limits = xp.where(free, unlimited(xp, norms), xp.sqrt(self.factor * v))
+        left = squarable(xp, at_most(xp, norms, limits))
+        return limits, Averages(self.decay * v + (1 - self.decay) * left * left, state.count + 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,32 +155,16 @@ class MeanOverRms(Remembers):
             settle(self, **{name: below_one(name, getattr(self, name))})
         settle(self, eps=nonnegative("eps", self.eps))
 
-    def init(self, norms: Arrays, given: Given) -> MeansAndSquares:
+    def init(self, norms: Array, context: Context) -> MeansAndSquares:
         """Begin with nothing known."""
-        return MeansAndSquares([n * 0 for n in norms], [n * 0 for n in norms], given.counter(norms))
+        return MeansAndSquares(norms * 0, norms * 0, counts(context))
 
-    def __call__(self, norms: Arrays, state: MeansAndSquares, given: Given) -> tuple[Arrays, MeansAndSquares]:
+    def __call__(self, norms: Array, state: MeansAndSquares, context: Context) -> tuple[Array, MeansAndSquares]:
         """Learn, then divide."""
-        xp, count, limits, means, squares = given.xp, state.count + 1, [], [], []
-        for norm, mean, square in zip(norms, state.means, state.squares, strict=True):
-            n = at_most(xp, norm, xp.ones_like(norm) * LARGEST)
-            means.append(self.mean_decay * mean + (1 - self.mean_decay) * n)
-            squares.append(self.square_decay * square + (1 - self.square_decay) * n * n)
-            steps = xp.astype(count, n.dtype)
-            m = means[-1] / (1 - self.mean_decay**steps)
-            v = squares[-1] / (1 - self.square_decay**steps)
-            limits.append(m / (xp.sqrt(v) + self.eps))
-        return limits, MeansAndSquares(means, squares, count)
-
-
-def _joint(given: Given, norms: Arrays) -> Any:
-    """Return the norm of all norms as a unit and how many of it, so that it is in range."""
-    xp, dtype = given.xp, given.xp.result_type(*(n.dtype for n in norms))
-    norms = [xp.astype(n, dtype) for n in norms]
-
-    def joined(function: Any, values: Arrays) -> Any:  # only 0-d ones are stacked: others may be divided among devices
-        return function(xp.stack([given.place(values[0], function(v) if len(v.shape) else v) for v in values]))
-
-    top = joined(xp.max, norms)
-    unit = unit_of(xp, top)
-    return unit, xp.sqrt(joined(xp.sum, [(n / given.place(n, unit)) ** 2 for n in norms]))
+        xp, count, n = context.xp, state.count + 1, squarable(context.xp, norms)
+        means = self.mean_decay * state.means + (1 - self.mean_decay) * n
+        squares = self.square_decay * state.squares + (1 - self.square_decay) * n * n
+        steps = aligned(xp, xp.astype(count, n.dtype), n)
+        m = means / (1 - self.mean_decay**steps)
+        v = squares / (1 - self.square_decay**steps)
+        return m / (xp.sqrt(v) + self.eps), MeansAndSquares(means, squares, count)

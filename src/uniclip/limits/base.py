@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from uniclip._repr import Printed
@@ -11,7 +11,7 @@ from uniclip._repr import Printed
 if TYPE_CHECKING:
     from uniclip.backends import Backend
 
-Arrays: TypeAlias = list[Any]
+Array: TypeAlias = Any
 State: TypeAlias = Any
 
 LARGEST = 1e18
@@ -22,45 +22,101 @@ class NoState(NamedTuple):
     """The state of a rule that remembers nothing."""
 
 
-class Given(NamedTuple):
-    """What a limit may ask for beside the norms."""
+class Block(NamedTuple):
+    """Norms of one shape and dtype, a row for each group, and what belongs to them."""
 
-    backend: Backend
-    labels: list[Any]
-    """The label of each norm's group; ``None`` or a number where leaves are not grouped by labels."""
-    reference: Callable[[], Arrays]
-    """``reference()`` measures the parameters by the rule's own scope and norm; a ``ValueError`` without ``params``."""
-    sizes: Callable[[], Arrays]
-    """``sizes()`` counts the entries that each norm covers."""
-    find_loss: Callable[[], Any] = lambda: None
-    """What finds the loss of this step."""
+    norms: Array
+    """Of shape ``(k, *kept)``; ``kept`` are the axes of a leaf that a norm does not cover."""
+    labels: Sequence[Any]
+    """The label of each row's group; ``None`` or the number of a leaf where leaves are not grouped by labels."""
+    params: Array = None
+    """The norms of the parameters, like ``norms``."""
+    sizes: Array = None
+    """How many entries each norm covers, at least 1: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
 
-    @property
-    def loss(self) -> Any:
-        """The loss of this step, if the caller gave it; the mean of all processes' where norms are joined, too."""
-        return self.find_loss()
+
+class Context:
+    """What a limit may ask for beside the norms of a block.
+
+    Most steps have one block; a limit is called once for each, and `total` and `largest` look at all of them.
+    """
+
+    def __init__(
+        self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
+    ) -> None:
+        self._backend, self._blocks, self._number, self._needs, self._loss = backend, blocks, number, needs, loss
 
     @property
     def xp(self) -> Any:
-        """The array API namespace of the norms."""
-        return self.backend.xp
+        """The array API namespace of the norms: NumPy's where the host can read them at no cost."""
+        return self._backend.xp
 
-    def only(self, number: int) -> Given:
-        """Return the same for one of the norms."""
-        return self._replace(
-            labels=[self.labels[number]],
-            reference=lambda: [self.reference()[number]],
-            sizes=lambda: [self.sizes()[number]],
-        )
+    @property
+    def norms(self) -> Array:
+        """The norms of this block, of shape ``(k, *kept)``."""
+        return self._blocks[self._number].norms
 
-    def place(self, like: Any, array: Any) -> Any:
-        """Return an array on the device of another one."""
-        return self.backend.to_device_of(like, array)
+    @property
+    def labels(self) -> Sequence[Any]:
+        """The label of each row's group; ``None`` or the number of a leaf where leaves are not grouped by labels."""
+        return self._blocks[self._number].labels
 
-    def counter(self, norms: Arrays) -> Any:
-        """Return the number of steps before the first one: an int32 0."""
-        zero = self.xp.zeros((), dtype=self.xp.int32)
-        return self.place(norms[0], zero) if norms else zero
+    @property
+    def count(self) -> int:
+        """How many groups there are, over all blocks."""
+        return sum(len(block.labels) for block in self._blocks)
+
+    @property
+    def params(self) -> Array:
+        """The norms of the parameters, like ``norms``; for a limit that needs ``"params"``."""
+        self._refuse_unless_needed("params")
+        return self._blocks[self._number].params
+
+    @property
+    def sizes(self) -> Array:
+        """How many entries each norm of a row covers, at least 1, of shape ``(k, 1, ...)``; needs ``"sizes"``."""
+        self._refuse_unless_needed("sizes")
+        return self._blocks[self._number].sizes
+
+    @property
+    def loss(self) -> Any:
+        """The loss of this step, a float32 0-d array on the device of the norms, or ``None``; needs ``"loss"``."""
+        self._refuse_unless_needed("loss")
+        return None if self._loss is None else self.asarray(self._loss, self.xp.float32)
+
+    def total(self, function: Callable[[Context], Array]) -> Array:
+        """Return the sum of all entries of ``function(context)`` over all blocks, 0-d, in the widest dtype of them."""
+        return self._reduced(self.xp.sum, function)
+
+    def largest(self, function: Callable[[Context], Array]) -> Array:
+        """Return the largest entry of ``function(context)`` over all blocks, 0-d, in the widest dtype of them."""
+        return self._reduced(self.xp.max, function)
+
+    def asarray(self, value: Any, dtype: Any = None) -> Array:
+        """Return a value as an array on the device of the norms, of their dtype unless another is given."""
+        array = self.xp.asarray(value, dtype=self.norms.dtype if dtype is None else dtype)
+        return self._backend.to_device_of(self.norms, array)
+
+    def rows(self, numbers: Sequence[int]) -> Context:
+        """Return the context of some rows of this block alone."""
+        block, index = self._blocks[self._number], self.asarray(list(numbers), self.xp.int32)
+        some = [array if array is None else self.xp.take(array, index, axis=0) for array in (block.params, block.sizes)]
+        norms = self.xp.take(block.norms, index, axis=0)
+        chosen = Block(norms, [block.labels[number] for number in numbers], *some)
+        return Context(self._backend, [chosen], 0, self._needs, self._loss)
+
+    def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
+        each = [Context(self._backend, self._blocks, n, self._needs, self._loss) for n in range(len(self._blocks))]
+        values = [reduce(value) for value in map(function, each) if 0 not in value.shape] or [self.asarray(0)]
+        if len(values) == 1:
+            return values[0]
+        dtype = self.xp.result_type(*[value.dtype for value in values])
+        return reduce(self.xp.stack([self.asarray(value, dtype) for value in values]))
+
+    def _refuse_unless_needed(self, name: str) -> None:
+        if name not in self._needs:
+            msg = f"a limit that looks at context.{name} has to say so: needs = frozenset({{{name!r}}})"
+            raise TypeError(msg)
 
 
 class Limit:
@@ -69,8 +125,10 @@ class Limit:
     Examples
     --------
     >>> class Tenth(uc.Limit):
-    ...     def __call__(self, norms, state, given):
-    ...         return [0.1 * norm for norm in given.reference()], state
+    ...     needs = frozenset({"params"})
+    ...
+    ...     def __call__(self, norms, state, context):
+    ...         return 0.1 * context.params, state
     >>> rule = uc.Rule(Tenth(), scope=uc.each_leaf)
     >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 10.0]))[0]
     array([0.6, 0.8])
@@ -79,55 +137,93 @@ class Limit:
     memory: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """``{"loss"}`` if it looks at ``given.loss``: then every process takes part in joining their losses."""
+    """What it looks at beside the norms: ``"params"``, ``"sizes"`` and ``"loss"``, which cost time to find.
 
-    def init(self, norms: Arrays, given: Given) -> State:  # noqa: ARG002 - a limit with memory wants them
-        """Return the state before the first step, given zeros for norms."""
-        return NoState()
+    For the loss every process takes part in joining their losses."""
+    host: ClassVar[bool] = False
+    """Whether NumPy arrays will do, which are faster where the host can read the norms at no cost.
 
-    def __call__(self, norms: Arrays, state: State, given: Given) -> tuple[Arrays, State]:
-        """Return one limit for each norm, and the next state.
+    If not, arrays are always those of the gradients' framework."""
 
-        Parameters
-        ----------
-        norms : list of arrays
-            The norms just measured, one for each group in the order of the tree (the keys of a dict
-            sorted), in float32 or wider; 0-d, or of the shape of the axes that a norm does not cover.
-            A norm that is not finite is NaN here.
-        state : tree of arrays, such as a NamedTuple
-            What `init` or the step before returned.
-        given : Given
-            The array API namespace ``given.xp``, the norms of the parameters ``given.reference()``, the
-            numbers of entries ``given.sizes()``, the ``given.labels`` of groups, and ``given.loss``.
+    def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002 - a limit with memory wants them
+        """Return the state before the first step, given zeros for norms.
 
         Returns
         -------
-        limits : list of floats or arrays
-            Infinity leaves alone.
-        state : tree of arrays
+        NamedTuple of arrays
+            Each has a row for each group, along its first axis, or is shared by all: 0-d, or of length 1 along
+            that axis. Where a group has no gradients at a step, the caller restores its rows.
+        """
+        return NoState()
+
+    def __call__(self, norms: Array, state: State, context: Context) -> tuple[Array, State]:
+        """Return the limits of norms, and the next state.
+
+        Parameters
+        ----------
+        norms : array
+            The norms just measured, of shape ``(k, *kept)``: a row for each group in the order of the tree
+            (the keys of a dict sorted), ``kept`` the axes that a norm does not cover; in float32 or wider.
+            A norm that is not finite is NaN here.
+        state : NamedTuple of arrays
+            What `init` or the step before returned.
+        context : Context
+            The array API namespace ``context.xp``, the ``context.labels`` of groups, sums over all blocks of
+            norms and, where `needs` names them, ``context.params``, ``context.sizes`` and ``context.loss``.
+
+        Returns
+        -------
+        limits : number or array
+            Of a shape that broadcasts against the norms; infinity leaves alone.
+        state : NamedTuple of arrays
             Of the same shapes and dtypes. After a step that is not finite, the old one is kept.
         """
         raise NotImplementedError
 
 
-class Remembers(Printed, Limit):
+class Vectorized(Printed, Limit):
+    """A limit of uniclip's own, for which NumPy arrays will do unless it was given a framework's."""
+
+    @property
+    def host(self) -> bool:  # type: ignore[override]
+        """Whether no number of its own is an array."""
+        return not any(hasattr(value, "shape") for value in vars(self).values())
+
+
+class Remembers(Vectorized):
     """A limit with memory."""
 
     memory: ClassVar[bool] = True
 
 
-def empty(given: Given, n: Any, window: int) -> Any:
-    """Return a history without norms, for norms like ``n``: -1 where there is none."""
-    like = given.xp.expand_dims(0 * n, axis=0)  # divided among devices as the norms are
-    return given.place(n, given.xp.zeros((window, *([1] * len(n.shape))), dtype=n.dtype)) + like - 1
+def counts(context: Context) -> Array:
+    """Return an int32 0 for each row."""
+    return context.asarray(context.xp.zeros(tuple(context.norms.shape)[:1], dtype=context.xp.int32), context.xp.int32)
 
 
-def unlimited(xp: Any, n: Any) -> Any:
-    """Return the limit of a norm that is not limited: the largest number, since ∞ would alarm who looks for it."""
+def empty(context: Context, window: int) -> Array:
+    """Return histories without norms, of shape ``(k, window, *kept)``: -1 where there is none."""
+    like = context.xp.expand_dims(0 * context.norms, axis=1)  # divided among devices as the norms are
+    shape = (1, window, *[1] * (len(like.shape) - 2))
+    return context.asarray(context.xp.zeros(shape, dtype=like.dtype)) + like - 1
+
+
+def pushed(xp: Any, histories: Array, newest: Array) -> Array:
+    """Return histories, newest first along axis 1, with a new first entry each and without their last one."""
+    return xp.concat([xp.expand_dims(newest, axis=1), histories[:, :-1, ...]], axis=1)
+
+
+def aligned(xp: Any, rows: Array, norms: Array) -> Array:
+    """Return values of rows with as many axes as norms have, so that they broadcast."""
+    return xp.reshape(rows, tuple(rows.shape) + (1,) * (len(norms.shape) - len(rows.shape)))
+
+
+def unlimited(xp: Any, n: Array) -> Array:
+    """Return the limits of norms that are not limited: the largest number, since ∞ would alarm who looks for it."""
     return xp.ones_like(n) * float(xp.finfo(n.dtype).max)
 
 
-def unit_of(xp: Any, top: Any) -> Any:
+def unit_of(xp: Any, top: Array) -> Array:
     """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or a little less.
 
     Its reciprocal, by which compilers multiply, is a normal number.
@@ -136,11 +232,11 @@ def unit_of(xp: Any, top: Any) -> Any:
     return xp.where(top > 0, at_most(xp, top, most), xp.ones_like(top))
 
 
-def pushed(xp: Any, history: Any, n: Any) -> Any:
-    """Return a history with a new first entry, without its last one."""
-    return xp.concat([xp.expand_dims(n, axis=0), history[:-1, ...]], axis=0)
-
-
-def at_most(xp: Any, norm: Any, bound: Any) -> Any:
+def at_most(xp: Any, norms: Array, bound: Array) -> Array:
     """Return the smaller of two; the norm if it is NaN."""
-    return xp.where(norm > bound, bound, norm)
+    return xp.where(norms > bound, bound, norms)
+
+
+def squarable(xp: Any, norms: Array) -> Array:
+    """Return norms that enter a statistic of squares: `LARGEST` at most."""
+    return at_most(xp, norms, xp.ones_like(norms) * LARGEST)

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from uniclip._checks import LIMIT, check, flag, nonnegative, nonnegatives, settle
 from uniclip._repr import Printed, short
-from uniclip.limits.base import Arrays, Given, Limit, NoState, Remembers, State, unlimited
+from uniclip.limits.base import Array, Context, Limit, NoState, Remembers, State, Vectorized, aligned, unlimited
 
 _NAMED = 10
 """How many labels an error names."""
 
 
 @dataclass(frozen=True, repr=False)
-class Constant(Printed, Limit):
+class Constant(Vectorized):
     """Allow the same norm at every step.
 
     Parameters
@@ -32,20 +31,15 @@ class Constant(Printed, Limit):
         """Refuse what is no limit."""
         settle(self, value=nonnegatives("limit", self.value, LIMIT))
 
-    def __call__(
-        self,
-        norms: Arrays,
-        state: NoState,
-        given: Given,  # noqa: ARG002 - the signature of a limit
-    ) -> tuple[Arrays, NoState]:
-        """Return the value once for each norm."""
-        return [self.value] * len(norms), state
+    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
+        """Return the value, the same for every norm."""
+        return self.value, state
 
 
 class Counted(NamedTuple):
     """How many steps were taken."""
 
-    count: Any
+    count: Array
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,22 +61,24 @@ class Schedule(Remembers):
 
     fn: Callable[[Any], Any]
 
+    host: ClassVar[bool] = False
+    """The function is written for a framework's arrays."""
+
     def __post_init__(self) -> None:
         """Refuse what is no function."""
         check("fn", self.fn, callable(self.fn), "a function of the step")
 
-    def init(self, norms: Arrays, given: Given) -> Counted:
+    def init(self, norms: Array, context: Context) -> Counted:  # noqa: ARG002
         """Begin at step 0."""
-        return Counted(given.counter(norms))
+        return Counted(context.asarray(0, context.xp.int32))
 
-    def __call__(self, norms: Arrays, state: Counted, given: Given) -> tuple[Arrays, Counted]:
+    def __call__(self, norms: Array, state: Counted, context: Context) -> tuple[Array, Counted]:  # noqa: ARG002
         """Ask the function."""
-        limit = self.fn(given.xp.astype(state.count, given.xp.float32))
-        return [limit] * len(norms), Counted(state.count + 1)
+        return self.fn(context.xp.astype(state.count, context.xp.float32)), Counted(state.count + 1)
 
 
 @dataclass(frozen=True, repr=False)
-class Relative(Printed, Limit):
+class Relative(Vectorized):
     """Allow ``ratio · max(‖parameter‖, eps)``: the gradient's norm is compared with its parameter's.
 
     Parameters
@@ -92,12 +88,14 @@ class Relative(Printed, Limit):
     eps : float or 0-d array, default 1e-3
         The least norm of a parameter that counts, or one that is zero could never change.
     counts : array, optional
-        One number for each norm, of the norms' shape, to multiply its limit by.
+        One number for each norm of a group, of these norms' shape, to multiply its limit by.
     """
 
     ratio: Any
     eps: Any = 1e-3
     counts: Any = None
+
+    needs: ClassVar[frozenset[str]] = frozenset({"params"})
 
     def __post_init__(self) -> None:
         """Refuse what is no ratio."""
@@ -105,29 +103,22 @@ class Relative(Printed, Limit):
         wanted = "an array, one number for each norm"
         check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
 
-    def __call__(
-        self,
-        norms: Arrays,  # noqa: ARG002 - the signature of a limit
-        state: NoState,
-        given: Given,
-    ) -> tuple[Arrays, NoState]:
+    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
         """Measure the parameters."""
-        xp = given.xp
-        limits = [self.ratio * xp.where(w > self.eps, w, xp.ones_like(w) * self.eps) for w in given.reference()]
-        return [limit * self._counted(given, limit) for limit in limits], state
+        xp, w = context.xp, context.params
+        limits = self.ratio * xp.where(w > self.eps, w, xp.ones_like(w) * self.eps)
+        return (limits if self.counts is None else limits * self._counted(limits, context)), state
 
-    def _counted(self, given: Given, limit: Any) -> Any:
-        if self.counts is None:
-            return 1
-        counts = given.place(limit, given.xp.asarray(self.counts, dtype=limit.dtype))
-        if tuple(counts.shape) != tuple(limit.shape):
-            msg = f"counts of shape {tuple(counts.shape)} do not fit norms of shape {tuple(limit.shape)}"
+    def _counted(self, limits: Array, context: Context) -> Array:
+        counts = context.asarray(self.counts, limits.dtype)
+        if tuple(counts.shape) != tuple(limits.shape)[1:]:
+            msg = f"counts of shape {tuple(counts.shape)} do not fit norms of shape {tuple(limits.shape)[1:]}"
             raise ValueError(msg)
         return counts
 
 
 @dataclass(frozen=True, repr=False)
-class TrustRatio(Printed, Limit):
+class TrustRatio(Vectorized):
     """Allow a step of ``trust_coefficient · ‖parameter‖`` at the learning rate ``lr``: LARC's clip.
 
     Parameters
@@ -144,22 +135,22 @@ class TrustRatio(Printed, Limit):
     trust_coefficient: float
     weight_decay: float
 
+    needs: ClassVar[frozenset[str]] = frozenset({"params"})
+
     def __post_init__(self) -> None:
         """Refuse what is negative."""
         for name in ("lr", "trust_coefficient", "weight_decay"):
             settle(self, **{name: nonnegative(name, getattr(self, name))})
 
-    def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
+    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Measure the parameters; one that is zero limits nothing."""
-        xp, limits = given.xp, []
-        for n, w in zip(norms, given.reference(), strict=True):
-            share = 1 / (1 + self.weight_decay * w / xp.where(n > 0, n, xp.ones_like(n)))
-            limits.append(xp.where(w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, n)))
-        return limits, state
+        xp, w = context.xp, context.params
+        share = 1 / (1 + self.weight_decay * w / xp.where(norms > 0, norms, xp.ones_like(norms)))
+        return xp.where(w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, norms)), state
 
 
 @dataclass(frozen=True, repr=False)
-class Split(Printed, Limit):
+class Split(Vectorized):
     """Split a total among K norms, so that the norm of all of them together is within it.
 
     Parameters
@@ -177,16 +168,16 @@ class Split(Printed, Limit):
         """Refuse what is no limit."""
         settle(self, total=nonnegative("total", self.total, LIMIT), by_size=flag("by_size", self.by_size))
 
-    def __call__(self, norms: Arrays, state: NoState, given: Given) -> tuple[Arrays, NoState]:
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        """The sizes, if it goes by them."""
+        return frozenset({"sizes"} if self.by_size else ())
+
+    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
         """Split the total."""
         if not self.by_size:
-            return [self.total * len(norms) ** -0.5 * given.xp.ones_like(n) for n in norms], state
-        sizes = given.sizes()
-        return [self.total * (size / _sum(given, size, sizes)) ** 0.5 for size in sizes], state
-
-
-def _sum(given: Given, like: Any, sizes: Arrays) -> Any:
-    return sum(given.xp.astype(given.place(like, size), like.dtype) for size in sizes)
+            return self.total * max(context.count, 1) ** -0.5, state
+        return self.total * (context.sizes / context.asarray(context.total(lambda one: one.sizes))) ** 0.5, state
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,38 +208,48 @@ class PerGroup(Printed, Limit):
         """What the limits look at."""
         return frozenset().union(*(limit.needs for _, limit in self.limits))
 
-    def init(self, norms: Arrays, given: Given) -> State:
+    @property
+    def host(self) -> bool:  # type: ignore[override]
+        """Whether NumPy arrays will do for all of the limits."""
+        return all(limit.host for _, limit in self.limits)
+
+    def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002
         """Return the state of each group's limit."""
-        parts = self._parts(norms, given)
-        return [limit.init([n], part) for limit, n, part in parts]
+        rows = self._rows(self._chosen(context.labels), context)
+        return tuple(limit.init(row.norms, row) for limit, row in rows)
 
-    def __call__(self, norms: Arrays, state: State, given: Given) -> tuple[Arrays, State]:
+    def __call__(self, norms: Array, state: State, context: Context) -> tuple[Array, State]:
         """Ask each group's limit."""
-        states = state if self.memory else [NoState()] * len(norms)
-        answers = [
-            limit([n], one, part) for (limit, n, part), one in zip(self._parts(norms, given), states, strict=True)
-        ]
-        return [limits[0] for limits, _ in answers], [new for _, new in answers] if self.memory else state
+        limits = self._chosen(context.labels)
+        top = float(context.xp.finfo(norms.dtype).max)
+        if all([type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]):
+            values = context.asarray([float(min(limit.value, top)) for limit in limits])
+            return aligned(context.xp, values, norms), state
+        states = state if self.memory else [NoState()] * len(limits)
+        rows = self._rows(limits, context)
+        answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
+        each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
+        return context.xp.concat(each, axis=0), tuple(new for _, new in answers) if self.memory else state
 
-    def _parts(self, norms: Arrays, given: Given) -> list[tuple[Limit, Any, Given]]:
+    def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
+        return [(limit, context.rows([number])) for number, limit in enumerate(limits)]
+
+    def _chosen(self, labels: Iterable[Any]) -> list[Any]:
+        """Return the limit of each group."""
         limits: dict[Any, Limit] = dict(self.limits)
-        found: dict[str, Arrays] = {}
-
-        def once(name: str) -> Arrays:  # not anew for each group
-            if name not in found:
-                found[name] = getattr(given, name)()
-            return found[name]
-
-        shared = given._replace(reference=partial(once, "reference"), sizes=partial(once, "sizes"))
-        for label in given.labels:
+        for label in labels:
             if label not in limits:
                 hint = "; PerGroup needs a scope of groups, scope=uc.groups(label)" if label is None else ""
                 known = ", ".join(map(short, list(limits)[:_NAMED])) + ", ..." * (len(limits) > _NAMED)
                 msg = f"group {short(label)} has no limit: add it to [{known}] (math.inf leaves it alone){hint}"
                 raise ValueError(msg)
-        return [
-            (limits[label], n, shared.only(i)) for i, (label, n) in enumerate(zip(given.labels, norms, strict=True))
-        ]
+        return [limits[label] for label in labels]
+
+
+def _like_norms(limit: Any, top: float, context: Context) -> Array:
+    """Return a number, ``top`` at most, or an array as one of the norms' shape and dtype."""
+    number = isinstance(limit, (float, int))
+    return context.xp.zeros_like(context.norms) + (float(min(limit, top)) if number else context.asarray(limit))
 
 
 def as_limit(value: Any) -> Limit:

@@ -7,26 +7,38 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._checks import below_one, flag, nonnegative, one_of, settle, whole, within
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, unit_of, unlimited
+from uniclip.limits.base import (
+    Array,
+    Context,
+    Remembers,
+    aligned,
+    at_most,
+    counts,
+    empty,
+    pushed,
+    squarable,
+    unit_of,
+    unlimited,
+)
 
 Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
 
 class Moments(NamedTuple):
-    """Mean and variance for each norm, and how many steps were taken (in `LogZScore`, by each norm)."""
+    """Mean and variance of each norm, and how many steps each row has taken (in `LogZScore`, each norm)."""
 
-    means: Arrays
-    variances: Arrays
-    count: Any
+    means: Array
+    variances: Array
+    count: Array
 
 
 class NormsAndLosses(NamedTuple):
-    """The last norms and losses along a new first axis, newest first."""
+    """The last norms and losses, newest first along axis 1."""
 
-    norms: Arrays
+    norms: Array
     """-1 where there is none yet."""
-    losses: Any
-    """The largest number of float32 where there is none yet: a loss may be negative."""
+    losses: Array
+    """One row, for all norms; the largest number of float32 where there is none yet: a loss may be negative."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,41 +84,32 @@ class ZScore(Remembers):
             msg = f"clip_factor is for target='reciprocal' only, got {self.clip_factor} and target={self.target!r}"
             raise ValueError(msg)
 
-    def init(self, norms: Arrays, given: Given) -> Moments:
+    def init(self, norms: Array, context: Context) -> Moments:
         """Begin with nothing known."""
-        return Moments([n * 0 for n in norms], [n * 0 for n in norms], given.counter(norms))
+        return Moments(norms * 0, norms * 0, counts(context))
 
-    def __call__(self, norms: Arrays, state: Moments, given: Given) -> tuple[Arrays, Moments]:
+    def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Compare with what is known, then learn from what is left."""
-        xp, limits, means, variances = given.xp, [], [], []
-        warm = state.count < self.warmup
-        for norm, mean, variance in zip(norms, state.means, state.variances, strict=True):
-            n = at_most(xp, norm, xp.ones_like(norm) * LARGEST)
-            std = xp.sqrt(variance)
-            spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
-            target = self._target(mean, std, xp.where(spike, n - mean, xp.ones_like(n)))
-            equal = xp.ones_like(n) / xp.astype(state.count + 1, n.dtype)
-            weight = xp.where(warm, equal, xp.ones_like(n) * (1 - self.decay))
-            change = xp.where(spike, at_most(xp, target, n), n) - mean
-            # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
-            square = weight * change**2 * xp.where(warm, xp.ones_like(n), 1 - weight)
-            limits.append(xp.where(spike, target, unlimited(xp, n)))
-            same = spike if self.skip_update_on_spike else None
-            means.append(_unless(xp, same, mean + weight * change, mean))
-            variances.append(_unless(xp, same, (1 - weight) * (variance + square), variance))
-        return limits, Moments(means, variances, state.count + 1)
+        xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
+        steps, one, std = aligned(xp, count + 1, n), xp.ones_like(n), xp.sqrt(variance)
+        warm = steps <= self.warmup
+        spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
+        target = self._target(mean, std, xp.where(spike, n - mean, one))
+        weight = xp.where(warm, one / xp.astype(steps, n.dtype), one * (1 - self.decay))
+        change = xp.where(spike, at_most(xp, target, n), n) - mean
+        # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
+        square = weight * change**2 * xp.where(warm, one, 1 - weight)
+        means, variances = mean + weight * change, (1 - weight) * (variance + square)
+        if self.skip_update_on_spike:
+            means, variances = xp.where(spike, mean, means), xp.where(spike, variance, variances)
+        return xp.where(spike, target, unlimited(xp, n)), Moments(means, variances, count + 1)
 
-    def _target(self, mean: Any, std: Any, excess: Any) -> Any:
+    def _target(self, mean: Array, std: Array, excess: Array) -> Array:
         if self.target == "mean":
             return mean
         if self.target == "threshold":
             return mean + self.z * std
         return self.clip_factor * (mean + self.z * std * (self.z * (std + self.eps) / excess))
-
-
-def _unless(xp: Any, same: Any, new: Any, old: Any) -> Any:
-    """Return the new value, the old one where a flag, if there is one, holds."""
-    return new if same is None else xp.where(same, old, new)
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,29 +141,24 @@ class LogZScore(Remembers):
         settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
         settle(self, eps=nonnegative("eps", self.eps))
 
-    def init(self, norms: Arrays, given: Given) -> Moments:
+    def init(self, norms: Array, context: Context) -> Moments:
         """Begin with nothing known."""
-        counts = [given.xp.astype(n, given.xp.int32) for n in norms]
-        return Moments([n * 0 for n in norms], [n * 0 for n in norms], counts)
+        return Moments(norms * 0, norms * 0, context.xp.astype(norms, context.xp.int32))
 
-    def __call__(self, norms: Arrays, state: Moments, given: Given) -> tuple[Arrays, Moments]:
+    def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Learn from the logarithms, then compare with them."""
-        xp, limits, means, variances, counts = given.xp, [], [], [], []
-        for n, mean, variance, count in zip(norms, *state, strict=True):
-            positive = n > 0
-            log = xp.log(xp.where(positive, n, xp.ones_like(n)))
-            equal = xp.ones_like(n) / xp.astype(count + 1, n.dtype)
-            weight = xp.where(equal > 1 - self.decay, equal, xp.ones_like(n) * (1 - self.decay))
-            change = xp.where(positive, log - mean, xp.zeros_like(n))
-            weight = xp.where(positive, weight, xp.zeros_like(n))
-            counts.append(xp.where(positive, count + 1, count))
-            means.append(mean + weight * change)
-            variances.append((1 - weight) * (variance + weight * change**2))
-            least = xp.ones_like(n) * self.eps
-            std = xp.sqrt(xp.where(variances[-1] > least, variances[-1], least))
-            spike = positive & (log - means[-1] > self.z * std)
-            limits.append(xp.where(spike, xp.exp(means[-1]), unlimited(xp, n)))
-        return limits, Moments(means, variances, counts)
+        xp, (mean, variance, count) = context.xp, state
+        positive, one, zero = norms > 0, xp.ones_like(norms), xp.zeros_like(norms)
+        log = xp.log(xp.where(positive, norms, one))
+        equal = one / xp.astype(count + 1, norms.dtype)
+        weight = xp.where(equal > 1 - self.decay, equal, one * (1 - self.decay))
+        weight = xp.where(positive, weight, zero)
+        change = xp.where(positive, log - mean, zero)
+        mean, variance = mean + weight * change, (1 - weight) * (variance + weight * change**2)
+        std = xp.sqrt(xp.where(variance > self.eps, variance, one * self.eps))
+        spike = positive & (log - mean > self.z * std)
+        limits = xp.where(spike, xp.exp(mean), unlimited(xp, norms))
+        return limits, Moments(mean, variance, xp.where(positive, count + 1, count))
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,37 +191,34 @@ class RollingZScore(Remembers):
         settle(self, warmup=whole("warmup", self.warmup, 2))
         within("warmup", self.warmup, 2, self.window)
 
-    def init(self, norms: Arrays, given: Given) -> NormsAndLosses:
+    def init(self, norms: Array, context: Context) -> NormsAndLosses:  # noqa: ARG002
         """Begin with empty windows."""
-        losses = unlimited(given.xp, given.xp.zeros((self.window,), dtype=given.xp.float32))
-        return NormsAndLosses(
-            [empty(given, n, self.window) for n in norms], given.place(norms[0], losses) if norms else losses
-        )
+        xp = context.xp
+        losses = unlimited(xp, xp.zeros((1, self.window), dtype=xp.float32))
+        return NormsAndLosses(empty(context, self.window), context.asarray(losses, xp.float32))
 
-    def __call__(self, norms: Arrays, state: NormsAndLosses, given: Given) -> tuple[Arrays, NormsAndLosses]:
+    def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
         """Compare with the windows, then keep."""
-        xp, losses = given.xp, state.losses
-        usual = [self._threshold(xp, history, history >= 0) for history in state.norms]
-        loss = given.loss
+        xp, losses, loss = context.xp, state.losses, context.loss
+        limits = self._threshold(xp, state.norms, state.norms >= 0)
         if loss is not None:
-            loss = given.place(losses, xp.reshape(xp.astype(xp.asarray(loss), xp.float32), ()))
+            loss = xp.reshape(loss, (1,))
             top = unlimited(xp, loss)
             bound = self._threshold(xp, losses, losses < top)
             calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, as long as nothing is known
-            usual = [xp.where(calm, limit, xp.zeros_like(limit)) for limit in usual]
+            limits = xp.where(calm, limits, xp.zeros_like(limits))
             losses = xp.where(xp.isfinite(loss), pushed(xp, losses, loss), losses)
-        histories = [pushed(xp, old, n) for old, n in zip(state.norms, norms, strict=True)]
-        return usual, NormsAndLosses(histories, losses)
+        return limits, NormsAndLosses(pushed(xp, state.norms, norms), losses)
 
-    def _threshold(self, xp: Any, history: Any, there: Any) -> Any:
-        count = xp.sum(xp.astype(there, history.dtype), axis=0)
+    def _threshold(self, xp: Any, history: Array, there: Array) -> Array:
+        count = xp.sum(xp.astype(there, history.dtype), axis=1, keepdims=True)
         enough = count >= self.warmup
         count = xp.where(enough, count, xp.ones_like(count) * 2)
         values = xp.where(there, history, xp.zeros_like(history))
-        top = xp.max(xp.abs(values), axis=0)
-        unit = unit_of(xp, top)  # squares of large and of tiny numbers leave the range
+        unit = unit_of(xp, xp.max(xp.abs(values), axis=1, keepdims=True))  # squares of all else leave the range
         values = values / unit
-        mean = xp.sum(values, axis=0) / count
-        square = xp.sum(xp.where(there, values - mean, xp.zeros_like(values)) ** 2, axis=0) / (count - 1)
+        mean = xp.sum(values, axis=1, keepdims=True) / count
+        change = xp.where(there, values - mean, xp.zeros_like(values))
+        std = xp.sqrt(xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
         rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
-        return xp.where(enough, unit * (mean + self.z * xp.sqrt(square) + rounding), unlimited(xp, mean))
+        return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[:, 0, ...]

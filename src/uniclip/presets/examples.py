@@ -12,7 +12,8 @@ from typing import Any
 from uniclip.curves import NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
 from uniclip.nonfinite import NonFinite
-from uniclip.rules import Curve, Rule
+from uniclip.curves import Curve
+from uniclip.rules import Rule
 from uniclip.scopes import each_example, each_row
 
 

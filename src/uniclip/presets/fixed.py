@@ -13,7 +13,9 @@ from uniclip.curves import hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import AVERAGE, RMS, Norm
-from uniclip.rules import ByValue, Curve, Rule
+from uniclip.arraywise import ByValue
+from uniclip.curves import Curve
+from uniclip.rules import Rule
 from uniclip.scopes import Label, all_leaves, along, each_leaf, groups
 
 

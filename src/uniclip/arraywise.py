@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: MIT
+"""Rules without a norm: each gradient array is replaced by a function of it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from uniclip._checks import flag, real, settle
+from uniclip._mistakes import refuse_as_transformation
+from uniclip._repr import Printed, describe, short
+from uniclip.backends import backend_of
+from uniclip.backends.base import cast
+from uniclip.layout import Opened
+from uniclip.limits import NoState
+from uniclip.measure import AllReduce, broadcasts, same_shape
+from uniclip.report import Report
+from uniclip.tree import Tree, flatten_grads
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+
+
+class EachArray(Printed):
+    """A rule that measures no norm and remembers nothing; its reports are empty."""
+
+    memory: ClassVar[bool] = False
+    by_leaf: ClassVar[bool] = False
+
+    def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
+        """Return the empty state."""
+        refuse_as_transformation(self)
+        return NoState()
+
+    def update(
+        self,
+        grads: Any,
+        state: NoState,
+        params: Any = None,  # noqa: ARG002 - every rule has it
+        all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
+        *,
+        in_place: bool = False,
+        loss: Any = None,  # noqa: ARG002 - every rule has it
+    ) -> tuple[Any, NoState, Report]:
+        """Clip ``grads``; see `Rule.update`. The report is empty."""
+        clipped, report = self.apply(grads, in_place=in_place)
+        return clipped, state, report
+
+    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+        """Replace each array."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class Function(EachArray):
+    """A function of one gradient array as a rule."""
+
+    function: Callable[[Any], Any]
+
+    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+        """Call the function on each gradient array."""
+        return apply_function(grads, self.function, in_place=in_place)
+
+
+@dataclass(frozen=True, repr=False)
+class ByValue(EachArray):
+    """Clip each entry into ``[min, max]``: the one rule that is no norm (it runs ``xp.clip``).
+
+    Parameters
+    ----------
+    min, max : float or array
+        The bounds; arrays broadcast against each leaf. Integer gradients need whole bounds.
+    """
+
+    min: Any
+    max: Any
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are no numbers, NaN or the wrong way round."""
+        wanted = "a number or an array of real numbers (math.inf or -math.inf for no bound)"
+        settle(self, min=real("min", self.min, wanted), max=real("max", self.max, wanted))
+        if isinstance(self.min, Real) and isinstance(self.max, Real) and not self.min <= self.max:
+            raise ValueError(self._wrong_way())
+
+    def _wrong_way(self) -> str:
+        return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
+
+    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+        """Clip each entry."""
+        return apply(grads, self._bounds, in_place=in_place)
+
+    def _bounds(self, backend: Backend, array: Any) -> tuple[Any, ...]:
+        """Return the function that clips, and the bounds that fit the array."""
+        xp = backend.xp
+        if xp.isdtype(array.dtype, "complex floating"):
+            msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
+            raise TypeError(msg)
+        if xp.isdtype(array.dtype, "integral"):
+            low, high = (_whole(xp, bound, xp.iinfo(array.dtype)) for bound in (self.min, self.max))
+        else:
+            low, high = self.min, self.max
+        low, high = (xp.asarray(bound, dtype=array.dtype) for bound in (low, high))
+        for name, bound in (("min", low), ("max", high)):
+            if not broadcasts(bound.shape, array.shape):
+                msg = f"{name} of shape {tuple(bound.shape)} does not fit an array of shape {tuple(array.shape)}"
+                raise ValueError(msg)
+        if backend.readable(low) and backend.readable(high) and not bool(xp.all(low <= high)):
+            raise ValueError(self._wrong_way())
+        low, high = (backend.replicated(array, bound) for bound in (low, high))
+        return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
+
+
+def apply_function(grads: Any, function: Callable[[Any], Any], *, in_place: bool = False) -> tuple[Any, Report]:
+    """Replace each gradient array by a function of it alone."""
+    return apply(grads, partial(_of_function, function, in_place), in_place=in_place)
+
+
+def _of_function(
+    function: Callable[[Any], Any],
+    in_place: bool,  # noqa: FBT001 - bound by position
+    backend: Backend,
+    array: Any,
+) -> tuple[Any, ...]:
+    """Call a function of a whole array, and prepare to put the result in its place."""
+    result = function(array)
+    if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
+        hint = f"; call {short(function)} first" if hasattr(result, "update") else ""
+        msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
+        raise TypeError(msg)
+    kinds = ("complex floating", "real floating")  # what holds one holds those after it, and integers
+    wide, narrow = ([backend.xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
+    if in_place and wide > narrow:
+        msg = f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; use uc.clip"
+        raise TypeError(msg)
+    return lambda _, new: new, result
+
+
+def apply(
+    grads: Any, prepare: Callable[[Backend, Any], tuple[Any, ...]], *, in_place: bool = False
+) -> tuple[Any, Report]:
+    """Replace each gradient array (a sparse one's stored values) by a function of it.
+
+    ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that
+    broadcast against it, and the operands.
+    """
+    backend, tree = flatten_grads(grads, in_place=flag("in_place", in_place))
+    arrays, ways = [list(some) for some in zip(*map(backend.stored, tree.leaves), strict=True)] or ([], [])
+    given = Opened(backend, tree, arrays, ways, in_place)
+    with backend.quiet(given.first):
+        ready = [_named(tree, number, prepare, backend, array) for number, array in enumerate(given.arrays)]
+        new = [_named(tree, number, given.put, number, *change) for number, change in enumerate(ready)]
+        return tree.rebuild(new), Report()
+
+
+def _named(tree: Tree, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; name the leaf where it finds fault."""
+    try:
+        return function(*arguments)
+    except (TypeError, ValueError) as error:
+        if type(error) not in {TypeError, ValueError}:
+            raise  # a framework's own error explains itself, and may not be made from a message
+        msg = f"{tree.place(number)}: {error}"
+        raise type(error)(msg) from error
+
+
+def _whole(xp: Any, bound: Any, info: Any) -> Any:
+    """Return a bound of integer gradients as an integer that their dtype can hold."""
+    if not isinstance(bound, Real):
+        if "int" not in str(bound.dtype):
+            msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"
+            raise TypeError(msg)
+        bound = xp.asarray(bound)
+        own = xp.iinfo(bound.dtype)
+        return xp.clip(bound, max(info.min, own.min), min(info.max, own.max))
+    inside = max(info.min, min(info.max, bound))
+    if not float(inside).is_integer():
+        msg = f"integer gradients need whole bounds, got {short(bound)}"
+        raise TypeError(msg)
+    return int(inside)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: MIT
+"""An opened tree of gradients, and its layout: which leaves share a norm, and which norms form an array.
+
+A tree is opened once: after that there are dense arrays and the way back, whatever kinds its leaves are of. The layout
+is what stays the same from step to step, so it is kept with its scope (in code that is traced it is made afresh).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from uniclip._checks import check
+from uniclip.backends.base import cast, unchanged
+from uniclip.scopes import Scope, everything
+from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+
+_STACKED = 2**16
+"""Up to how many norms with kept axes are copied into one array."""
+_LAYOUTS = 64
+"""How many layouts a scope keeps."""
+
+
+class Opened(NamedTuple):
+    """A tree whose leaves are dense arrays, and the way back."""
+
+    backend: Backend
+    tree: Tree
+    arrays: list[Any]
+    """The stored values of each leaf that is present, as floating point (but for rules without a norm)."""
+    ways: list[Callable[[Any], Any]] | None = None
+    """The way back from each array to its own kind; ``None`` if each array is its leaf."""
+    in_place: bool = False
+    clean: bool = False
+    """Whether entries that are not finite count as 0."""
+
+    @property
+    def first(self) -> Any:
+        """The first array, ``None`` if there is none."""
+        return self.arrays[0] if self.arrays else None
+
+    def put(self, number: int, function: Callable[..., Any], *operands: Any) -> Any:
+        """Return a leaf of ``function(array, *operands)``; it is the leaf itself if it is changed in place."""
+        leaf, array = self.tree.leaves[number], self.arrays[number]
+        if self.in_place:
+            self.backend.write(leaf, array, function, *operands)
+            return leaf
+        xp, new = self.backend.xp, function(array, *operands)
+        widened = new.dtype == array.dtype and not xp.isdtype(leaf.dtype, "integral")
+        return self.way(number)(cast(xp, new, leaf.dtype) if widened else new)
+
+    def way(self, number: int) -> Callable[[Any], Any]:
+        """Return the way back from an array to the kind of its leaf."""
+        return unchanged if self.ways is None else self.ways[number]
+
+    def unscaled(self, number: int) -> Any:
+        """Return a leaf that no factor changes: as it was given, but for integers."""
+        leaf = self.tree.leaves[number]
+        integers = self.ways is not None and self.backend.xp.isdtype(leaf.dtype, "integral")
+        return self.way(number)(self.arrays[number]) if integers else leaf
+
+    def matching(self, params: Any, scope: Scope, absent: frozenset[int]) -> Opened:
+        """Return the parameters of the leaves here.
+
+        Raises
+        ------
+        ValueError
+            If a gradient has no parameter, or one of another shape.
+        TypeError
+            If the parameters are of another framework.
+        """
+        theirs = flatten(params, "params")
+        numbers = {path: number for number, path in enumerate(theirs.paths())}
+        paths = self.tree.paths()
+        missing = [path for path in paths if path not in numbers]
+        if missing:
+            msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
+            raise ValueError(msg)
+        used = [theirs.leaves[numbers[path]] for path in paths]
+        if scope.join is not None:  # a parameter without a gradient shares no norm
+            used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
+        tree = Tree(used, self.tree.rebuild, self.tree.paths, "params")
+        if used and backend_for(tree) is not self.backend:
+            msg = f"{tree.place(0)} is of another framework than {self.tree.place(0)}"
+            raise TypeError(msg)
+        for number, (param, leaf) in enumerate(zip(used, self.tree.leaves, strict=True)):
+            if tuple(param.shape) != tuple(leaf.shape) and id(leaf) not in absent:
+                msg = (
+                    f"{tree.place(number)} has shape {tuple(param.shape)}, {self.tree.place(number)} "
+                    f"{tuple(leaf.shape)}"
+                )
+                raise ValueError(msg)
+        return _opened(self.backend, tree)
+
+
+class Block(NamedTuple):
+    """The groups whose norms form one array, a row for each."""
+
+    groups: tuple[int, ...]
+    """Their numbers."""
+    dtype: Any
+    """That of their norms."""
+    kept: bool = False
+    """Whether norms have axes, those that they do not cover."""
+
+
+class Layout(NamedTuple):
+    """Which leaves share a norm, and which norms form an array."""
+
+    scope: Scope
+    labels: tuple[Any, ...]
+    """Of each group: as the scope names it, or the number of its leaf."""
+    groups: tuple[Sequence[int], ...]
+    """The numbers of the leaves of each group; of one whose gradients are all absent there is none."""
+    dtypes: tuple[Any, ...]
+    """That of each group's norm, float32 or wider."""
+    axes: tuple[tuple[int, ...] | None, ...] | None
+    """The axes of each leaf that its norm covers, ``None`` for all of them."""
+    blocks: tuple[Block, ...]
+
+    def axes_of(self, number: int) -> tuple[int, ...] | None:
+        """Return the axes of a leaf that its norm covers."""
+        return None if self.axes is None else self.axes[number]
+
+    def rows(self, blocks: Sequence[Any]) -> list[Any]:
+        """Return a value for each group of arrays that have a row for it."""
+        values: list[Any] = [None] * len(self.groups)
+        for block, array in zip(self.blocks, blocks, strict=True):
+            for row, group in enumerate(block.groups):
+                values[group] = array[row, ...]
+        return values
+
+    def arranged(self, tree: Tree, blocks: Sequence[Any]) -> Any:
+        """Return a value for each group as the scope's user thinks of them: a tree, a dict by label, or a single one."""
+        rows = self.rows(blocks)
+        if self.scope.join is everything:
+            return rows[0]
+        present = [(label, row) for label, row, group in zip(self.labels, rows, self.groups, strict=True) if len(group)]
+        return dict(present) if self.scope.join is not None else tree.rebuild([row for _, row in present])
+
+
+def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened:
+    """Open a tree of gradients (or of parameters, by that name) for a rule of norms.
+
+    Raises
+    ------
+    TypeError
+        If a leaf is no array, leaves are of two frameworks, or ``in_place`` and one of them cannot be changed or holds
+        integers.
+    ValueError
+        If ``in_place`` and two leaves overlap in memory.
+    """
+    backend, tree = flatten_grads(grads, name, in_place=in_place)
+    if tree.plain:
+        return Opened(backend, tree, tree.leaves, in_place=in_place)
+    if in_place:
+        _refuse_integers(backend, tree)
+    return _opened(backend, tree, in_place=in_place)
+
+
+def layout_of(given: Opened, scope: Scope, *, remembers: bool = False) -> Layout:
+    """Return the layout of an opened tree, one that was made before if there is one.
+
+    If the rule ``remembers``, absent gradients have groups too: which norms there are depends on the tree's structure
+    alone, and norms with axes are not copied together, as compiled code does not.
+    """
+    tree = given.tree
+    if tree.spec is None or given.ways is not None or given.backend.traced(given.first):
+        return _made(given, scope, remembers)
+    shapes = None if scope.axes is None and scope.join in {None, everything} else tuple([a.shape for a in given.arrays])
+    key = (tree.spec, tuple([array.dtype for array in given.arrays]), shapes, remembers)
+    found = scope.layouts.get(key)
+    if found is None:
+        found = _made(given, scope, remembers)
+        if len(scope.layouts) >= _LAYOUTS:
+            scope.layouts.clear()
+        scope.layouts[key] = found
+    return found
+
+
+def _opened(backend: Backend, tree: Tree, *, in_place: bool = False) -> Opened:
+    xp, arrays, ways = backend.xp, [], []
+    for leaf in tree.leaves:
+        array, way = backend.stored(leaf)
+        arrays.append(xp.astype(array, xp.asarray(1.0).dtype) if xp.isdtype(array.dtype, "integral") else array)
+        ways.append(way)
+    return Opened(backend, tree, arrays, ways, in_place)
+
+
+def _refuse_integers(backend: Backend, tree: Tree) -> None:
+    for number, leaf in enumerate(tree.leaves):
+        if backend.xp.isdtype(leaf.dtype, "integral"):
+            msg = f"{tree.place(number)} holds integers, which cannot hold what a rule of norms makes of them"
+            raise TypeError(msg)
+
+
+def _made(given: Opened, scope: Scope, remembers: bool) -> Layout:  # noqa: FBT001
+    """Make a layout."""
+    found = _groups(given.tree, scope, remembers)
+    labels, groups = tuple(found), tuple(map(tuple, found.values()))
+    axes = None if scope.axes is None else tuple(_axes(given, scope, number) for number in range(len(given.arrays)))
+    known = [_norm_dtype(given.backend, [given.arrays[number] for number in group]) for group in groups if group]
+    usual, of_known = known[0] if known else given.backend.xp.float32, iter(known)
+    dtypes = tuple(next(of_known) if group else usual for group in groups)
+    alike: dict[Hashable, list[int]] = {}
+    for number, group in enumerate(groups):
+        arrays = [given.arrays[n] for n in group]
+        if axes is None:
+            kind = dtypes[number], given.backend.kind(arrays)
+        else:
+            kind = None if remembers or len(group) != 1 else _kept(given.backend, arrays[0], axes[group[0]])
+            kind = number if kind is None else (dtypes[number], kind)
+        alike.setdefault(kind, []).append(number)
+    blocks = tuple(Block(tuple(some), dtypes[some[0]], axes is not None) for some in alike.values())
+    return Layout(scope, labels, groups, dtypes, axes, blocks)
+
+
+def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[int]]:  # noqa: FBT001
+    """Return the numbers of the leaves that share a norm, by the label of their group."""
+    if scope.join is everything:
+        return {None: list(range(len(tree.leaves)))}
+    places = [(path, leaf, number) for number, (path, leaf) in enumerate(zip(tree.paths(), tree.leaves, strict=True))]
+    if remembers:
+        whole, numbers = flatten(tree.rebuild(tree.leaves), none_is_leaf=True), iter(range(len(tree.leaves)))
+        every = zip(whole.paths(), whole.leaves, strict=True)
+        places = [(path, leaf, None if leaf is None else next(numbers)) for path, leaf in every]
+    groups: dict[Hashable, list[int]] = {}
+    for place_, (path, leaf, number) in enumerate(places):
+        label = place_ if scope.join is None else _label(scope.join, path, leaf)
+        groups.setdefault(label, []).extend([] if number is None else [number])
+    if scope.join is None:
+        return groups
+    return dict(sorted(groups.items(), key=lambda item: repr(item[0])))  # whichever leaf comes first, or is None
+
+
+def _label(join: Callable[..., Hashable], path: Any, leaf: Any) -> Hashable:
+    """Return the label of a leaf's group; refuse what cannot be looked up: an array may differ from an equal one."""
+    found: Any = join(path, leaf)
+    try:
+        fits = not hasattr(found, "dtype") or isinstance(found, (Number, str)) or found in {True, False}
+        hash(found)
+    except TypeError:
+        fits = False
+    check("the label of a group", found, fits, "hashable, such as a text or a number")
+    return found  # type: ignore[no-any-return]
+
+
+def _axes(given: Opened, scope: Scope, number: int) -> tuple[int, ...] | None:
+    """Return the axes of a leaf that its norm covers."""
+    leaf, tree = given.tree.leaves[number], given.tree
+    try:
+        axes = scope.covered(len(leaf.shape), given.backend.output_axis)
+    except ValueError as error:
+        msg = f"{tree.place(number)} of shape {tuple(leaf.shape)}: {error}"
+        raise ValueError(msg) from None
+    if axes and len(given.arrays[number].shape) != len(leaf.shape):
+        msg = f"{tree.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
+        raise TypeError(msg)
+    return axes
+
+
+def _kept(backend: Backend, array: Any, axes: tuple[int, ...] | None) -> Hashable:
+    """Return what has to be equal for norms with axes to be copied into one array, ``None`` if they must not be."""
+    if axes is None or backend.traced(array) or not backend.undivided(array):
+        return None
+    kept = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
+    size = math.prod(kept)
+    return None if size > _STACKED or size == math.prod(array.shape) > 1 else (kept, array.device)
+
+
+def _norm_dtype(backend: Backend, arrays: list[Any]) -> Any:
+    """Return the real dtype, float32 or wider, of the norm of arrays."""
+    xp = backend.xp
+    wide = reduce(xp.result_type, [xp.result_type(dtype, xp.float32) for dtype in {a.dtype for a in arrays}])
+    return xp.abs(xp.asarray(0, dtype=wide)).dtype if xp.isdtype(wide, "complex floating") else wide

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: MIT
+"""What a rule saw and did, and what of it a logger shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+
+
+from uniclip.backends import DEFAULT, backend_of
+from uniclip.tree import flatten
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+
+LOGGED = ("clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped")
+"""The names of what a logger shows of a report."""
+AVERAGED = LOGGED[3:]
+"""Those that say something only as the mean over many steps."""
+FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped")
+
+
+class Report:
+    """What a rule saw and did, in arrays of the framework (nothing is read from an accelerator).
+
+    Where all leaves share their norms a field is one array (0-d, unless the scope keeps axes); with
+    labelled groups, a dict by label; else a tree like the gradients. A rule that measures no norm
+    (``by_value``, a function) leaves every field ``None``.
+
+    Attributes
+    ----------
+    norms
+        The norms before clipping.
+    limits
+        What the norms were allowed to be; where nothing limits, the largest number of their dtype.
+    factors
+        What the gradients were multiplied by.
+    clipped
+        Whether any factor differs from 1 (a boolean 0-d array).
+    finite
+        Whether every gradient, as it was given, and every norm was finite (a boolean 0-d array).
+    skipped
+        Whether the rule left the whole step out, for the optimizer to do so too (a boolean 0-d array; ``None`` if the
+        rule neither has the curve `uniclip.skip` nor the policy ``"skip"``).
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *fields: Any, **named: Any) -> Any:
+        """Make a report of fields."""
+        return Made(*fields, **named) if cls is Report else object.__new__(cls)
+
+    norms: Any
+    limits: Any
+    factors: Any
+    clipped: Any
+    finite: Any
+    skipped: Any
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what a logger shows, under the same names for every rule.
+
+        Returns
+        -------
+        dict of str to 0-d array
+            ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit; ``"clip/factor"``,
+            the smallest factor; ``"clip/share"``, the share of the factors that are not 1 (of one factor 0 or 1: its
+            mean over the steps is the share of steps that were clipped); and, of a rule that may skip a step,
+            ``"clip/skipped"``, 0 or 1. They are floats on the gradients' device, and nothing is read from it. Of a
+            rule that measures no norm it is empty; of a `uniclip.chain`, ``"clip/factor"`` is the product of its
+            rules', and ``"clip/share"`` that of the rule which clipped most.
+
+        Examples
+        --------
+        >>> _, report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.1])], uc.by_norm(1.0))
+        >>> {name: float(value) for name, value in report.scalars().items()}
+        {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
+        """
+        norms, limits, factors = map(_arrays_of, (self.norms, self.limits, self.factors))
+        if not norms:
+            return {}
+        backend = backend_of(norms[0]) or DEFAULT
+        xp = backend.xp
+        least = _over(backend, xp.min, factors)
+        values = [_over(backend, xp.max, norms), _over(backend, xp.min, limits), least, _share_changed(backend, factors)]
+        if self.skipped is not None:
+            values.append(xp.asarray(self.skipped, dtype=least.dtype))
+        return dict(zip(LOGGED, values, strict=False))
+
+    def __repr__(self) -> str:
+        """Say that the norms are those before clipping."""
+        shown = [f"{name}={getattr(self, name)!r}{' (before clipping)' * (name == 'norms')}" for name in FIELDS]
+        return f"Report({', '.join(shown)})"
+
+    def without_skip(self) -> Report:
+        """Return the report of a rule that leaves out no step of the leaves that it does not see."""
+        return Made(*[getattr(self, name) for name in FIELDS[:-1]])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the fields."""
+        return iter([getattr(self, name) for name in FIELDS])
+
+
+class _Fields(NamedTuple):
+    norms: Any = None
+    limits: Any = None
+    factors: Any = None
+    clipped: Any = None
+    finite: Any = None
+    skipped: Any = None
+
+
+class Made(_Fields, Report):
+    """A report whose fields are there: it can leave code that is traced."""
+
+    __slots__ = ()
+    __repr__ = Report.__repr__
+
+
+class Late(Report):
+    """A report whose fields are arranged when somebody looks: it holds small arrays, and no gradient."""
+
+    __slots__ = ("_found", "_make")
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        self._make, self._found = make, {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in FIELDS:
+            raise AttributeError(name)
+        if name not in self._found:
+            self._found[name] = self._make(name)
+        return self._found[name]
+
+
+
+
+
+def _arrays_of(values: Any) -> list[Any]:
+    """Return the arrays of a field of a report that are not empty."""
+    return [array for array in flatten(values).leaves if 0 not in array.shape]
+
+
+def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
+    """Return a reduction over all entries of all arrays; only 0-d ones are stacked: others may be sharded."""
+    if len(arrays) == 1:
+        return function(arrays[0])
+    return function(backend.stacked([function(array) if len(array.shape) else array for array in arrays]))
+
+
+def _share_changed(backend: Backend, factors: list[Any]) -> Any:
+    """Return the share of the factors that are not 1."""
+    xp = backend.xp
+    changed = [xp.astype(xp.not_equal(factor, xp.ones_like(factor)), factor.dtype) for factor in factors]
+    if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
+        return _over(backend, xp.mean, changed)
+    return _over(backend, xp.sum, changed) / _over(backend, xp.sum, [xp.ones_like(factor) for factor in factors])
