@@ -155,6 +155,8 @@ def _changed(given: Opened, layout: Layout, factors: list[Factors], ones: list[A
                     new[leaf] = given.unscaled(leaf)
                 else:
                     left.append((leaf, number, row))
+    if not left:
+        return new
     results = _at_once(given, layout, factors, left, skip)
     results = _one_by_one(given, layout, factors, left, skip) if results is None else results
     for (leaf, _, _), result in zip(left, results, strict=True):

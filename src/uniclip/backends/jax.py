@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ def _within(leaf: sparse.BCOO) -> Array:
 _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
 
 
+_DOUBLE = {jnp.dtype("float64"), jnp.dtype("complex128")}
 _TOGETHER = 256
 """For how many arrays one call is compiled."""
 
@@ -65,6 +67,7 @@ _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 
 @_compiled
 def _squares(arrays: list[Array]) -> Array:
+    """Return the sum of squares of each array."""
     dtype = jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
     real = jnp.finfo(dtype).dtype
 
@@ -72,44 +75,58 @@ def _squares(arrays: list[Array]) -> Array:
         parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
         return sum(jnp.sum(jnp.square(part.astype(real))) for part in parts)
 
-    return jnp.sum(jnp.stack([total(array) for array in arrays]))
+    return jnp.stack([total(array) for array in arrays])
+
+
+@partial(jax.jit, static_argnums=1)
+def _sums(totals: Array, sizes: tuple[int, ...]) -> Array:
+    """Return the sums of so many totals each."""
+    ends = np.cumsum(sizes)
+    return jnp.stack([jnp.sum(totals[end - size : end]) for end, size in zip(ends, sizes, strict=True)])
 
 
 @_compiled
-def _scaled(arrays: list[Array], factor: Array) -> list[Array]:
-    return [(array * factor).astype(array.dtype) for array in arrays]
-
-
-_scalar = _compiled(jnp.asarray)
+def _scaled(arrays: list[Array], factors: Array) -> list[Array]:
+    return [(array * factors[number]).astype(array.dtype) for number, array in enumerate(arrays)]
 
 
 class _JAX(Backend):
     def plain(self, leaves: list[Any]) -> bool:
         return all(isinstance(leaf, jax.Array) and leaf.dtype in _FLOATS for leaf in leaves)
 
-    def number(self, array: Array) -> Any:
-        if isinstance(array, jax.core.Tracer) or array.ndim or not self.readable(array):
+    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return np.asarray(array) if self.readable(array) else None
+
+    def device(self, array: Array) -> Any:
+        if array is None or self.traced(array):
             return None
-        return array.dtype.type(array.item())
+        sharding = array.sharding
+        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
-    def array_of(self, number: Any, like: Array) -> Array:
-        return self.to_device_of(like, _scalar(number))
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        return jnp.asarray(array) if device is None else jax.device_put(array, device)
 
-    def squares(self, arrays: list[Array]) -> Array | None:
+    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
+        arrays = [array for group in groups for array in group]
         if not _together(arrays):
             return None
         if few(arrays, sum([array.size for array in arrays])) and self.readable(arrays[0]):
-            total = squares([np.asarray(array) for array in arrays])
+            total = squares([[np.asarray(array) for array in group] for group in groups])
             if total is not None:
                 return total
         totals = [_squares(some) for some in _in_parts(arrays)]
-        return totals[0] if len(totals) == 1 else jnp.sum(jnp.stack(totals))
+        each = totals[0] if len(totals) == 1 else jnp.concatenate(totals)
+        return each if len(each) == len(groups) else _sums(each, tuple([len(group) for group in groups]))
 
-    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        if not _together(arrays) or np.ndim(factor):
-            return None
-        by = factor if isinstance(factor, np.generic) else self.to_device_of(arrays[0], factor)
-        return [new for some in _in_parts(arrays) for new in _scaled(some, by)]
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
+        if not arrays or not _together(arrays):
+            return None if arrays else []
+        by = np.asarray(factors, self._wide(arrays)) if isinstance(factors[0], float) else jnp.stack(list(factors))
+        ends = range(0, len(arrays), _TOGETHER)
+        return [new for i in ends for new in _scaled(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
+
+    def _wide(self, arrays: list[Array]) -> Any:
+        return np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32
 
     def is_array(self, leaf: Any) -> bool:
         if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):
@@ -148,6 +165,10 @@ class _JAX(Backend):
         # none takes XLA up to five times as long, for a thousand leaves: so where there is one device, they are.
         spec = getattr(getattr(array.aval, "sharding", None), "spec", ())
         return jax.device_count() == 1 and all(axis is None for axis in spec)
+
+    def kind(self, arrays: list[Array]) -> Hashable:
+        varying = [getattr(array.aval, "vma", frozenset()) for array in arrays if self.traced(array)]
+        return frozenset().union(*varying)
 
     def zeros(self, array: Array, axes: tuple[int, ...], dtype: Any) -> Array:
         return jnp.sum(jnp.zeros_like(array, dtype=dtype), axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,31 +174,33 @@ class _TensorFlow(Backend):
     def plain(self, leaves: list[Any]) -> bool:
         return all(isinstance(leaf, tf.Tensor) and leaf.dtype in _FLOATS for leaf in leaves)
 
-    def number(self, array: Array) -> Any:
-        if not self.readable(array) or record.could_possibly_record() or array.shape.rank:
-            return None
-        return array.numpy()
+    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+        return np.asarray(array.numpy()) if self.readable(array) and not record.could_possibly_record() else None
 
-    def array_of(self, number: Any, like: Array) -> Array:
-        if like is None or not _GPUS:
-            return tf.constant(number.item(), number.dtype)
-        with tf.device(like.device):
-            return tf.constant(number.item(), number.dtype)
+    def device(self, array: Array) -> Any:
+        return None if array is None or not _GPUS else array.device
 
-    def squares(self, arrays: list[Array]) -> Array | None:
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        with nullcontext() if device is None else tf.device(device):
+            return tf.constant(array)
+
+    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
+        arrays = [array for group in groups for array in group]
         dtypes = {array.dtype for array in arrays}
         if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
-            return squares([_viewed(array) for array in arrays])
+            return squares([[_viewed(array) for array in group] for group in groups])
         if len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}:
             return None
-        totals = [_in_rows(array, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]
-        return tf.reduce_sum(tf.stack(totals))
+        totals = [[_in_rows(a, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(a) for a in group] for group in groups]
+        return tf.stack([one[0] if len(one) == 1 else tf.reduce_sum(tf.stack(one)) for one in totals])
 
-    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        if not isinstance(factor, np.generic) or any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
+        if any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
             return None
-        by = {dtype: tf.constant(factor.item(), dtype) for dtype in {array.dtype for array in arrays}}
-        return [tf.raw_ops.Mul(x=array, y=by[array.dtype]) for array in arrays]
+        if not all(isinstance(factor, float) for factor in factors):
+            return None
+        by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}
+        return [tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)]
 
     def watched(self) -> bool:
         return hasattr(check_numerics_callback._state, "check_numerics_callback")  # noqa: SLF001 - no public question

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from itertools import pairwise
@@ -26,7 +26,7 @@ from uniclip.backends.torch_modes import (
     tracing,
     valueless,
 )
-from uniclip.backends.torch_sums import SCALARS, SINGLE, in_order, squares_elsewhere, squares_here, squares_in_double
+from uniclip.backends.torch_sums import SINGLE, in_order, squares_elsewhere, squares_here, squares_in_double
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -60,7 +60,8 @@ _COMPRESSED = {
 _DOUBLE = {torch.float64, torch.complex128}
 _FLOATS = {*SINGLE, *_DOUBLE, torch.complex64}
 _CPU = torch.device("cpu")
-_DTYPES = {np.dtype(scalar).char: dtype for dtype, scalar in SCALARS.items()}
+_VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
+"""The dtypes of what follows from norms."""
 _STORED = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
 """Formats to keep numbers in, with which PyTorch does not calculate: they are worked on as float32."""
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -129,19 +130,23 @@ class _Torch(Backend):
         spans.sort()
         return all([one[1] <= two[0] for one, two in pairwise(spans)])
 
-    def number(self, array: Array) -> Any:
-        if array.ndim or not self.readable(array) or recorded(array):
+    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+        if not array.is_cpu or recorded(array) or self.traced(array) or array.dtype not in _VIEWED:
             return None
-        return SCALARS.get(array.dtype, np.float64)(array.item())
+        return (array.detach() if array.requires_grad else array).numpy()
 
-    def array_of(self, number: Any, like: Array) -> Array:
-        array = torch.scalar_tensor(number.item(), dtype=_DTYPES[number.dtype.char], device=_CPU)
-        return array if like.is_cpu else array.to(like.device)
+    def device(self, array: Array) -> Any:
+        return _CPU if array is None else array.device
 
-    def squares(self, arrays: list[Array]) -> Array | None:
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        here = torch.from_numpy(array) if array.flags.writeable else torch.from_numpy(array.copy())
+        return here if device == _CPU else here.to(device)
+
+    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
+        arrays = [array for group in groups for array in group]
         first = arrays[0]
         if tracing():
-            return squares_in_double(arrays)
+            return squares_in_double(groups)
         dtype, cpu = first.dtype, first.is_cpu
         if dtype.is_complex or in_forward_mode():
             return None
@@ -152,27 +157,25 @@ class _Torch(Backend):
             if recording and array.requires_grad:
                 return None
         if not cpu:
-            return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(arrays)
-        return squares_here(arrays)
+            return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(groups)
+        return squares_here(groups)
 
-    def scaled(self, arrays: list[Array], factor: Any, *, in_place: bool) -> list[Array] | None:
-        if isinstance(factor, np.generic):  # which has been read
-            wide = torch.float64 if any([array.dtype in _DOUBLE for array in arrays]) else torch.float32
-            factor = torch.scalar_tensor(factor.item(), dtype=wide, device=_CPU)
-        elif factor.ndim or tracing() or any(map(recorded, (factor, *arrays))):
-            return None
-        if not all([array.is_cpu for array in arrays]):
-            if len({array.device for array in arrays}) > 1:
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
+        by: Any = list(factors)
+        if arrays and not isinstance(by[0], float):
+            if tracing() or any(map(recorded, (*by, *arrays))) or len({a.device for a in (*by, *arrays)}) > 1:
                 return None
-            factor = factor.to(arrays[0].device)
+        elif any([array.requires_grad for array in arrays]) and torch.is_grad_enabled():
+            return None
+        same = all([one is by[0] or one == by[0] for one in by]) if arrays and isinstance(by[0], float) else len(by) == 1
         if not in_place:
-            new = torch._foreach_mul(arrays, factor)  # noqa: SLF001
+            new = torch._foreach_mul(arrays, by[0] if same else by)  # noqa: SLF001
             # 0-d ones have become as wide as the factor.
             return [one.to(old.dtype) for one, old in zip(new, arrays, strict=True)]
         if any([array.is_neg() or array.is_conj() for array in arrays]):
             return None
         with torch.no_grad():
-            torch._foreach_mul_(arrays, factor)
+            torch._foreach_mul_(arrays, by[0] if same else by)  # noqa: SLF001
         return arrays
 
     def is_array(self, leaf: Any) -> bool:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from uniclip.backends.base import PIECE
 from uniclip.backends.host import few, squares
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
-SCALARS = {torch.float32: np.float32, torch.float64: np.float64, torch.bool: np.bool_}
-"""The NumPy scalars that stand for 0-d tensors."""
+
+Groups: TypeAlias = Sequence[Sequence[torch.Tensor]]
 
 _ROW = 256
 """How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
@@ -35,12 +35,18 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
-def squares_here(arrays: list[torch.Tensor]) -> Any:
-    """Return the sum of squares as a scalar, from memory that the CPU can read."""
-    dtype, sizes = arrays[0].dtype, [array.numel() for array in arrays]
-    if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
-        return squares([(array.detach() if array.requires_grad else array).numpy() for array in arrays])
-    wide = dtype if dtype is torch.float64 else torch.float32
+def squares_here(groups: Groups) -> Any:
+    """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
+    arrays = [array for group in groups for array in group]
+    dtype, wide = arrays[0].dtype, torch.float64 if arrays[0].dtype is torch.float64 else torch.float32
+    if dtype is not torch.bfloat16 and few(arrays, sum([array.numel() for array in arrays])):
+        return squares([[array.detach().numpy() for array in group] for group in groups])
+    totals = [_total(group, wide) for group in groups]
+    return None if None in totals else np.array(totals, np.float64 if wide is torch.float64 else np.float32)
+
+
+def _total(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> float | None:
+    """Return the sum of squares of arrays, ``None`` if one of them does not lie in a row."""
     total, parts, entries = 0.0, [], 0
     for flat in _vectors(arrays, wide):
         if flat is None:
@@ -51,10 +57,10 @@ def squares_here(arrays: list[torch.Tensor]) -> Any:
             total += _dot(parts)
             parts, entries = [], 0
         del flat  # before the next one is made
-    return SCALARS[wide](total + _dot(parts) if parts else total)
+    return total + _dot(parts) if parts else total
 
 
-def _vectors(arrays: list[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Tensor | None]:
+def _vectors(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Tensor | None]:
     """Yield the entries of arrays in pieces, small arrays together; ``None`` for one that does not lie in a row."""
     small: list[torch.Tensor] = []
     entries = 0
@@ -84,18 +90,30 @@ def _dot(parts: list[torch.Tensor]) -> float:
     return float(torch.dot(rows, rows))
 
 
-def squares_in_double(arrays: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of squares in double precision, to which a compiler converts each entry where it is read."""
-    if any(array.dtype not in SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
+def squares_in_double(groups: Groups) -> torch.Tensor | None:
+    """Return the sums of squares in double precision, to which a compiler converts each entry where it is read."""
+    if any(a.dtype not in SINGLE or a.device.type == "mps" for group in groups for a in group):  # has no doubles
         return None
-    return torch.stack([array.float().double().square().sum() for array in arrays]).sum()
+    return _by_group(groups, [array.float().double().square().sum() for group in groups for array in group])
 
 
-def squares_elsewhere(arrays: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares on an accelerator, in double precision: there is no second look at what overflowed."""
+def squares_elsewhere(groups: Groups) -> torch.Tensor:
+    """Return the sums of squares on an accelerator, in double precision: there is no second look at what overflowed."""
+    arrays = [array for group in groups for array in group]
     narrow = arrays[0].device.type == "mps"  # has no doubles
-    norms = torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64))  # noqa: SLF001
-    return torch.dot(norms, norms)
+    norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)  # noqa: SLF001
+    if len(groups) == 1:
+        norms = torch.stack(norms)
+        return torch.dot(norms, norms).unsqueeze(0)
+    return _by_group(groups, list(torch.stack(norms).square().unbind()))
+
+
+def _by_group(groups: Groups, totals: list[torch.Tensor]) -> torch.Tensor:
+    """Return the totals of arrays as those of their groups."""
+    if len(totals) == len(groups):
+        return torch.stack(totals)
+    each = iter(totals)
+    return torch.stack([torch.stack([next(each) for _ in group]).sum() for group in groups])
 
 
 def _flat(array: torch.Tensor) -> torch.Tensor | None:
