@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What is saved of a rule's memory: its numbers, whose norms they are, and of which kind of rule.
 
-It is a dict of three entries, in `uniclip.Clipper` and in the adapters whose files hold dicts; the others keep the state
-in arrays of their own, and of the rest what fits there:
+It is a dict of three entries, in `uniclip.Clipper` and in the adapters whose files hold dicts; the others keep the
+state in arrays of their own, and of the rest what fits there:
 
 ==============  ===================================================================================
 ``"rule"``      the kinds of limit, norm and scope that the numbers come from, see `identity`
