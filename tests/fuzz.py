@@ -125,7 +125,7 @@ def _laid_out(array: Any, layout: str) -> Any:
 class Run:
     """A case on a framework."""
 
-    def __init__(self, fw: Framework, case: Case, tally: Tally, mend: bool = True) -> None:
+    def __init__(self, fw: Framework, case: Case, tally: Tally) -> None:
         self.fw, self.case, self.tally, self.machine = fw, case, tally, machine_of(fw)
         self._tie()
         self._box()

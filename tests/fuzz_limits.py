@@ -306,7 +306,7 @@ def _log_z_score(spec: Spec, norms: list[Span], state: State, given: Given) -> A
         zero = exact(np.zeros(n.shape), n.precision)
         mean, variance, count = (zero, zero, np.zeros(n.shape)) if state is None else state[number]
         positive = _positive(n)
-        weight = np.where(positive, np.maximum(1 / LONG(1) / (count + 1), 1 - LONG(decay)), 0)
+        weight = np.where(positive, np.maximum(LONG(1) / (count + 1), 1 - LONG(decay)), 0)
         one = exact(1, n.precision)
         log = Span(np.where(positive, n.lo, one.lo), np.where(positive, n.hi, one.hi), n.precision).each(np.log)
         change = log - mean

@@ -78,5 +78,5 @@ def refuse_as_grads(value: Any, name: str) -> None:
     """Refuse a rule, or the state of one, in the place of gradients: a state is a tree of arrays, too."""
     first = value[0] if isinstance(value, (tuple, list)) and value else None  # the state of a chain is a tuple of them
     if _is_own(value) or _is_own(first):
-        msg = f"{name} must be gradients, got {short(value)}: write rule.update(grads, state), uc.clip(grads, rule)"
+        msg = f"{name} must be gradients, got {short(value)}: write rule.update(grads, state), or uc.clip(grads, rule)"
         raise TypeError(msg)

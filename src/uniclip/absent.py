@@ -7,6 +7,7 @@ norms, in the same order and in the same dtypes. What it takes to make one is kn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,7 +112,7 @@ def _floats(array: Any) -> bool:
     return backend is not None and bool(backend.xp.isdtype(array.dtype, "real floating"))
 
 
-def unknown(tree: Tree, left: list[int]) -> str:
+def unknown(tree: Tree, left: Sequence[int]) -> str:
     """Return what to say where it is not known what stands for a gradient that is absent."""
     which = f"{place('grads', tree.paths()[left[0]])} is None" if left else "there are no gradients"
     return (

@@ -9,7 +9,7 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.absent import filled
+from uniclip.absent import unknown
 from uniclip.backends import backend_of
 from uniclip.report import Report
 from uniclip.measure import AllReduce
@@ -20,12 +20,11 @@ from uniclip.saved import (
     from_saved,
     labelled,
     leaves_of,
+    refuse_changed,
     restored,
-    shown,
     to_lists,
     to_saved,
 )
-from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 
 _ANEW = "begin anew by load_state_dict({})"
@@ -200,27 +199,16 @@ class Clipper:
                 return grads, Report()  # there is nothing to learn, and no framework to learn in
             joined = all_reduce is not None and params is not None  # then the norms are those of all parameters
             if state is None and not joined and not tree.leaves and self.rule.memory:
-                filled(all_leaves, grads, None, None)  # an error
+                absent = flatten(grads, none_is_leaf=True)
+                raise ValueError(unknown(absent, range(len(absent.leaves))))
             here = leaves_of(self.rule, flatten(params, "params") if joined else tree)
-            self._refuse_others(leaves, here)
+            refuse_changed(self.rule, leaves, here)
             state, leaves = self._first(params if joined else grads, here) if state is None else state, here
         self._refuse_traced(state)  # a graph cannot even use what was learned outside of it
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
         self._last = _Last(state, report, leaves)
         return clipped, report
-
-    def _refuse_others(self, known: Leaves | None, here: Leaves) -> None:
-        """Refuse gradients of other leaves or groups than those that the state is of."""
-        if known in (None, here):
-            return
-        before, now = ([label for part in leaves for label in part or ()] for leaves in (known or [], here))
-        others = sorted(set(before) ^ set(now))
-        msg = (
-            f"{short(self.rule)} remembers each leaf or group by itself, and {shown(others)} had a gradient at one "
-            "step and none at another: give the same ones at every step, zeros if there is no gradient"
-        )
-        raise ValueError(msg)
 
     def _refuse_traced(self, state: Any) -> None:
         if any(_traced(array) for array in optree.tree_leaves(state)):

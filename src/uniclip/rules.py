@@ -70,7 +70,7 @@ class Rule(Printed):
     def __post_init__(self) -> None:
         """Read a number or an array as a constant limit, and refuse what is none of the four choices."""
         if not isinstance(self.limit, Limit):
-            object.__setattr__(self, "limit", as_limit(self.limit))
+            settle(self, limit=as_limit(self.limit))
         check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
         check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
         check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What is saved of a rule's memory: its numbers, whose norms they are, and of which kind of rule.
 
-It is a dict of three entries, in `uniclip.Clipper` and in every adapter:
+It is a dict of three entries, in `uniclip.Clipper` and in the adapters whose files hold dicts; the others keep the
+state in arrays of their own, and of the rest what fits there:
 
 ==============  ===================================================================================
 ``"rule"``      the kinds of limit, norm and scope that the numbers come from, see `identity`
@@ -71,8 +72,9 @@ def labelled(rule: Any) -> bool:
         return any(map(labelled, rule.rules))
     if isinstance(rule, Masked):
         return labelled(rule.rule)
-    join = rule.scope.join if isinstance(rule, Rule) else None
-    return bool(rule.memory and join is not everything if isinstance(rule, Rule) else rule.by_leaf)
+    if isinstance(rule, Rule):
+        return rule.memory and rule.scope.join is not everything
+    return bool(rule.by_leaf)
 
 
 def leaves_of(rule: Any, tree: Tree) -> Leaves:
@@ -87,10 +89,9 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
         return leaves_of(rule.rule, flatten(some))
     if not labelled(rule):
         return [None]
-    join = rule.scope.join if isinstance(rule, Rule) else None
-    if join is None:
+    if rule.by_leaf:
         return [[_stable(place("", path)) for path, _ in pairs]]
-    groups: set[Hashable] = {join(path, leaf) for path, leaf in pairs}
+    groups: set[Hashable] = {rule.scope.join(path, leaf) for path, leaf in pairs}
     return [[_stable(label) for label in sorted(map(repr, groups))]]
 
 
@@ -162,7 +163,7 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
         If it is that of other leaves, or if an array is missing, is of another shape, or cannot hold its values.
     """
     if saved.leaves is not None and leaves is not None:
-        refuse_others(rule, saved.leaves, leaves, anew)
+        _refuse_others(rule, saved.leaves, leaves, anew)
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
     names = [_name(path) for path in accessors]
     if set(names) != set(saved.values):
@@ -175,11 +176,29 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
     return optree.tree_unflatten(spec, new)
 
 
-def refuse_others(rule: Any, saved: Leaves, here: Leaves, anew: str) -> None:
+def labels_of(leaves: Leaves | None) -> list[str]:
+    """Return the leaves or groups of all rules, one after the other."""
+    return [label for part in leaves or () for label in part or ()]
+
+
+def refuse_changed(rule: Any, known: Leaves | None, here: Leaves) -> None:
+    """Refuse gradients of other leaves or groups than those of the step before."""
+    if known in (None, here):
+        return
+    others = sorted(set(labels_of(known)) ^ set(labels_of(here)))
+    change = f"{shown(others)} had a gradient at one step and none at another" if others else "their order has changed"
+    msg = (
+        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same ones, in the same order, "
+        "at every step, zeros if there is no gradient"
+    )
+    raise ValueError(msg)
+
+
+def _refuse_others(rule: Any, saved: Leaves, here: Leaves, anew: str) -> None:
     """Refuse a state of other leaves or groups than those that are here."""
     if saved == here:
         return
-    theirs, ours = ([label for part in leaves for label in part or ()] for leaves in (saved, here))
+    theirs, ours = labels_of(saved), labels_of(here)
     missing, extra = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []
     what += [f"none of {shown(extra)}"] if extra else []

@@ -177,7 +177,7 @@ def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
             msg = f"{where} is an iterator with nothing left in it; pass a list, which can be read twice"
             raise ValueError(msg)
         return items, unchanged
-    # The one framework named outside backends/ and integrations/: classes registered with JAX
+    # The one framework used outside backends/ and integrations/: classes registered with JAX
     # (flax and equinox modules, say) are nodes only JAX can open.
     opened = _open_registered(sys.modules["jax"].tree_util, node) if "jax" in sys.modules else None
     if opened:

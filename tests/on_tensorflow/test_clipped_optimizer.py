@@ -559,6 +559,16 @@ def test_eager_variables_without_names() -> None:
             optimizer.apply_gradients(pairs)
 
 
+def test_groups_that_come_and_go() -> None:
+    """A rule that remembers groups needs a gradient in each of them: a state of one is not that of another."""
+    u, v = tf.Variable([3.0], name="u"), tf.Variable([4.0], name="v")
+    rule = uc.Rule(uc.Ema(1.01, 0.9), scope=uc.groups(lambda path, leaf: path[0]))
+    optimizer = ClippedOptimizer(OPTIMIZERS["descent"](), rule)
+    optimizer.apply_gradients([(tf.constant([1.0]), u)])
+    with pytest.raises(ValueError, match=r"group 'u', group 'v' had a gradient at one step and none at another"):
+        optimizer.apply_gradients([(tf.constant([100.0]), v)])
+
+
 def test_paths() -> None:
     """A rule sees (name of the variable,), and reports by name."""
     seen = set()

@@ -52,7 +52,7 @@ def backend_of(leaf: Any) -> Backend | None:
 
 
 def compiling() -> bool:
-    """Whether PyTorch compiles the code that runs, which knows no dtype of NumPy's numbers."""
+    """Whether ``torch.compile`` traces the caller: then dtypes of NumPy and modules of builtins cannot be looked up."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
 

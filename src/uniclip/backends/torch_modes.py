@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What PyTorch does with the code that is running: whether it is traced, and whether derivatives are worked out.
 
-These questions are asked at every call, so each is one call into PyTorch's core: about 0.03 µs.
+These questions are asked at every call, so most are one call into PyTorch's core: about 0.03 µs.
 """
 
 from __future__ import annotations

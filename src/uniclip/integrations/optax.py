@@ -19,7 +19,7 @@ import numpy as np
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.decide import Report
-from uniclip.saved import identity, leaves_of, shown
+from uniclip.saved import identity, labels_of, leaves_of, shown
 from uniclip.tree import flatten
 
 _REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
@@ -186,7 +186,7 @@ def _not_its_state(rule: Any, why: str) -> str:
 
 def _checksums(rule: Any, grads: Any) -> Any:
     """Return a number for the kind of the rule, and one for each leaf or group that it remembers."""
-    labels = [label for part in leaves_of(rule, flatten(grads)) for label in part or ()]
+    labels = labels_of(leaves_of(rule, flatten(grads)))
     return np.asarray([_checksum(text) for text in (identity(rule), *labels)], np.int32)
 
 
@@ -212,7 +212,7 @@ def _refuse_others(rule: Any, known: Any, grads: Any) -> None:
         return
     if saved[0] != here[0]:
         raise ValueError(_not_its_state(rule, ", and this one is that of another kind of rule"))
-    labels = [label for part in leaves_of(rule, flatten(grads)) for label in part or ()]
+    labels = labels_of(leaves_of(rule, flatten(grads)))
     extra = [label for label in labels if _checksum(label) not in saved[1:].tolist()]
     what = f"no norms of {shown(extra)}, but of as many others" if extra else "their norms in another order"
     msg = f"the state of to_optax({short(rule)}) is that of other leaves: it holds {what}; {begin}"

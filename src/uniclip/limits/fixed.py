@@ -196,7 +196,7 @@ class PerGroup(Printed, Limit):
         """Read numbers as constant limits, and keep what can be hashed."""
         check("limits", self.limits, isinstance(self.limits, (Mapping, tuple)), "a mapping of label to limit")
         pairs = self.limits.items() if isinstance(self.limits, Mapping) else self.limits
-        object.__setattr__(self, "limits", tuple((label, as_limit(limit)) for label, limit in pairs))
+        settle(self, limits=tuple((label, as_limit(limit)) for label, limit in pairs))
 
     @property
     def memory(self) -> bool:  # type: ignore[override]

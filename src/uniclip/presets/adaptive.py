@@ -60,7 +60,7 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     >>> [clipper(np.asarray([n])).item() for n in (1.0, 2.0, 3.0, 100.0)]
     [1.0, 1.5, 2.0, 2.5]
     """
-    _in_percent("percentile", percentile)
+    _in_percent("percentile", percentile, "PercentileOfAll({})" if window is None else "Percentile({}, window)")
     return Rule(
         PercentileOfAll(percentile) if window is None else Percentile(percentile, window),
         scope=all_leaves,
@@ -68,12 +68,12 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     )
 
 
-def _in_percent(name: str, value: float) -> None:
+def _in_percent(name: str, value: float, limit: str = "") -> None:
     """Refuse a share of 1 where percents are wanted."""
     share = number(name, value)
     if 0 < share < 1:
-        rule = f"uc.Rule(uc.Percentile({share}, window)) if it is really meant"
-        msg = f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}; write {rule}"
+        hint = f"; write uc.Rule(uc.{limit.format(share)}) if it is really meant" if limit else ""
+        msg = f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}{hint}"
         raise ValueError(msg)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from uniclip._repr import short
-from uniclip.saved import Leaves, labelled, leaves_of, refuse_others
+from uniclip.saved import Leaves, labelled, leaves_of, refuse_changed
 from uniclip.tree import flatten
 
 _INSTEAD = {"clipnorm": "uc.by_norm", "global_clipnorm": "uc.by_global_norm", "clipvalue": "uc.by_value"}
@@ -69,5 +69,4 @@ def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> N
 def refuse_groups(rule: Any, known: Leaves, grads: Any) -> None:
     """Refuse gradients of other groups than a rule remembers: it knows them by their order, too."""
     if labelled(rule) and not rule.by_leaf:
-        fix = "give each group a gradient at every step, or make its variables not trainable before you compile"
-        refuse_others(rule, known, leaves_of(rule, flatten(grads)), fix)
+        refuse_changed(rule, known, leaves_of(rule, flatten(grads)))

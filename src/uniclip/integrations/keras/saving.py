@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._repr import short
-from uniclip.saved import Leaves
+from uniclip.saved import Leaves, labels_of
 
 SAVED = "uniclip"
 """Where a file keeps it, beside the variables of the optimizer, which are numbered."""
@@ -40,7 +40,7 @@ def renumbered(saved: Leaves, here: Leaves) -> Leaves:
     Keras numbers what has no name, so that the same model made twice has other paths: what was ``dense`` and
     ``dense_1`` is ``dense_2`` and ``dense_3``. And in a model that was loaded, paths begin further inside.
     """
-    both = [[label for labels in leaves for label in labels or ()] for leaves in (saved, here)]
+    both = [labels_of(saved), labels_of(here)]
     if len(both[0]) != len(both[1]) or [one is None for one in saved] != [one is None for one in here]:
         return saved
     pairs = [(_parts(one), _parts(other)) for one, other in zip(*both, strict=True)]

@@ -8,6 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from uniclip._repr import short
+from uniclip.saved import labelled, leaves_of, refuse_changed
+from uniclip.tree import flatten
 
 tf1 = tf.compat.v1
 
@@ -53,7 +55,7 @@ def refuse_references(variables: list[Any]) -> None:
 
 
 def refuse_others(rule: Any, known: dict[str, Any], params: dict[str, Any]) -> None:
-    """Refuse gradients of other variables than a state is for, if the rule knows them by their order."""
+    """Refuse gradients of other variables, or groups of them, than those that a rule remembers by their order."""
     others = [name for name in {**known, **params} if known.get(name) is not params.get(name)]
     if rule.by_leaf and others:
         msg = (
@@ -62,3 +64,5 @@ def refuse_others(rule: Any, known: dict[str, Any], params: dict[str, Any]) -> N
             "gradient, and each train op of other variables a ClippedOptimizer of its own"
         )
         raise ValueError(msg)
+    if labelled(rule) and not rule.by_leaf:
+        refuse_changed(rule, leaves_of(rule, flatten(known)), leaves_of(rule, flatten(params)))

@@ -45,7 +45,8 @@ def clip_grad_norm_(
     norm_type : float, default 2.0
         The order of the norm, at least 1; ``math.inf`` or ``"inf"`` is the largest modulus.
     error_if_nonfinite : bool, default False
-        Raise where a gradient is NaN or infinite, before any is changed. Without it all become NaN.
+        Raise where a gradient is NaN or infinite, before any is changed. Without it all become NaN,
+        unless ``max_norm`` is ``math.inf``.
     foreach : bool, optional
         Accepted for PyTorch's sake; it changes nothing.
 

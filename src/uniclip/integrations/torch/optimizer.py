@@ -23,7 +23,7 @@ from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, refuse_parts, several
 from uniclip.rules import ByValue, Rule
-from uniclip.saved import labelled, leaves_of, refuse_others
+from uniclip.saved import labelled, leaves_of, refuse_changed
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 
@@ -63,7 +63,8 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     Raises
     ------
     TypeError
-        If ``optimizer`` is no optimizer, or ``rule`` no rule.
+        If ``optimizer`` is no optimizer, or ``rule`` no rule; or if a function of paths in it wants names of parameters
+        that the optimizer does not know.
     ValueError
         If the optimizer has a rule already, or is differentiable; or if there are several processes, the parameters are
         those of ``FullyShardedDataParallel`` (FSDP1), and the rule is another than `uniclip.by_value`.
@@ -290,8 +291,7 @@ class Attached(Memory):
 
     def _same_groups(self) -> None:
         """Refuse gradients of other groups than the state is for: it knows them by their order, too."""
-        fix = "give a gradient to each group at every step, zeros if there is none"
-        refuse_others(self.rule, self._leaves, leaves_of(self.rule, flatten(self._tree(grad_of))), fix)
+        refuse_changed(self.rule, self._leaves, leaves_of(self.rule, flatten(self._tree(grad_of))))
 
     def _skip(self, params: list[Any], found_inf: Any, *, fused: bool) -> None:
         """Have a step skipped that the rule leaves out."""
