@@ -56,11 +56,11 @@ class Last(uc.Limit):
 
     memory = True
 
-    def init(self, norms: list[Any], given: uc.Given) -> Norms:
-        return Norms(norms[0])
+    def init(self, norms: Any, context: uc.Context) -> Norms:
+        return Norms(norms)
 
-    def __call__(self, norms: list[Any], state: Norms, given: uc.Given) -> tuple[list[Any], Norms]:
-        return [state.norm], Norms(norms[0])
+    def __call__(self, norms: Any, state: Norms, context: uc.Context) -> tuple[Any, Norms]:
+        return state.norm, Norms(norms)
 
 
 @dataclass(frozen=True)

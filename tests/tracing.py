@@ -83,8 +83,8 @@ class Halving(uc.Limit):
     first: float
     memory: ClassVar[bool] = True
 
-    def init(self, norms: list[Any], given: uc.Given) -> Count:
-        return Count(0 * norms[0])
+    def init(self, norms: Any, context: uc.Context) -> Count:
+        return Count(0 * norms[0, ...])
 
-    def __call__(self, norms: list[Any], state: Count, given: uc.Given) -> tuple[list[Any], Count]:
-        return [self.first * 0.5**state.step] * len(norms), Count(state.step + 1)
+    def __call__(self, norms: Any, state: Count, context: uc.Context) -> tuple[Any, Count]:
+        return self.first * 0.5**state.step, Count(state.step + 1)

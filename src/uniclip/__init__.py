@@ -19,15 +19,16 @@ curve      what happens above it?             `uniclip.curves`
 `uniclip.clipper` remembers for rules that learn from earlier steps, and `uniclip.combine` makes rules of rules.
 """
 
+from uniclip.arraywise import ByValue
 from uniclip.clipper import Clipper
 from uniclip.combine import Chain, Masked, chain, masked
 from uniclip.curves import NonMonotonic, Regularized, hard, normalize, skip, smooth, soft, tanh
 from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from uniclip.limits import (
-    Constant,
-    Ema,
     Block,
+    Constant,
     Context,
+    Ema,
     Limit,
     LogZScore,
     MeanOverRms,
@@ -43,7 +44,6 @@ from uniclip.limits import (
     TrustRatio,
     ZScore,
 )
-from uniclip.report import Report
 from uniclip.norms import AVERAGE, L1, L2, MEAN, RMS, Linf, Norm
 from uniclip.presets import (
     adagc,
@@ -71,7 +71,7 @@ from uniclip.presets import (
     spam,
     zclip,
 )
-from uniclip.arraywise import ByValue
+from uniclip.report import Report
 from uniclip.rules import Rule
 from uniclip.scopes import Scope, all_leaves, axes, each_entry, each_example, each_leaf, each_row, groups, unit
 from uniclip.verbs import clip, clip_, clip_and_mean, clip_and_sum

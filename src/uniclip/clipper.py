@@ -11,8 +11,8 @@ from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.absent import unknown
 from uniclip.backends import backend_of
-from uniclip.report import Report
 from uniclip.measure import AllReduce
+from uniclip.report import Report
 from uniclip.rules import as_rule
 from uniclip.saved import (
     Leaves,

@@ -15,15 +15,15 @@ from uniclip._checks import check
 from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, holds_arrays
 from uniclip.absent import unknown
+from uniclip.arraywise import Function
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.scale import NUMBERS
-from uniclip.report import LOGGED, Made, Report
-from uniclip.step import kept
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
-from uniclip.arraywise import Function
+from uniclip.report import LOGGED, Made, Report
 from uniclip.rules import as_rule
+from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
+from uniclip.step import kept
 from uniclip.tree import Tree, flatten
 
 

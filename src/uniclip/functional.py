@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from uniclip._checks import LIMIT, in_order, nonnegatives, real
+from uniclip.arraywise import ByValue
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
-from uniclip.arraywise import ByValue
 from uniclip.rules import clip_known, norm_of
 from uniclip.scopes import all_leaves
 from uniclip.verbs import clip

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-
-
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.tree import flatten
 

@@ -96,7 +96,7 @@ def _curved(backend: Backend, curve: Curve, norms: Any, limits: Any, top: float)
     """Return the factors of a curve, as a power of two and the rest where they would leave the range of the dtype."""
     xp, linear = backend.xp, isinstance(curve, LINEAR)
     near = not (linear or curve in RATIOS) or backend.one_pass(norms)
-    if not near and xp is np:
+    if not near and isinstance(norms, np.ndarray):
         near = bool(((norms * _FAR[0] <= limits) & (limits <= norms / _FAR[0])).all())
     power = None if near else _power(xp, curve, norms, limits, top)
     if power is None:

@@ -14,8 +14,8 @@ from uniclip._repr import short
 from uniclip.backends import DEFAULT
 from uniclip.curves import skip
 from uniclip.layout import Layout, Opened, layout_of
-from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.limits import Block as Norms
+from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.losses import loss_of
 from uniclip.measure import AllReduce, broadcasts, measure, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
@@ -92,7 +92,7 @@ class _Seen(NamedTuple):
 
     def field(self, name: str) -> Any:
         """Return a field of the report, in arrays of the gradients' framework."""
-        xp = np if isinstance(self.norms[0], np.ndarray) else self.backend.xp
+        xp = np if all(isinstance(n, np.ndarray) for n in self.norms) else self.backend.xp
         if name == "clipped":
             same = [xp.all(one) for one in self.ones]
             return self._own(xp.logical_not(np.all(same) if xp is np else self.backend.all_of(same)))
@@ -116,7 +116,7 @@ def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision:
     if sound and not (own.readable(sound[0]) and bool(sound[0])):
         given = given._replace(clean=True)
     norms = measure(given, layout, rule.norm, step.all_reduce) if step.norm is None else _known(given, layout, step)
-    host = isinstance(norms[0], np.ndarray) and getattr(rule.curve, "host", False) and _for_host(own, rule.limit)
+    host = all(isinstance(n, np.ndarray) for n in norms) and getattr(rule.curve, "host", False) and _for_host(own, rule.limit)
     backend = DEFAULT if host else own
     if not host:
         norms = [own.from_host(n, own.device(given.first)) if isinstance(n, np.ndarray) else n for n in norms]

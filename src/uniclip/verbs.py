@@ -8,9 +8,9 @@ from typing import Any
 from uniclip._mistakes import refuse_swapped
 from uniclip._repr import short
 from uniclip.absent import Filled
-from uniclip.report import Report
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
+from uniclip.report import Report
 from uniclip.rules import Rule, as_rule, taken
 from uniclip.step import Decision, Step
 

@@ -45,13 +45,12 @@ class Largest(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: list[Any], given: uc.Given) -> Any:
-        return {"largest": [0 * norm for norm in norms]}
+    def init(self, norms: Any, context: uc.Context) -> Any:
+        return {"largest": 0 * norms}
 
-    def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> Any:
-        xp = given.xp
-        largest = [xp.where(n > old, n, old) for n, old in zip(norms, state["largest"], strict=True)]
-        return [0.5 * n for n in largest], {"largest": largest}
+    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+        largest = context.xp.where(norms > state["largest"], norms, state["largest"])
+        return 0.5 * largest, {"largest": largest}
 
 
 RULES = {
@@ -572,19 +571,18 @@ class Once(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: list[Any], given: uc.Given) -> Any:
-        return {"seen": [norm > 1 for norm in norms], "last": norms}
+    def init(self, norms: Any, context: uc.Context) -> Any:
+        return {"seen": norms > 1, "last": norms}
 
-    def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> Any:
-        seen = [old | (norm > 1) for norm, old in zip(norms, state["seen"], strict=True)]
-        return [norm + 1 for norm in norms], {"seen": seen, "last": norms}
+    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+        return norms + 1, {"seen": state["seen"] | (norms > 1), "last": norms}
 
 
 def test_flags(fw: Framework) -> None:
     """A state may hold booleans."""
     grads, rule = {"w": fw.array([3.0, 4.0])}, uc.Rule(Once())
     saved = saved_by(rule, grads)
-    assert saved["state"] == {"last.0": 5.0, "seen.0": True}
+    assert saved["state"] == {"last": [5.0], "seen": [True]}
     again = loaded(saved, rule)
     again.init(grads)
     assert again.state_dict() == saved

@@ -172,7 +172,7 @@ class Returns(uc.Limit):
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def __call__(self, norms: Any, state: Any, given: Any) -> Any:
+    def __call__(self, norms: Any, state: Any, context: Any) -> Any:
         return self.value
 
 

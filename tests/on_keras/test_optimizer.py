@@ -28,8 +28,8 @@ SIZES = (0.1, 3.0, 0.5, 40.0, 1.0, 2.0, 0.2, 5.0)  # of the gradients of each st
 class Two(NamedTuple):
     """The norms of the last two steps."""
 
-    last: list[Any]
-    before: list[Any]
+    last: Any
+    before: Any
 
 
 class Earlier(uc.Limit):
@@ -37,11 +37,11 @@ class Earlier(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: list[Any], given: uc.Given) -> Two:
+    def init(self, norms: Any, context: uc.Context) -> Two:
         """Nothing is seen yet."""
-        return Two([n + 1 for n in norms], [n + 1 for n in norms])
+        return Two(norms + 1, norms + 1)
 
-    def __call__(self, norms: list[Any], state: Two, given: uc.Given) -> Any:
+    def __call__(self, norms: Any, state: Two, context: uc.Context) -> Any:
         """Shift."""
         return state.before, Two(norms, state.last)
 

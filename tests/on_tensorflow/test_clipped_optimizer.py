@@ -608,9 +608,11 @@ def test_no_second_norm() -> None:
 class LossLimit(uc.Limit):
     """Allow as much as the loss is."""
 
-    def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> Any:
+    needs = frozenset({"loss"})
+
+    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
         """Ask for the loss."""
-        return [math.inf if given.loss is None else given.loss for _ in norms], state
+        return math.inf if context.loss is None else context.loss, state
 
 
 def test_the_loss() -> None:

@@ -53,23 +53,24 @@ class Usual(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: list[Any], given: uc.Given) -> Seen:
+    def init(self, norms: Any, context: uc.Context) -> Seen:
         """Nothing is seen yet."""
-        return Seen([0 * n for n in norms], [0 * n for n in norms])
+        return Seen(0 * norms, 0 * norms)
 
-    def __call__(self, norms: list[Any], state: Seen, given: uc.Given) -> Any:
+    def __call__(self, norms: Any, state: Seen, context: uc.Context) -> Any:
         """Take the norms in first."""
-        total = [t + n for t, n in zip(state.total, norms, strict=True)]
-        count = [c + 1 for c in state.count]
-        return [0.5 * t / c for t, c in zip(total, count, strict=True)], Seen(total, count)
+        total, count = state.total + norms, state.count + 1
+        return 0.5 * total / count, Seen(total, count)
 
 
 class Relative(uc.Limit):
     """Allow a hundredth of the parameters' norm."""
 
-    def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> Any:
+    needs: ClassVar[frozenset[str]] = frozenset({"params"})
+
+    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
         """Ask for the parameters."""
-        return [0.01 * norm + 1e-3 for norm in given.reference()], state
+        return 0.01 * context.params + 1e-3, state
 
 
 RULES = {

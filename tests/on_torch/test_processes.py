@@ -276,12 +276,13 @@ def losses_of_copies() -> None:
 
 @check
 def losses_of_a_limit_of_ones_own() -> None:
-    """Join losses too for a limit that does not say that it looks at them."""
+    """Join losses too for a limit of one's own that looks at them."""
 
     class Loss(uc.Limit):
-        def __call__(self, norms: list[Any], state: Any, given: uc.Given) -> Any:
-            assert given.loss is given.loss
-            return [given.loss], state
+        needs = frozenset({"loss"})
+
+        def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+            return context.loss, state
 
     weight = torch.nn.Parameter(torch.ones(2))
     handle = attach(torch.optim.SGD([weight], lr=1.0), uc.Rule(Loss()))

@@ -79,7 +79,7 @@ class Ema(Remembers):
         xp, unit = context.xp, unit_of(context.xp, context.largest(lambda one: one.norms))
         dtype = unit.dtype  # the joint norm may be beyond the dtype of these norms
         total = context.total(lambda one: (xp.astype(one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
-        # Their norm is the root times the unit, so that it is in range.
+        # The joint norm is the root times the unit, of which neither leaves the range.
         unit, root, own = context.asarray(unit, dtype), context.asarray(xp.sqrt(total), dtype), xp.astype(norms, dtype)
         above, most = unit * root > self.warmup_norm, xp.ones_like(own) * self.warmup_norm
         # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.

@@ -201,11 +201,12 @@ def counts(context: Context) -> Array:
     return context.asarray(context.xp.zeros(tuple(context.norms.shape)[:1], dtype=context.xp.int32), context.xp.int32)
 
 
-def empty(context: Context, window: int) -> Array:
-    """Return histories without norms, of shape ``(k, window, *kept)``: -1 where there is none."""
-    like = context.xp.expand_dims(0 * context.norms, axis=1)  # divided among devices as the norms are
-    shape = (1, window, *[1] * (len(like.shape) - 2))
-    return context.asarray(context.xp.zeros(shape, dtype=like.dtype)) + like - 1
+def empty(context: Context, length: int, dtype: Any = None) -> Array:
+    """Return zeros of shape ``(k, length, *kept)``, divided among devices as the norms are."""
+    xp, like = context.xp, context.xp.expand_dims(0 * context.norms, axis=1)
+    dtype = like.dtype if dtype is None else dtype
+    zeros = xp.zeros((1, length, *[1] * (len(like.shape) - 2)), dtype=dtype)
+    return context.asarray(zeros, dtype) + xp.astype(like, dtype)
 
 
 def pushed(xp: Any, histories: Array, newest: Array) -> Array:

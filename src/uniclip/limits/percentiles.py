@@ -58,7 +58,7 @@ class Percentile(Remembers):
 
     def init(self, norms: Array, context: Context) -> History:  # noqa: ARG002
         """Begin with empty windows."""
-        return History(empty(context, self.window), counts(context))
+        return History(empty(context, self.window) - 1, counts(context))
 
     def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
         """Take the norms in, and look the percentiles up."""
@@ -107,9 +107,8 @@ class PercentileOfAll(Remembers):
 
     def init(self, norms: Array, context: Context) -> Histogram:
         """Begin with nothing counted."""
-        xp, (k, *kept) = context.xp, tuple(norms.shape)
-        below = xp.zeros((k, self._range(xp, norms)[1], *kept), dtype=xp.int32)
-        return Histogram(context.asarray(below, xp.int32), counts(context))
+        bins = self._range(context.xp, norms)[1]
+        return Histogram(empty(context, bins, context.xp.int32), counts(context))
 
     def __call__(self, norms: Array, state: Histogram, context: Context) -> tuple[Array, Histogram]:
         """Count the norms, and look the percentiles up."""

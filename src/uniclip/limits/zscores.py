@@ -195,7 +195,7 @@ class RollingZScore(Remembers):
         """Begin with empty windows."""
         xp = context.xp
         losses = unlimited(xp, xp.zeros((1, self.window), dtype=xp.float32))
-        return NormsAndLosses(empty(context, self.window), context.asarray(losses, xp.float32))
+        return NormsAndLosses(empty(context, self.window) - 1, context.asarray(losses, xp.float32))
 
     def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
         """Compare with the windows, then keep."""

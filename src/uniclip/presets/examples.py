@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from uniclip.curves import NonMonotonic, Regularized, hard
+from uniclip.curves import Curve, NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
 from uniclip.nonfinite import NonFinite
-from uniclip.curves import Curve
 from uniclip.rules import Rule
 from uniclip.scopes import each_example, each_row
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from uniclip._checks import real
 from uniclip._repr import short
-from uniclip.curves import hard, normalize
+from uniclip.arraywise import ByValue
+from uniclip.curves import Curve, hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import AVERAGE, RMS, Norm
-from uniclip.arraywise import ByValue
-from uniclip.curves import Curve
 from uniclip.rules import Rule
 from uniclip.scopes import Label, all_leaves, along, each_leaf, groups
 
