@@ -302,7 +302,7 @@ class Run:
             return uc.clip_by_norm(grads, limit, ord=p), report
         known = uc.global_norm(grads, ord=p) if self.case.boxed else None
         clipped, norm = uc.clip_by_global_norm(grads, limit, ord=p, norm=known)
-        return clipped, report._replace(norms=norm)
+        return clipped, uc.Report(norm, *tuple(report)[1:])
 
     def _outcome(self, leaves: list[oracle.Leaf], loss: float | None, report: Any) -> oracle.Outcome:
         seen = None if report is None else seen_of(self.plan, report, self.fw)

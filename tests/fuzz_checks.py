@@ -125,7 +125,7 @@ def check_report(out: Outcome, plan: Plan, report: Any, fw: Framework, number: i
             check_report(out, plan.parts[0], report, fw, number)
         return
     norms, limits, factors = (
-        (part if number is None else part[number] for part in report[:3])
+        (part if number is None else part[number] for part in tuple(report)[:3])
         if out.measured or number is None
         else (None,) * 3
     )

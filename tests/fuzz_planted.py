@@ -16,19 +16,19 @@ SOURCE = HERE.parent / "src" / "uniclip"
 FAULTS: dict[str, tuple[str, str, str]] = {
     "a leaf is left out of the norm": (
         "backends/numpy.py",
-        "return squares(arrays)",
-        "return squares(arrays[1:] or arrays)",
+        "return squares(groups)",
+        "return squares([group[1:] or group for group in groups])",
     ),
-    "integers become float32": ("gradients.py", "xp.asarray(1.0).dtype)", "xp.float32)"),
+    "integers become float32": ("layout.py", "xp.asarray(1.0).dtype)", "xp.float32)"),
     "a window is one too short": (
         "limits/percentiles.py",
         "xp.ones_like(state.count) * self.window",
         "xp.ones_like(state.count) * (self.window - 1)",
     ),
-    "a warm-up is one too long": ("limits/zscores.py", "state.count < self.warmup", "state.count <= self.warmup"),
-    "a memory takes NaN in": ("decide.py", "return new if bool(finite) else old", "return new"),
+    "a warm-up is one too long": ("limits/zscores.py", "warm = steps <= self.warmup", "warm = steps <= self.warmup + 1"),
+    "a memory takes NaN in": ("step.py", "return new if bool(finite) else old", "return new"),
     "the policy zero lets ∞ through": (
-        "gradients.py",
+        "backends/base.py",
         "xp.where(xp.isfinite(array), array, xp.zeros_like(array))",
         "xp.where(xp.isnan(array), xp.zeros_like(array), array)",
     ),

@@ -327,7 +327,7 @@ def parts_of_one_tree(fw: Framework) -> None:
         return own + own if op == "sum" else own
 
     def spoiled(own: Any, op: str) -> Any:
-        return fw.array(np.fmax(fw.numpy(own), [0.0, 1.0])) if op == "max" else own
+        return fw.array(np.fmax(fw.numpy(own), [[0.0], [1.0]])) if op == "max" else own
 
     grads, half = tree(fw), math.sqrt(0.5)
     clipped, report = fw.run(lambda g: uc.clip(g, uc.by_global_norm(1.0), all_reduce=joined), grads)

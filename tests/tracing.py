@@ -59,7 +59,7 @@ def leaves(tree: Any) -> list[Any]:
     """Return the arrays of a result in one order for all frameworks."""
     if isinstance(tree, dict):
         return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, (list, tuple, uc.Report)):
         return [leaf for part in tree for leaf in leaves(part)]
     return [] if tree is None else [tree]
 

@@ -73,7 +73,7 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 for _curve in (hard, normalize, skip, soft, smooth, tanh):
-    setattr(_curve, "host", True)  # noqa: B010 - NumPy's arrays will do for them
+    setattr(_curve, "host", True)  # noqa: B010 - arrays of the host will do for them
 
 
 @dataclass(frozen=True, repr=False)

@@ -100,10 +100,10 @@ class _Ruler(NamedTuple):
         # All processes join one dtype, whatever their way was.
         return found if self.all_reduce is None else self._shared(_own(given, found, block.dtype), "sum")
 
-    def totals(self, block: Block, norm: Norm | None = None, scales: Any = None) -> Any:
-        """Return Σ|x·scale|ᵖ by row, the largest modulus for p = ∞."""
+    def totals(self, block: Block, norm: Norm | None = None, scales: Any = None, *, gather: bool = False) -> Any:
+        """Return Σ|x·scale|ᵖ by row, the largest modulus for p = ∞; small arrays may be gathered into one."""
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
-        gathered = [self._gathered(group) if norm.has_powers or scales is not None else list(group) for group in groups]
+        gathered = [self._gathered(group) if gather else list(group) for group in groups]
 
         def part(row: int, number: Any) -> Any:
             whole = not isinstance(number, int)  # several small arrays as one
@@ -123,13 +123,13 @@ class _Ruler(NamedTuple):
     def in_units(self, block: Block) -> Any:
         """Return the norms, measured in units of the largest modulus (nearly)."""
         xp = self.backend.xp
-        top = self.totals(block, Linf)
+        top = self.totals(block, Linf, gather=True)
         # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
         # derivative would overflow.
         normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
         unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))))
-        return unit * self.norm.root(xp, self.totals(block, scales=1 / unit))
+        return unit * self.norm.root(xp, self.totals(block, scales=1 / unit, gather=True))
 
     def sizes(self, block: Block) -> Any:
         """Return the number of entries that each norm covers, 1 if there is none."""
@@ -244,7 +244,9 @@ def _euclidean(ruler: _Ruler) -> Blocks:
     backend, layout, given = ruler.backend, ruler.layout, ruler.given
     totals = [ruler.squares(block) for block in layout.blocks]
     if all(isinstance(total, np.ndarray) for total in totals):
-        return [_on_host(ruler, *pair) for pair in zip(layout.blocks, totals, strict=True)]
+        norms = [_on_host(ruler, *pair) for pair in zip(layout.blocks, totals, strict=True)]
+        if all(n is not None for n in norms):
+            return norms
     xp, totals = backend.xp, [_own(given, total) for total in totals]
     dtypes = [block.dtype for block in layout.blocks]
 
@@ -264,12 +266,18 @@ def _euclidean(ruler: _Ruler) -> Blocks:
 
 
 def _on_host(ruler: _Ruler, block: Block, totals: Any) -> Any:
-    """Return the norms of a block whose sums of squares can be read; rows out of range are measured again."""
+    """Return the norms of a block whose sums of squares can be read; rows out of range are measured again.
+
+    It is ``None`` if those cannot be read.
+    """
     fine = _in_range(totals, totals.dtype == np.float32)
     norms = np.sqrt(totals)
     for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
         again = ruler.in_units(block._replace(groups=block.groups[row : row + 1]))
-        norms[row] = ruler.backend.viewed(again)[0]
+        view = ruler.backend.viewed(again)
+        if view is None:
+            return None
+        norms[row] = view[0]
     return norms
 
 

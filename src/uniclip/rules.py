@@ -181,6 +181,13 @@ class Rule(Printed):
         return taken(self, grads, state, step, _measured)  # type: ignore[no-any-return]
 
 
+def measured(
+    rule: Rule, grads: Any, state: Any, params: Any = None, norm: Any = None, loss: Any = None
+) -> tuple[Any, Report]:
+    """Do as `Rule.measure`; a norm that is known already is not measured."""
+    return taken(rule, grads, state, Step(params, None, loss, norm), _measured)  # type: ignore[no-any-return]
+
+
 def _measured(_: Filled, decision: Decision) -> tuple[Any, Report]:
     return decision.state, decision.report()
 

@@ -56,7 +56,7 @@ def factors_of(backend: Backend, rule: Rule, norms: Any, limits: Any, finite: An
     """
     xp, one, top = backend.xp, backend.xp.ones_like(norms), float(backend.xp.finfo(norms.dtype).max)
     if measures(rule.limit):
-        return Factors(None, one)
+        return Factors(None, _kept(backend, rule, norms, one, finite))
     fault = norms - norms  # 0, or NaN; neither NaN nor ∞ is made of healthy gradients, which debuggers look for
     if isinstance(limits, NUMBERS):
         unlimited, limits = bool(limits >= top), xp.asarray(limits, dtype=norms.dtype)
@@ -71,10 +71,16 @@ def factors_of(backend: Backend, rule: Rule, norms: Any, limits: Any, finite: An
     rest = rest + fault
     free = _measures_by_array(backend, rule.limit)
     rest = rest if free is None else xp.where(backend.to_device_of(norms, free), one, rest)
-    if rule.nonfinite in {"skip", "zero"}:
-        kept = backend.to_device_of(norms, finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
-        rest = xp.where(kept, rest, xp.zeros_like(rest))
-    return Factors(power, rest)
+    return Factors(power, _kept(backend, rule, norms, rest, finite))
+
+
+def _kept(backend: Backend, rule: Rule, norms: Any, factors: Any, finite: Any) -> Any:
+    """Return the factors, 0 for what the policy leaves out."""
+    if rule.nonfinite not in {"skip", "zero"}:
+        return factors
+    xp = backend.xp
+    kept = backend.to_device_of(norms, finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
+    return xp.where(kept, factors, xp.zeros_like(factors))
 
 
 def measures(limit: Any) -> bool:

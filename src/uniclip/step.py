@@ -192,7 +192,9 @@ def _contexts(
         loss = loss_of(given, step.all_reduce, step.loss)()
         loss = loss if loss is None or backend is given.backend else given.backend.viewed(given.backend.xp.asarray(loss))
     labels = [[layout.labels[group] for group in block.groups] for block in layout.blocks]
-    blocks = [Norms(*some) for some in zip(norms, labels, params, sizes, strict=True)]
+    absent = [[not layout.groups[group] for group in block.groups] for block in layout.blocks]
+    gone = [rows if any(rows) else () for rows in absent]
+    blocks = [Norms(*some) for some in zip(norms, labels, params, sizes, gone, strict=True)]
     return [Context(backend, blocks, number, needs, loss) for number in range(len(blocks))]
 
 
@@ -223,15 +225,15 @@ def _limits(
         return [_in(backend, given, value) if hasattr(value, "dtype") else value] * len(norms), state
     # It sees ∞ as NaN: as a limit, ∞ would leave alone. No NaN is made of a finite norm, and its derivative stays 1.
     seen = [n + (n - n) for n in norms]
-    absent = [[not layout.groups[group] for group in block.groups] for block in layout.blocks]
     if limit.memory:
         if not given.tree.leaves and step.all_reduce is None:  # a step without gradients teaches nothing
             return [math.inf] * len(norms), state
         _check_state(rule, layout, state)
     states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
     limits, new = [], []
-    for context, old, rows in zip(_contexts(rule, given, layout, backend, seen, step), states, absent, strict=True):
-        if limit.memory and all(rows):
+    for context, old in zip(_contexts(rule, given, layout, backend, seen, step), states, strict=True):
+        rows = context.absent
+        if limit.memory and rows and all(rows):
             limits.append(math.inf)
             new.append(old)
             continue
@@ -239,7 +241,7 @@ def _limits(
         answer = limit(context.norms, old_here, context)
         limits.append(_answer(rule, answer, context.norms))
         if limit.memory:
-            state_here = _restored(context.xp, limit, answer[1], old_here, rows) if any(rows) else answer[1]
+            state_here = _restored(context.xp, limit, answer[1], old_here, rows) if rows else answer[1]
             new.append(optree.tree_map(lambda array: _back(backend, given, array), state_here))
     if not limit.memory:
         return limits, state
@@ -313,8 +315,9 @@ def _restored(xp: Any, limit: Any, new: Any, old: Any, absent: list[bool]) -> An
 def _known(given: Opened, layout: Layout, step: Step) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
     backend = given.backend
-    norms = [zero + backend.xp.asarray(step.norm, dtype=zero.dtype) for zero in zeros(given, layout)]
-    return backend.together([_checked(backend, "norm", norm, None) for norm in norms])
+    home = zeros(given, layout)
+    known = [_checked(backend, "norm", backend.xp.asarray(step.norm, dtype=zero.dtype), zero) for zero in home]
+    return backend.together([zero + norm for zero, norm in zip(home, known, strict=True)])
 
 
 def _checked(backend: Backend, name: str, value: Any, norms: Any) -> Any:
@@ -325,9 +328,9 @@ def _checked(backend: Backend, name: str, value: Any, norms: Any) -> Any:
         wrong = not value >= 0 and not _not_finite(backend, norms)  # NaN too is not >= 0
         value = min(value, top)  # the other way round NaN would become top
     else:
-        value = xp.asarray(value, dtype=value.dtype if norms is None else norms.dtype)
+        value = xp.asarray(value, dtype=norms.dtype)
         wrong = _wrong(backend, name, value, norms)
-        if norms is not None:
+        if name == "limit":
             top = float(xp.finfo(norms.dtype).max)
             value = xp.where(value > top, xp.ones_like(value) * top, value)
     if wrong:
@@ -346,8 +349,6 @@ def _not_finite(backend: Backend, norms: Any) -> bool:
 def _wrong(backend: Backend, name: str, array: Any, norms: Any) -> bool:
     """Whether an array is known to hold what is no limit (or no norm)."""
     xp = backend.xp
-    if norms is None:
-        return backend.readable(array) and bool(xp.any(array < 0))
     if len(array.shape) and not broadcasts(array.shape, norms.shape):
         msg = (
             f"a {name} of shape {tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}; give one number"
@@ -356,4 +357,4 @@ def _wrong(backend: Backend, name: str, array: Any, norms: Any) -> bool:
     if not (backend.readable(array) and backend.readable(norms)):
         return False
     # A NaN norm is one that was measured, and the limit of one that is not finite need not be finite.
-    return bool(xp.any(xp.logical_not(array >= 0) & xp.isfinite(norms)))
+    return bool(xp.any(array < 0 if name == "norm" else xp.logical_not(array >= 0) & xp.isfinite(norms)))

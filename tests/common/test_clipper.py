@@ -326,11 +326,11 @@ def test_state_dict(fw: Framework, rule: Any) -> None:
 
 
 def test_names_in_a_state_dict(fw: Framework) -> None:
-    """A name is the way to the array: the number of a rule in a chain, the field, the number of the norm."""
+    """A name is the way to the array: the number of a rule in a chain, and the field."""
     clipper = uc.Clipper(uc.chain(uc.by_value(10.0), uc.adagc(warmup=0)))
     clipper([fw.array([3.0, 4.0]), fw.array([2.0])])
     saved = clipper.state_dict()
-    assert saved["state"] == {"1.averages.0": 5.0, "1.averages.1": 2.0, "1.count": 1}
+    assert saved["state"] == {"1.averages": [5.0, 2.0], "1.count": 1}
     assert saved["leaves"] == [["[0]", "[1]"]]
     assert saved["rule"] == "chain(-, Ema of L2 over each leaf)"
 
@@ -440,7 +440,7 @@ def test_a_rule_that_is_tuned(name: str) -> None:
     grads = {"b": np.asarray([1.0]), "w": np.asarray([[3.0, 4.0]])}
     clipper = loaded(saved_by(before, grads), after)
     clipper(grads)
-    assert max(int(leaf) for leaf in optree.tree_leaves(clipper.state) if "int" in str(leaf.dtype)) == 2
+    assert max(int(np.max(leaf)) for leaf in optree.tree_leaves(clipper.state) if "int" in str(leaf.dtype)) == 2
 
 
 LABELLED = {name: RULES[name] for name in ("adagc", "norm_growth", "adagn", "spam", "own", "per_group")} | {
@@ -501,7 +501,7 @@ def test_other_leaves_of_a_joint_norm(fw: Framework) -> None:
         clipper = loaded(saved_by(rule, {"b": fw.array([1.0])}), rule)
         clipper({"b": fw.array([1.0]), "w": fw.array([[3.0, 4.0]])})
         clipper({"v": fw.array([[3.0, 4.0]])})
-        assert max(int(fw.numpy(leaf)) for leaf in optree.tree_leaves(clipper.state) if fw.numpy(leaf).ndim == 0) == 3
+        assert max(int(fw.numpy(leaf).max()) for leaf in optree.tree_leaves(clipper.state) if "int" in fw.dtype(leaf)) == 3
 
 
 def test_labels_without_addresses() -> None:
@@ -520,27 +520,23 @@ def test_labels_without_addresses() -> None:
 
 
 BAD_VALUES: dict[str, tuple[str, Any, str]] = {
-    "wraps": ("count", 2**40, "1099511627776 does not fit into"),
-    "wraps below": ("count", -(2**40), "-1099511627776 does not fit into"),
-    "huge": ("count", 2**70, "is made of object"),
-    "negative count": ("count", -1, "negative numbers"),
-    "float for an integer": ("count", 1.5, "has to be of"),
-    "bool for an integer": ("count", True, "has to be of"),
-    "NaN": ("means.0", math.nan, "NaN"),
-    "complex": ("means.0", 1j, "is made of complex128"),
-    "text": ("means.0", "1.0", "is made of <U3"),
-    "none": ("means.0", None, "is made of object"),
-    "bool for a float": ("means.0", False, "has to be of"),
-    "negative variance": ("variances.0", -1e-9, "negative numbers"),
-    "shape": ("means.0", [1.0], r"has shape \(1,\), but here it is \(\): load"),
-    "too large": ("means.0", 1e39, "do not fit into"),
-    "ragged": ("means.0", [[1.0], [1.0, 2.0]], "is made of object"),
-    "missing": (
-        "means.0",
-        ...,
-        r"the saved state has \['count', 'variances\.0'\], .* here has \['count', 'm",
-    ),
-    "too many": ("more", 1.0, r"the saved state has \['count', 'means\.0', 'more', 'variances\.0'\]"),
+    "wraps": ("count", [2**40], "1099511627776 does not fit into"),
+    "wraps below": ("count", [-(2**40)], "-1099511627776 does not fit into"),
+    "huge": ("count", [2**70], "is made of object"),
+    "negative count": ("count", [-1], "negative numbers"),
+    "float for an integer": ("count", [1.5], "has to be of"),
+    "bool for an integer": ("count", [True], "has to be of"),
+    "NaN": ("means", [math.nan], "NaN"),
+    "complex": ("means", [1j], "is made of complex128"),
+    "text": ("means", ["1.0"], "is made of <U3"),
+    "none": ("means", [None], "is made of object"),
+    "bool for a float": ("means", [False], "has to be of"),
+    "negative variance": ("variances", [-1e-9], "negative numbers"),
+    "shape": ("means", 1.0, r"has shape \(\), but here it is \(1,\): load"),
+    "too large": ("means", [1e39], "do not fit into"),
+    "ragged": ("means", [[1.0], [1.0, 2.0]], "is made of object"),
+    "missing": ("means", ..., r"the saved state has \['count', 'variances'\], .* here has \['count', 'm"),
+    "too many": ("more", 1.0, r"the saved state has \['count', 'means', 'more', 'variances'\]"),
 }
 
 
@@ -586,8 +582,8 @@ def test_flags(fw: Framework) -> None:
     again = loaded(saved, rule)
     again.init(grads)
     assert again.state_dict() == saved
-    with pytest.raises(ValueError, match=r"the saved seen\.0 cannot be restored: it is made of float64"):
-        loaded({**saved, "state": {"last.0": 5.0, "seen.0": 1.0}}, rule).init(grads)
+    with pytest.raises(ValueError, match=r"the saved seen cannot be restored: it is made of float64"):
+        loaded({**saved, "state": {"last": 5.0, "seen": 1.0}}, rule).init(grads)
 
 
 def test_negative_norms(fw: Framework) -> None:
@@ -595,10 +591,10 @@ def test_negative_norms(fw: Framework) -> None:
     grads = {"w": fw.array([3.0, 4.0])}
     for rule, field, value in (
         (uc.autoclip(window=2), "norms.0", [5.0, -2.0]),
-        (uc.adagc(), "averages.0", -0.5),
-        (uc.adagn(), "squares.0", -1.0),
-        (uc.by_example_quantile(), "limits.0", -1.0),
-        (uc.autoclip(window=None), "below.0", [-1] * 19_250),
+        (uc.adagc(), "averages", [-0.5]),
+        (uc.adagn(), "squares", [-1.0]),
+        (uc.by_example_quantile(), "limits", [-1.0]),
+        (uc.autoclip(window=None), "below", [[-1] * 19_250]),
     ):
         example = {"w": fw.array([[3.0, 4.0]])} if rule == uc.by_example_quantile() else grads
         saved = saved_by(rule, example)
@@ -606,10 +602,10 @@ def test_negative_norms(fw: Framework) -> None:
         with pytest.raises(ValueError, match=rf"the saved {field} cannot be restored: it holds negative numbers"):
             loaded(saved, rule)(example)
     saved = saved_by(uc.log_zscore(), grads)
-    saved["state"]["means.0"] = -3.0
+    saved["state"]["means"] = [-3.0]
     loaded(saved, uc.log_zscore())(grads)
     saved = saved_by(uc.Rule(Largest()), grads)
-    saved["state"]["largest.0"] = -3.0  # what a limit of one's own holds is its own business
+    saved["state"]["largest"] = [-3.0]  # what a limit of one's own holds is its own business
     loaded(saved, uc.Rule(Largest()))(grads)
 
 
@@ -636,7 +632,7 @@ def test_shapes(fw: Framework) -> None:
     """An array of another shape is refused, though it is of as many entries."""
     grads = {"b": fw.array([1.0]), "w": fw.array([[3.0, 4.0]])}
     saved = saved_by(uc.spam(), grads)
-    with pytest.raises(ValueError, match=r"the saved averages\.1 has shape \(1, 2\), but here it is \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"the saved 1.averages has shape \(1, 1, 2\), but here it is \(1, 2, 1\)"):
         loaded(saved, uc.spam())({**grads, "w": fw.array([[3.0], [4.0]])})
 
 
@@ -649,12 +645,12 @@ def test_saved_lists_are_copies(fw: Framework) -> None:
     again = loaded(saved, clipper.rule)
     wanted = copy.deepcopy(saved)
     for one in (saved, again.state_dict(), clipper.state_dict()):
-        one["state"]["norms.0"][0] = 7.0
+        one["state"]["norms"][0][0] = 7.0
         one["leaves"][0][0] = "other"
     assert again.state_dict() == clipper.state_dict() == wanted
     arrays = {**wanted, "state": {name: np.asarray(value) for name, value in wanted["state"].items()}}
     again = loaded(arrays, clipper.rule)
-    arrays["state"]["norms.0"][...] = 7.0
+    arrays["state"]["norms"][...] = 7.0
     assert again.state_dict() == wanted
     again.init(grads)
     assert again.state_dict() == wanted

@@ -42,7 +42,7 @@ def test_golden_numbers(fw: Framework) -> None:
 
 def after(fw: Framework, rule: uc.Rule, state: Any, grads: Any) -> tuple[Any, Any, Any]:
     """Return the factor, the limit and the state after one step from a state of numbers."""
-    count = fw.array(100, "int32")
+    count = fw.array([100], "int32")
     new, report = fw.run(lambda g, s: rule.update(g, s)[1:], fw.array(grads), state(fw.array, count))
     return float(fw.numpy(report.factors)), float(fw.numpy(report.limits)), new
 
@@ -129,7 +129,7 @@ def test_autoclip_clips_what_it_measures(fw: Framework) -> None:
 
 def test_zclip_step(fw: Framework) -> None:
     """Kumar et al.: mean 1, variance 0.25, z 2 and the norm 3 give the limit 1.500001 and learn from 1.5."""
-    state = lambda array, count: Moments([array(1.0)], [array(0.25)], count)
+    state = lambda array, count: Moments(array([1.0]), array([0.25]), count)
     targets = {"reciprocal": 1.500001, "mean": 1.0, "threshold": 2.0}
     for target, limit in targets.items():
         _, found, new = after(fw, uc.zclip(2.0, target=target), state, [3.0])
@@ -159,7 +159,7 @@ def test_what_is_not_finite_spoils_no_memory(fw: Framework, bad: float) -> None:
 
 def test_zclip_options(fw: Framework) -> None:
     """The published code multiplies mean and deviation by clip_factor; without an update a spike teaches nothing."""
-    state = lambda array, count: Moments([array(1.0)], [array(0.25)], count)
+    state = lambda array, count: Moments(array([1.0]), array([0.25]), count)
     _, found, new = after(fw, uc.zclip(2.0, clip_factor=0.5), state, [3.0])
     assert found == pytest.approx(0.5 * 1.500001, rel=1e-6)
     assert float(fw.numpy(new.means[0])) == pytest.approx(0.97 + 0.03 * 0.5 * 1.500001, rel=1e-6)
@@ -189,15 +189,15 @@ def test_log_zscore_of_seven_norms(fw: Framework) -> None:
 def test_adagc_step(fw: Framework) -> None:
     """Wang et al.: an average of 1 and the norm 2 give the factor 0.525 and the average 1.001."""
     rule = uc.Rule(uc.Ema(1.05, 0.98))
-    factor, _, new = after(fw, rule, lambda array, count: Averages([array(1.0)], count), [2.0])
+    factor, _, new = after(fw, rule, lambda array, count: Averages(array([1.0]), count), [2.0])
     assert factor == pytest.approx(0.525, rel=1e-6)
     assert float(fw.numpy(new.averages[0])) == pytest.approx(1.001, rel=1e-6)
 
 
 def test_spam_step(fw: Framework) -> None:
     """Huang et al.: a second moment of 1e-4 lets 2 be 0.70711; an entry that was always 0 may grow."""
-    rule, count = uc.spam(), fw.array(100, "int32")
-    state = Averages([fw.array([1e-4, 0.0])], count)
+    rule, count = uc.spam(), fw.array([100], "int32")
+    state = Averages(fw.array([[1e-4, 0.0]]), count)
     result, _ = fw.run(lambda g, s: rule.update([g], s)[0:2], fw.array([-2.0, 3.0]), state)
     np.testing.assert_allclose(fw.numpy(result[0]), [-0.70711, 3.0], rtol=CLOSE)
 

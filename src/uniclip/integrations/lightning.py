@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from uniclip.decide import AVERAGED
 from uniclip.integrations import needs, rule_for_steps
+from uniclip.report import AVERAGED
 
 with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback

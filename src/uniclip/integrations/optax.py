@@ -18,7 +18,7 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.decide import Report
+from uniclip.report import Report
 from uniclip.saved import identity, labels_of, leaves_of, shown
 from uniclip.tree import flatten
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from uniclip._repr import short
-from uniclip.decide import AVERAGED
 from uniclip.integrations import needs, rule_for_steps
+from uniclip.report import AVERAGED
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback

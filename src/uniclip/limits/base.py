@@ -33,6 +33,8 @@ class Block(NamedTuple):
     """The norms of the parameters, like ``norms``."""
     sizes: Array = None
     """How many entries each norm covers, at least 1: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
+    absent: Sequence[bool] = ()
+    """Of each row, whether all gradients of its group are absent; empty if none are."""
 
 
 class Context:
@@ -60,6 +62,11 @@ class Context:
     def labels(self) -> Sequence[Any]:
         """The label of each row's group; ``None`` or the number of a leaf where leaves are not grouped by labels."""
         return self._blocks[self._number].labels
+
+    @property
+    def absent(self) -> Sequence[bool]:
+        """Of each row, whether all gradients of its group are absent, so that its norm is 0; empty if none are."""
+        return self._blocks[self._number].absent
 
     @property
     def count(self) -> int:
@@ -102,7 +109,8 @@ class Context:
         block, index = self._blocks[self._number], self.asarray(list(numbers), self.xp.int32)
         some = [array if array is None else self.xp.take(array, index, axis=0) for array in (block.params, block.sizes)]
         norms = self.xp.take(block.norms, index, axis=0)
-        chosen = Block(norms, [block.labels[number] for number in numbers], *some)
+        absent = [block.absent[number] for number in numbers] if block.absent else ()
+        chosen = Block(norms, [block.labels[number] for number in numbers], *some, absent)
         return Context(self._backend, [chosen], 0, self._needs, self._loss)
 
     def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -215,12 +216,12 @@ class PerGroup(Printed, Limit):
 
     def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002
         """Return the state of each group's limit."""
-        rows = self._rows(self._chosen(context.labels), context)
+        rows = self._rows(self._chosen(context), context)
         return tuple(limit.init(row.norms, row) for limit, row in rows)
 
     def __call__(self, norms: Array, state: State, context: Context) -> tuple[Array, State]:
         """Ask each group's limit."""
-        limits = self._chosen(context.labels)
+        limits = self._chosen(context)
         top = float(context.xp.finfo(norms.dtype).max)
         if all([type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]):
             values = context.asarray([float(min(limit.value, top)) for limit in limits])
@@ -234,16 +235,17 @@ class PerGroup(Printed, Limit):
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
         return [(limit, context.rows([number])) for number, limit in enumerate(limits)]
 
-    def _chosen(self, labels: Iterable[Any]) -> list[Any]:
-        """Return the limit of each group."""
-        limits: dict[Any, Limit] = dict(self.limits)
-        for label in labels:
+    def _chosen(self, context: Context) -> list[Any]:
+        """Return the limit of each group; one whose gradients are absent needs none."""
+        absent = [label for label, gone in zip(context.labels, context.absent, strict=False) if gone]
+        limits: dict[Any, Limit] = {**dict.fromkeys(absent, Constant(math.inf)), **dict(self.limits)}
+        for label in context.labels:
             if label not in limits:
                 hint = "; PerGroup needs a scope of groups, scope=uc.groups(label)" if label is None else ""
                 known = ", ".join(map(short, list(limits)[:_NAMED])) + ", ..." * (len(limits) > _NAMED)
                 msg = f"group {short(label)} has no limit: add it to [{known}] (math.inf leaves it alone){hint}"
                 raise ValueError(msg)
-        return [limits[label] for label in labels]
+        return [limits[label] for label in context.labels]
 
 
 def _like_norms(limit: Any, top: float, context: Context) -> Array:

@@ -13,12 +13,12 @@ import numpy as np
 import optree
 
 from uniclip._repr import short
-from uniclip.decide import AVERAGED, LOGGED, Report
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer, refuse_replicas
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
 from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
 from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
+from uniclip.report import AVERAGED, LOGGED, Report
 from uniclip.saved import from_saved, identity, leaves_of, names_of, restored
 from uniclip.tree import flatten
 

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from uniclip._checks import LIMIT, nonnegative
 from uniclip._repr import short
-from uniclip.decide import Report
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_optimizer,
@@ -22,6 +21,7 @@ from uniclip.integrations.tensorflow.checks import (
 )
 from uniclip.integrations.tensorflow.variables import first_state, names_of, outermost_graph
 from uniclip.presets import by_global_norm
+from uniclip.report import Report
 
 tf1 = tf.compat.v1
 

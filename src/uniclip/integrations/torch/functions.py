@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from uniclip import core
 from uniclip._checks import LIMIT, nonnegative, number, within
 from uniclip._repr import article, short
 from uniclip.backends.dtensor import is_dtensor
@@ -23,6 +22,7 @@ from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
+from uniclip.rules import clip_known, measured
 from uniclip.verbs import clip_
 
 
@@ -165,7 +165,7 @@ def get_total_norm(
         return torch.tensor(0.0)
     rule = by_global_norm(math.inf, ord=order, nonfinite=_policy(error_if_nonfinite))
     with torch.no_grad(), _runtime_error():
-        return core.measured(rule, once, NoState())[1].norms
+        return measured(rule, once, NoState())[1].norms
 
 
 def clip_grads_with_norm_(
@@ -204,7 +204,7 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     grads, rule = _whole_grads(parameters), by_global_norm(_limit("max_norm", max_norm))
-    core.clip_known(rule, grads, _known(total_norm), in_place=True)
+    clip_known(rule, grads, _known(total_norm), in_place=True)
 
 
 def grad_of(parameter: Any) -> Any:

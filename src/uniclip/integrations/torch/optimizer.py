@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from uniclip import core
 from uniclip._repr import short
+from uniclip.arraywise import ByValue
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
 from uniclip.integrations.torch.checks import has_stepped, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, refuse_parts, several
-from uniclip.rules import ByValue, Rule
+from uniclip.rules import Rule, clip_known, measured, norm_of
 from uniclip.saved import labelled, leaves_of, refuse_changed
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
@@ -241,9 +241,9 @@ class Attached(Memory):
         tree, params = self._tree(grad_of), self._tree(lambda p: p)
         norm = None
         if scale is not None:
-            scaled = core.norm_of(tree, self.rule.scope, self.rule.norm)
+            scaled = norm_of(tree, self.rule.scope, self.rule.norm)
             norm = scaled / scale.to(scaled.device)
-        self.state, self.report = core.measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
+        self.state, self.report = measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
         factor = self.report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
         known = BACKEND.readable(factor)
@@ -254,7 +254,7 @@ class Attached(Memory):
         else:  # what a kernel cannot divide by, such as 0, NaN or 1e-40
             self._unscale(grads, scale)
             rule = replace(self.rule, limit=self.report.limits)
-            core.clip_known(rule, grads, self.report.norms, in_place=True)
+            clip_known(rule, grads, self.report.norms, in_place=True)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by what a fused kernel would divide by."""
