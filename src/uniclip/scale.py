@@ -175,7 +175,7 @@ def _known(backend: Backend, one: Any) -> list[bool] | None:
     if not isinstance(one, np.ndarray):
         if not backend.readable(one):
             return None
-        one = backend.viewed(one)
+        return [bool(backend.xp.all(one[row, ...])) for row in range(one.shape[0])]
     return one.reshape(len(one), -1).all(1).tolist()  # type: ignore[no-any-return]
 
 

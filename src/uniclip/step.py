@@ -117,7 +117,9 @@ def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision:
         given = given._replace(clean=True)
     norms = measure(given, layout, rule.norm, step.all_reduce) if step.norm is None else _known(given, layout, step)
     host = all(isinstance(n, np.ndarray) for n in norms) and getattr(rule.curve, "host", False) and _for_host(own, rule.limit)
-    backend = DEFAULT if host else own
+    views = [own.viewed(flag) for flag in sound] if host else []
+    host = host and all(view is not None for view in views)
+    backend, sound = (DEFAULT, views) if host else (own, sound)
     if not host:
         norms = [own.from_host(n, own.device(given.first)) if isinstance(n, np.ndarray) else n for n in norms]
     limits, new_state = _limits(rule, given, layout, backend, norms, state, step)

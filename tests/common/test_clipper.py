@@ -583,14 +583,14 @@ def test_flags(fw: Framework) -> None:
     again.init(grads)
     assert again.state_dict() == saved
     with pytest.raises(ValueError, match=r"the saved seen cannot be restored: it is made of float64"):
-        loaded({**saved, "state": {"last": 5.0, "seen": 1.0}}, rule).init(grads)
+        loaded({**saved, "state": {"last": [5.0], "seen": [1.0]}}, rule).init(grads)
 
 
 def test_negative_norms(fw: Framework) -> None:
     """Of norms -1 may stand for none, and nothing else is below 0; means of logarithms may be."""
     grads = {"w": fw.array([3.0, 4.0])}
     for rule, field, value in (
-        (uc.autoclip(window=2), "norms.0", [5.0, -2.0]),
+        (uc.autoclip(window=2), "norms", [[5.0, -2.0]]),
         (uc.adagc(), "averages", [-0.5]),
         (uc.adagn(), "squares", [-1.0]),
         (uc.by_example_quantile(), "limits", [-1.0]),
