@@ -240,8 +240,9 @@ def _cast(bound: float, dtype: str) -> Array:
 
 
 def _halve(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
-    """Halve each entry."""
-    return Outcome([_scaled(leaf, exact(0.5, _free(leaf.parts.precision)), ()) for leaf in leaves], state)
+    """Halve each entry; ∞ stays what it is."""
+    halves = [_scaled(leaf, exact(0.5, _free(leaf.parts.precision)), ()) for leaf in leaves]
+    return Outcome([replace(half, signs=leaf.signs) for half, leaf in zip(halves, leaves, strict=True)], state)
 
 
 def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
