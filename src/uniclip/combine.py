@@ -246,7 +246,10 @@ class _Reports(Made):
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
-        each = [Report(*values, skipped=self.skipped).scalars() for values in zip(self.norms, self.limits, self.factors, strict=True)]
+        each = [
+            Report(*values, skipped=self.skipped).scalars()
+            for values in zip(self.norms, self.limits, self.factors, strict=True)
+        ]
         join = (_larger, _smaller, mul, _larger, _larger)
         measured = [scalars for scalars in each if scalars]
         names = [name for name in LOGGED if measured and name in measured[0]]
@@ -269,7 +272,9 @@ def _joined(reports: list[Report]) -> Report:
     measured = [report for report in reports if report.finite is not None]
     if not measured:
         return Report()
-    norms, limits, factors = (tuple(getattr(report, name) for report in reports) for name in ("norms", "limits", "factors"))
+    norms, limits, factors = (
+        tuple(getattr(report, name) for report in reports) for name in ("norms", "limits", "factors")
+    )
     return _Reports(
         norms,
         limits,

@@ -81,7 +81,12 @@ class Report:
         backend = backend_of(norms[0]) or DEFAULT
         xp = backend.xp
         least = _over(backend, xp.min, factors)
-        values = [_over(backend, xp.max, norms), _over(backend, xp.min, limits), least, _share_changed(backend, factors)]
+        values = [
+            _over(backend, xp.max, norms),
+            _over(backend, xp.min, limits),
+            least,
+            _share_changed(backend, factors),
+        ]
         if self.skipped is not None:
             values.append(xp.asarray(self.skipped, dtype=least.dtype))
         return dict(zip(LOGGED, values, strict=False))
@@ -130,9 +135,6 @@ class Late(Report):
         if name not in self._found:
             self._found[name] = self._make(name)
         return self._found[name]
-
-
-
 
 
 def _arrays_of(values: Any) -> list[Any]:

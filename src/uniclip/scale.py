@@ -190,7 +190,10 @@ def _at_once(
     host = all(isinstance(some.rest, np.ndarray) for some in factors)
     if given.ways is not None or given.clean or layout.axes is not None or (skip and not host):
         return None
-    parts = [[part.tolist() if host else part for part in some.parts()] for some in factors]
+    parts = [
+        [part.tolist() if host else [part[row, ...] for row in range(len(block.groups))] for part in some.parts()]
+        for some, block in zip(factors, layout.blocks, strict=True)
+    ]
     arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
     for number, some in enumerate(parts):
         wide = layout.blocks[number].dtype
@@ -224,14 +227,15 @@ def own_parts(given: Opened, factors: list[Factors]) -> list[list[Any]]:
     """Return the parts of factors as arrays of the gradients' framework."""
     backend = given.backend
     return [
-        [backend.from_host(part, backend.device(given.first)) if isinstance(part, np.ndarray) else part for part in some.parts()]
+        [
+            backend.from_host(part, backend.device(given.first)) if isinstance(part, np.ndarray) else part
+            for part in some.parts()
+        ]
         for some in factors
     ]
 
 
-def operands(
-    given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int
-) -> list[Any]:
+def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int) -> list[Any]:
     """Return the parts of a leaf's factor, with its dimensions and in a precision that holds them."""
     dtype = layout.blocks[block].dtype if len(parts[block]) > 1 else None
     array, axes = given.arrays[leaf], layout.axes_of(leaf)

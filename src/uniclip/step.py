@@ -116,7 +116,11 @@ def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision:
     if sound and not (own.readable(sound[0]) and bool(sound[0])):
         given = given._replace(clean=True)
     norms = measure(given, layout, rule.norm, step.all_reduce) if step.norm is None else _known(given, layout, step)
-    host = all(isinstance(n, np.ndarray) for n in norms) and getattr(rule.curve, "host", False) and _for_host(own, rule.limit)
+    host = (
+        all(isinstance(n, np.ndarray) for n in norms)
+        and getattr(rule.curve, "host", False)
+        and _for_host(own, rule.limit)
+    )
     views = [own.viewed(flag) for flag in sound] if host else []
     host = host and all(view is not None for view in views)
     backend, sound = (DEFAULT, views) if host else (own, sound)
@@ -192,7 +196,9 @@ def _contexts(
         sizes = [_in(backend, given, n) for n in sizes_of(given, layout, step.all_reduce)]
     if step is not None and "loss" in needs:
         loss = loss_of(given, step.all_reduce, step.loss)()
-        loss = loss if loss is None or backend is given.backend else given.backend.viewed(given.backend.xp.asarray(loss))
+        loss = (
+            loss if loss is None or backend is given.backend else given.backend.viewed(given.backend.xp.asarray(loss))
+        )
     labels = [[layout.labels[group] for group in block.groups] for block in layout.blocks]
     absent = [[not layout.groups[group] for group in block.groups] for block in layout.blocks]
     gone = [rows if any(rows) else () for rows in absent]
@@ -203,7 +209,11 @@ def _contexts(
 def _in(backend: Backend, given: Opened, array: Any) -> Any:
     """Return an array as one of the backend in which a step is worked out."""
     if backend is given.backend:
-        return given.backend.from_host(array, given.backend.device(given.first)) if isinstance(array, np.ndarray) else array
+        return (
+            given.backend.from_host(array, given.backend.device(given.first))
+            if isinstance(array, np.ndarray)
+            else array
+        )
     return array if isinstance(array, np.ndarray) else given.backend.viewed(array)
 
 
@@ -293,7 +303,11 @@ def _rows_of(limit: Any, state: Any) -> int | None:
     """Return how many rows a state has, ``None`` if all of it is shared by all rows."""
     if isinstance(limit, PerGroup):
         return len(state)
-    shapes = [array.shape for name, array in zip(state._fields, state, strict=True) if name not in getattr(limit, "shared", ())]
+    shapes = [
+        array.shape
+        for name, array in zip(state._fields, state, strict=True)
+        if name not in getattr(limit, "shared", ())
+    ]
     return next((shape[0] for shape in shapes if len(shape)), None)
 
 

@@ -57,6 +57,7 @@ _COMPRESSED = {
     torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
+_HALVES = {torch.float16, torch.bfloat16}
 _DOUBLE = {torch.float64, torch.complex128}
 _FLOATS = {*SINGLE, *_DOUBLE, torch.complex64}
 _CPU = torch.device("cpu")
@@ -131,7 +132,9 @@ class _Torch(Backend):
         return all([one[1] <= two[0] for one, two in pairwise(spans)])
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
-        if not array.is_cpu or recorded(array) or self.traced(array) or array.dtype not in _VIEWED:
+        if tracing() or type(array) is not torch.Tensor or array.dtype not in _VIEWED:
+            return None
+        if not array.is_cpu or recorded(array):
             return None
         return (array.detach() if array.requires_grad else array).numpy()
 
@@ -161,21 +164,25 @@ class _Torch(Backend):
         return squares_here(groups)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
-        by: Any = list(factors)
-        if arrays and not isinstance(by[0], float):
-            if tracing() or any(map(recorded, (*by, *arrays))) or len({a.device for a in (*by, *arrays)}) > 1:
+        first, host = factors[0], isinstance(factors[0], float)
+        if host:
+            if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
                 return None
-        elif any([array.requires_grad for array in arrays]) and torch.is_grad_enabled():
+        elif tracing() or any(map(recorded, (*factors, *arrays))) or len({a.device for a in (*factors, *arrays)}) > 1:
             return None
-        same = all([one is by[0] or one == by[0] for one in by]) if arrays and isinstance(by[0], float) else len(by) == 1
+        same = all([one == first for one in factors]) if host else all([one is first for one in factors])
+        by: Any = [first] if same else list(factors)
+        if host and any([array.dtype in _HALVES for array in arrays]):  # numbers of Python's become as narrow first
+            by = list(torch.tensor(by, dtype=torch.float32).unbind())
+        by = by[0] if same else by
         if not in_place:
-            new = torch._foreach_mul(arrays, by[0] if same else by)  # noqa: SLF001
+            new = torch._foreach_mul(arrays, by)  # noqa: SLF001
             # 0-d ones have become as wide as the factor.
             return [one.to(old.dtype) for one, old in zip(new, arrays, strict=True)]
         if any([array.is_neg() or array.is_conj() for array in arrays]):
             return None
         with torch.no_grad():
-            torch._foreach_mul_(arrays, by[0] if same else by)  # noqa: SLF001
+            torch._foreach_mul_(arrays, by)  # noqa: SLF001
         return arrays
 
     def is_array(self, leaf: Any) -> bool:

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from uniclip._checks import below_one, nonnegative, settle, whole
-from uniclip.limits.base import Array, Context, Remembers, aligned, at_most, counts, squarable, unit_of, unlimited
+from uniclip.limits.base import (
+    Array,
+    Context,
+    Remembers,
+    aligned,
+    at_most,
+    counts,
+    rooted,
+    squarable,
+    unit_of,
+    unlimited,
+)
 
 
 class Averages(NamedTuple):
@@ -80,7 +91,11 @@ class Ema(Remembers):
         dtype = unit.dtype  # the joint norm may be beyond the dtype of these norms
         total = context.total(lambda one: (xp.astype(one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
         # The joint norm is the root times the unit, of which neither leaves the range.
-        unit, root, own = context.asarray(unit, dtype), context.asarray(xp.sqrt(total), dtype), xp.astype(norms, dtype)
+        unit, root, own = (
+            context.asarray(unit, dtype),
+            context.asarray(rooted(xp, total), dtype),
+            xp.astype(norms, dtype),
+        )
         above, most = unit * root > self.warmup_norm, xp.ones_like(own) * self.warmup_norm
         # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
         high = xp.where(above, xp.where(own > most, own, most), unit) / unit
@@ -167,4 +182,4 @@ class MeanOverRms(Remembers):
         steps = aligned(xp, xp.astype(count, n.dtype), n)
         m = means / (1 - self.mean_decay**steps)
         v = squares / (1 - self.square_decay**steps)
-        return m / (xp.sqrt(v) + self.eps), MeansAndSquares(means, squares, count)
+        return m / (rooted(xp, v) + self.eps), MeansAndSquares(means, squares, count)
