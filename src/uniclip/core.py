@@ -48,7 +48,7 @@ def _read(
     loss: Any = None,
 ) -> tuple[Filled, Gradients]:
     """Check what a step is given, and read its gradients, and what stands for those that other processes may have."""
-    refuse_in_step(all_reduce, None if isinstance(loss, Loss) else loss)
+    refuse_in_step(all_reduce, None if isinstance(loss, Loss) else loss, params)
     if all_reduce is None:
         return Filled(grads), read(grads, rule.scope, in_place=in_place)
     whole = filled(rule.scope, grads, params, state)

@@ -21,7 +21,7 @@ from uniclip._repr import short
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.scalars import NUMBERS, SCALARS
 from uniclip.curves import ON_SCALARS, skip
-from uniclip.gradients import Gradients, all_of
+from uniclip.gradients import Gradients, all_of, cast
 from uniclip.limits import Constant, Given, NoState, PerGroup
 from uniclip.logged import arrays_of, over, share_changed
 from uniclip.losses import loss_of
@@ -307,7 +307,24 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
 def _known(grads: Gradients, norm: Any) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
     backend = grads.backend
-    return [_checked(backend, "norm", backend.xp.asarray(norm, dtype=zero.dtype), zero) for zero in zeros(grads)]
+    return [_checked(backend, "norm", _in_range(backend, norm, zero.dtype), zero) for zero in zeros(grads)]
+
+
+def _in_range(backend: Backend, norm: Any, dtype: Any) -> Any:
+    """Return a known norm as an array of a dtype, of a wider one if it needs that: it may be that of wider arrays."""
+    xp = backend.xp
+    if hasattr(norm, "dtype"):
+        norm = xp.asarray(norm)
+        wide = xp.isdtype(norm.dtype, "real floating")
+        return cast(xp, norm, xp.result_type(dtype, norm.dtype) if wide else dtype)
+    largest = float(xp.finfo(dtype).max)
+    if not largest < norm < math.inf:
+        return xp.asarray(norm, dtype=dtype)
+    array = xp.asarray(norm, dtype=xp.float64)
+    if array.dtype == dtype:
+        msg = f"norm must be within the range of {dtype}, up to {largest:.3g}, got {short(norm)}"
+        raise ValueError(msg)
+    return array
 
 
 def _checked(backend: Backend, name: str, value: Any, norm: Any, top: float = math.inf) -> Any:
@@ -316,7 +333,8 @@ def _checked(backend: Backend, name: str, value: Any, norm: Any, top: float = ma
         wrong = not value >= 0 and not _not_finite(backend, norm)  # NaN too is not >= 0
         value = min(value, top)  # the other way round NaN would become top
     else:
-        xp, value = backend.xp, backend.xp.asarray(value, dtype=norm.dtype)
+        xp = backend.xp
+        value = xp.asarray(value, dtype=value.dtype if name == "norm" else norm.dtype)
         wrong = _wrong(backend, name, value, norm)
         value = value if top == math.inf else xp.where(value > top, xp.ones_like(value) * top, value)
     if wrong:

@@ -10,6 +10,7 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from uniclip._checks import check
+from uniclip._repr import stable
 from uniclip.backends.base import unchanged
 from uniclip.backends.scalars import Scalar
 from uniclip.scopes import Scope, everything
@@ -173,7 +174,9 @@ def read(grads: Any, scope: Scope, *, in_place: bool = False, name: str = "grads
         groups = {}
         for number, path, leaf in zip(numbers, tree.paths(), tree.leaves, strict=True):
             groups.setdefault(_label(scope.join(path, leaf)), []).append(number)
-        groups = dict(sorted(groups.items(), key=lambda item: repr(item[0])))  # whichever leaf comes first, or is None
+        groups = dict(
+            sorted(groups.items(), key=lambda item: stable(repr(item[0])))
+        )  # whichever leaf comes first, or is None
     return Gradients(backend, scope, groups, tree, special, in_place)
 
 

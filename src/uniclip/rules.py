@@ -74,7 +74,8 @@ class Rule(Printed):
             settle(self, limit=as_limit(self.limit))
         check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
         check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
-        check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
+        fits = callable(self.curve) and not isinstance(self.curve, type)
+        check("curve", self.curve, fits, "a function of (xp, norm, limit), such as uc.hard or uc.Regularized(0.01)")
         one_of("nonfinite", self.nonfinite, POLICIES)
 
     @property

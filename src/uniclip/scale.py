@@ -106,7 +106,7 @@ def _power(xp: Any, curve: Curve, norm: Any, limit: Any, top: float) -> Any:
     for far in _FAR if top > _FLOAT32 else _FAR[:1]:
         power = xp.where((norm * far > limit) & (limit > 0), one * far, power)
         if curve is normalize:
-            power = xp.where((limit * far > norm) & (norm > 0), one / far, power)
+            power = xp.where((limit * far > norm) & (norm > 0), one * (1 / far), power)
     return power
 
 
