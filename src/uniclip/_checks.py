@@ -10,7 +10,9 @@ import math
 import operator
 from collections.abc import Iterable
 from decimal import Decimal
+from functools import partial
 from numbers import Integral, Real
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from uniclip._repr import holds_arrays, short
@@ -102,6 +104,8 @@ def number(name: str, value: Any, wanted: str = "a number") -> Any:
 
 
 _LARGEST = 1.7976931348623157e308
+_EXACT = 2**53
+"""Up to where floats hold all whole numbers; beyond, not every framework has whole ones."""
 _BYTES = 8
 """How long a float is."""
 
@@ -110,7 +114,7 @@ def _read(value: Any) -> Any:
     """Return a number of another kind as an int or float, ``None`` if it is none."""
     try:
         if isinstance(value, Integral):
-            return int(value)
+            return int(value) if abs(int(value)) <= _EXACT else float(int(value))
         if isinstance(value, (Real, Decimal)):
             wide = hasattr(value, "dtype") and value.dtype.itemsize > _BYTES
             return value if wide else float(value)  # a wider float of the host's keeps its digits
@@ -123,8 +127,12 @@ def _read(value: Any) -> Any:
     return None
 
 
-def refuse_in_step(all_reduce: Any, loss: Any = None) -> None:
-    """Refuse what a step cannot join norms with, and a loss that is not one number."""
+def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> None:
+    """Refuse what a step cannot join norms with, a loss that is not one number, and both in the place of parameters."""
+    if isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial)):
+        check("params", params, False, "a tree of parameters (to join norms, write all_reduce=)")  # noqa: FBT003
+    if isinstance(params, (Real, str)):
+        check("params", params, False, "a tree of parameters (for the loss, write loss=)")  # noqa: FBT003
     if all_reduce is not None:
         check("all_reduce", all_reduce, callable(all_reduce), "a function of (array, op)")
     if loss is not None:

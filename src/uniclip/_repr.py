@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
@@ -37,6 +38,11 @@ def describe(leaf: Any) -> str:
     dtype += f" and shape {_shape(leaf)}" if _is_array(leaf) else ""
     module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
     return f"{module}{type(leaf).__qualname__}{dtype}"
+
+
+def stable(text: str) -> str:
+    """Return what a value prints as, without addresses in memory."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def article(noun: str) -> str:

@@ -14,6 +14,7 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from uniclip._checks import check
+from uniclip._repr import stable
 from uniclip.backends.base import cast, unchanged
 from uniclip.scopes import Scope, everything
 from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
@@ -236,7 +237,8 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
         groups.setdefault(label, []).extend([] if number is None else [number])
     if scope.join is None:
         return groups
-    return dict(sorted(groups.items(), key=lambda item: repr(item[0])))  # whichever leaf comes first, or is None
+    # Whichever leaf comes first, or is None, in any process.
+    return dict(sorted(groups.items(), key=lambda item: stable(repr(item[0]))))
 
 
 def _label(join: Callable[..., Hashable], path: Any, leaf: Any) -> Hashable:

@@ -73,7 +73,8 @@ class Rule(Printed):
             settle(self, limit=as_limit(self.limit))
         check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
         check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
-        check("curve", self.curve, callable(self.curve), "a function of (xp, norm, limit), such as uc.hard")
+        fits = callable(self.curve) and not isinstance(self.curve, type)
+        check("curve", self.curve, fits, "a function of (xp, norm, limit), such as uc.hard or uc.Regularized(0.01)")
         one_of("nonfinite", self.nonfinite, POLICIES)
 
     @property
@@ -202,7 +203,7 @@ def taken(
     in_place: bool = False,
 ) -> Any:
     """Check what a step is given, open its gradients, decide, and finish the step."""
-    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss)
+    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
     whole = Filled(grads) if step.all_reduce is None else filled(rule.scope, grads, step.params, state)
     given = opened(whole.grads, in_place=in_place)
     with given.backend.quiet(given.first):

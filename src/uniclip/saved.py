@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import optree
 
-from uniclip._repr import short
+from uniclip._repr import short, stable
 from uniclip.backends import DEFAULT, Backend, backend_of
 from uniclip.combine import Chain, Masked
 from uniclip.limits import PerGroup
@@ -90,9 +89,9 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
     if not labelled(rule):
         return [None]
     if rule.by_leaf:
-        return [[_stable(place("", path)) for path, _ in pairs]]
-    groups: set[Hashable] = {rule.scope.join(path, leaf) for path, leaf in pairs}
-    return [[_stable(label) for label in sorted(map(repr, groups))]]
+        return [[stable(place("", path)) for path, _ in pairs]]
+    groups: dict[Hashable, None] = dict.fromkeys(rule.scope.join(path, leaf) for path, leaf in pairs)
+    return [sorted(stable(repr(label)) for label in groups)]
 
 
 def to_lists(array: Any) -> Any:
@@ -134,7 +133,10 @@ def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
             "if it surely is of this rule and these leaves, load {'rule': None, 'leaves': None, 'state': {name: array}}"
         )
         raise ValueError(msg)
-    ours, theirs = identity(rule), saved["rule"]
+    ours, theirs, leaves = identity(rule), saved["rule"], saved["leaves"]
+    if not (theirs is None or isinstance(theirs, str)) or not (leaves is None or _are_labels(leaves)):
+        msg = f"the saved state is damaged: its 'rule' has to be a text, its 'leaves' lists of texts; {anew}"
+        raise ValueError(msg)
     if theirs not in (ours, None):
         msg = (
             f"the saved state is that of another rule than {short(rule)}: it is of {theirs}, this one of {ours}; {anew}"
@@ -216,6 +218,14 @@ def shown(labels: list[str]) -> str:
     return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
 
 
+def _are_labels(leaves: Any) -> bool:
+    """Whether a value is what `leaves_of` returns, as files hold it."""
+    lists = isinstance(leaves, (list, tuple)) and all(
+        part is None or isinstance(part, (list, tuple)) for part in leaves
+    )
+    return lists and all(isinstance(label, str) for label in labels_of(leaves))
+
+
 def _outline(saved: Any) -> str:
     """Return what an error shows of what should be a saved state: no numbers."""
     if not isinstance(saved, dict):
@@ -225,11 +235,6 @@ def _outline(saved: Any) -> str:
 
 def _copied(leaves: Any) -> Any:
     return None if leaves is None else [None if part is None else list(part) for part in leaves]
-
-
-def _stable(label: str) -> str:
-    """Return a label without addresses in memory."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", label)
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -322,7 +327,7 @@ def _infinite(xp: Any, array: Any) -> bool:
 def _limit(limit: Any) -> str:
     """Return the kind of a limit, and what its state is arranged by."""
     if isinstance(limit, PerGroup):
-        inside = [f"{_stable(repr(label))}: {_limit(one)}" for label, one in limit.limits if one.memory]
+        inside = [f"{stable(repr(label))}: {_limit(one)}" for label, one in limit.limits if one.memory]
         return f"PerGroup({', '.join(sorted(inside))})"
     values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}
     shown = [f"window={int(values['window'])}"] if "window" in values else []

@@ -124,7 +124,7 @@ def _power(xp: Any, curve: Curve, norms: Any, limits: Any, top: float) -> Any:
     for far in _FAR if top > _FLOAT32 else _FAR[:1]:
         power = xp.where((norms * far > limits) & (limits > 0), one * far, power)
         if curve is normalize:
-            power = xp.where((limits * far > norms) & (norms > 0), one / far, power)
+            power = xp.where((limits * far > norms) & (norms > 0), one * (1 / far), power)
     return power
 
 

@@ -12,6 +12,7 @@ import optree
 from uniclip._checks import real
 from uniclip._repr import short
 from uniclip.backends import DEFAULT
+from uniclip.backends.base import cast
 from uniclip.curves import skip
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.limits import Block as Norms
@@ -332,8 +333,26 @@ def _known(given: Opened, layout: Layout, step: Step) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
     backend = given.backend
     home = zeros(given, layout)
-    known = [_checked(backend, "norm", backend.xp.asarray(step.norm, dtype=zero.dtype), zero) for zero in home]
-    return backend.together([zero + norm for zero, norm in zip(home, known, strict=True)])
+    known = [_checked(backend, "norm", _in_reach(backend, step.norm, zero.dtype), zero) for zero in home]
+    norms = [cast(backend.xp, zero, norm.dtype) + norm for zero, norm in zip(home, known, strict=True)]
+    return backend.together(norms)
+
+
+def _in_reach(backend: Backend, norm: Any, dtype: Any) -> Any:
+    """Return a known norm as an array of a dtype, of a wider one if it needs that: it may be that of wider arrays."""
+    xp = backend.xp
+    if hasattr(norm, "dtype"):
+        norm = xp.asarray(norm)
+        wide = xp.isdtype(norm.dtype, "real floating")
+        return cast(xp, norm, xp.result_type(dtype, norm.dtype) if wide else dtype)
+    largest = float(xp.finfo(dtype).max)
+    if not largest < norm < math.inf:
+        return xp.asarray(norm, dtype=dtype)
+    array = xp.asarray(norm, dtype=xp.float64)
+    if array.dtype == dtype:
+        msg = f"norm must be within the range of {dtype}, up to {largest:.3g}, got {short(norm)}"
+        raise ValueError(msg)
+    return array
 
 
 def _checked(backend: Backend, name: str, value: Any, norms: Any) -> Any:
@@ -344,7 +363,7 @@ def _checked(backend: Backend, name: str, value: Any, norms: Any) -> Any:
         wrong = not value >= 0 and not _not_finite(backend, norms)  # NaN too is not >= 0
         value = min(value, top)  # the other way round NaN would become top
     else:
-        value = xp.asarray(value, dtype=norms.dtype)
+        value = xp.asarray(value, dtype=value.dtype if name == "norm" else norms.dtype)
         wrong = _wrong(backend, name, value, norms)
         if name == "limit":
             top = float(xp.finfo(norms.dtype).max)

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import optree
 
 from uniclip._mistakes import refuse_as_grads
-from uniclip._repr import describe
+from uniclip._repr import describe, short
 from uniclip.backends import DEFAULT, Backend, backend_of, plain_backend_of
 from uniclip.backends.base import unchanged
 from uniclip.backends.memory import overlaps_itself, sharing
 from uniclip.scopes import Path
+
+_LONGEST = 200
+"""How many characters of a key are shown."""
 
 
 class Tree(NamedTuple):
@@ -40,7 +43,13 @@ class Tree(NamedTuple):
 
 def place(name: str, path: Path) -> str:
     """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
-    return name + "".join(f"[{key!r}]" for key in path)
+    return name + "".join(f"[{_printed(key)}]" for key in path)
+
+
+def _printed(key: Any) -> str:
+    """Return a key as source text, one that holds an array in a few words."""
+    text = repr(key) if not hasattr(key, "shape") else ""
+    return text if 0 < len(text) <= _LONGEST else short(key)
 
 
 def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tree:
@@ -195,13 +204,16 @@ def _open_registered(tree_util: Any, node: Any) -> tuple[Any, Callable[[Any], An
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     if treedef == tree_util.tree_structure(0):
         return None
-    children = {_key(entry): child for (entry,), child in pairs}
-    return children, lambda new: treedef.unflatten([new[key] for key in children])
+    keys = [_key(entry) for (entry,), _ in pairs]
+    if len(set(keys)) < len(keys):  # of a class that gives several children one name
+        keys = list(range(len(keys)))
+    children = {key: child for key, (_, child) in zip(keys, pairs, strict=True)}
+    return children, lambda new: treedef.unflatten([new[key] for key in keys])
 
 
 def _key(entry: Any) -> Any:
-    """Return the key, index or name in an entry of a JAX path."""
-    return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
+    """Return the key, index or name in an entry of a JAX path; it may be one itself."""
+    return next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry)
 
 
 def _replaced(node: Any, new: dict[str, Any]) -> Any:

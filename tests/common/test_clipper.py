@@ -504,6 +504,25 @@ def test_other_leaves_of_a_joint_norm(fw: Framework) -> None:
         assert max(int(fw.numpy(leaf).max()) for leaf in optree.tree_leaves(clipper.state) if "int" in fw.dtype(leaf)) == 3
 
 
+def test_labels_that_differ_only_in_their_addresses() -> None:
+    """Groups by such objects are in the order of the tree, wherever the objects lie."""
+
+    class Part:
+        pass
+
+    one, two = sorted((Part(), Part()), key=id)
+    grads = {"encoder": np.asarray([1.0]), "head": np.asarray([100.0])}
+
+    def rule(encoder: Part, head: Part) -> uc.Rule:
+        scope = uc.groups(lambda path, leaf: encoder if path[0] == "encoder" else head)
+        return uc.Rule(uc.Percentile(50, 4), scope=scope)
+
+    saved = saved_by(rule(one, two), grads)
+    clipper = loaded(saved, rule(two, one))
+    clipper(grads)
+    assert sorted(float(limit) for limit in clipper.report.limits.values()) == [1.0, 100.0]
+
+
 def test_labels_without_addresses() -> None:
     """Groups by objects of one's own are known in another process, where these lie elsewhere."""
 
@@ -615,6 +634,9 @@ def test_what_is_no_saved_state(fw: Framework) -> None:
     saved = saved_by(uc.adagc(), grads)
     clipper = loaded(saved, uc.adagc())
     old = saved["state"]
+    for name, value in (("leaves", 5), ("leaves", [5]), ("leaves", [[5]]), ("rule", np.ones(2)), ("rule", 5)):
+        with pytest.raises(ValueError, match=r"saved state is damaged: .*load_state_dict\(\{\}\)"):
+            clipper.load_state_dict({**saved, name: value})
     for wrong in (old, {**saved, "state": None}, {"leaves": [], "state": {}}):
         with pytest.raises(ValueError, match=r"does not say whose norms it holds.*load_state_dict\(\{\}\); or, if it"):
             clipper.load_state_dict(wrong)

@@ -458,6 +458,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         r"all_reduce must be a function of \(array, op\)",
     ),
+    (lambda: uc.clip(np.ones(2), uc.by_norm(1.0), lambda x, op: x), TypeError, r"params must be .*write all_reduce=\)"),
+    (lambda: uc.clip_(np.ones(2), uc.by_norm(1.0), sum), TypeError, r"params must be .*write all_reduce=\)"),
+    (lambda: uc.Clipper(uc.skip_spikes())(np.ones(2), 0.5), TypeError, r"params must be .*write loss=\), got 0\.5"),
+    (lambda: uc.clip(np.ones(2), uc.by_norm(1.0), "params"), TypeError, "params must be a tree .*got 'params'"),
+    (lambda: uc.Rule(1.0, curve=uc.Regularized), TypeError, r"curve must be .*uc\.Regularized\(0\.01\)"),
     (lambda: uc.Clipper(uc.zclip())(np.ones(2), loss=np.ones(2)), TypeError, r"loss must be one number.*shape \(2,\)"),
     (lambda: uc.zclip().update(np.ones(2), [1.0]), TypeError, r"state must be what rule\.init\(grads\) returns"),
 ]
@@ -479,3 +484,21 @@ def test_bounds_that_are_nan(fw: Framework) -> None:
         for rule in (uc.by_value(low, 1.0), uc.by_value(-1.0, -low), uc.by_value(-1.0, high)):
             with pytest.raises(ValueError, match=r"grads: min must not be above max, and neither NaN: got min="):
                 uc.clip(grads, rule)
+
+
+def test_whole_numbers_beyond_64_bits(fw: Framework) -> None:
+    """They are limits as floats are."""
+    for rule in (uc.by_norm(10**30, curve=uc.smooth), uc.by_value(10**19)):
+        np.testing.assert_array_equal(fw.numpy(uc.clip(fw.array([3.0, 4.0]), rule)[0]), [3.0, 4.0])
+
+
+def test_no_message_prints_keys_that_hold_arrays() -> None:
+    """A key that is an array, or prints as one, is shown in a few words."""
+
+    class Key:
+        def __repr__(self) -> str:
+            return "7.0, " * 10_000
+
+    with pytest.raises(TypeError, match=r"^grads\[a .*Key\] is a ") as found:
+        uc.clip({Key(): "text"}, uc.by_norm(1.0))
+    assert len(str(found.value)) < 600

@@ -547,6 +547,20 @@ def test_a_known_norm_has_the_precision_of_the_gradients(fw: Framework) -> None:
     np.testing.assert_allclose(fw.numpy(norm), known, rtol=rtol)
 
 
+def test_a_known_norm_beyond_the_dtype(fw: Framework) -> None:
+    """A finite norm that float32 cannot hold, of wider arrays say, is no ∞."""
+    grads = fw.array([3e5, 4e5])
+    if "float64" in fw.dtypes:
+        for norm in (5e200, fw.array(5e200, "float64")):
+            clipped, _ = uc.clip_by_global_norm(grads, 1e199, norm=norm)
+            np.testing.assert_allclose(fw.numpy(clipped), [6e3, 8e3], rtol=1e-6)
+            clipped, _ = uc.clip_by_global_norm(grads, 1.0, norm=norm)
+            np.testing.assert_array_equal(fw.numpy(clipped), [0.0, 0.0])
+    else:
+        with pytest.raises(ValueError, match=r"norm must be within the range of .*float32.*got 5e\+200"):
+            uc.clip_by_global_norm(grads, 1.0, norm=5e200)
+
+
 def test_a_known_norm_is_not_negative() -> None:
     """A negative norm is a mistake."""
     with pytest.raises(ValueError, match=r"norm must be 0 or more, got -1\.0"):

@@ -62,3 +62,48 @@ def test_default_device() -> None:
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             assert a.devices() == b.devices() == {here}
             np.testing.assert_array_equal(a, b)
+
+
+class Pair:
+    """A node of a user's own with two children."""
+
+    def __init__(self, one: jax.Array, two: jax.Array) -> None:
+        self.one, self.two = one, two
+
+
+class Twins(Pair):
+    """A node that gives both of its children one name."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nodes() -> None:
+    jax.tree_util.register_pytree_with_keys(
+        Pair, lambda p: ((("one", p.one), ("two", p.two)), None), lambda _, parts: Pair(*parts)
+    )
+    same = jax.tree_util.GetAttrKey("one")
+    jax.tree_util.register_pytree_with_keys(
+        Twins, lambda p: (((same, p.one), (same, p.two)), None), lambda _, parts: Twins(*parts)
+    )
+
+
+@pytest.mark.parametrize("kind", [Pair, Twins])
+def test_nodes_by_plain_keys(kind: type[Pair]) -> None:
+    """Keys of a node may be of any kind, and need not differ."""
+    clipped, report = uc.clip(kind(jnp.asarray([3.0, 4.0]), jnp.asarray([12.0])), uc.by_norm(1.0))
+    assert type(clipped) is kind
+    np.testing.assert_allclose(clipped.one, [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose([report.norms.one, report.norms.two], [5.0, 12.0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_strict_promotion(dtype: str) -> None:
+    """JAX may forbid that dtypes or ranks are promoted: that is for the user's own code."""
+    grads = {"w": jnp.arange(1.0, 9.0).reshape(4, 2).astype(dtype), "b": jnp.ones(4, dtype)}
+    rules = [*RULES, uc.zclip(), uc.adagc(), uc.skip_spikes(), uc.autoclip(window=None), uc.agc(), uc.spam()]
+    for rule in rules:
+        state, params = rule.init(grads), {"w": grads["w"], "b": grads["b"]}
+        wanted = rule.update(grads, state, params)[0]
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            for update in (rule.update, jax.jit(rule.update)):
+                found = update(grads, rule.init(grads), params)[0]
+                np.testing.assert_allclose(*(np.asarray(x["w"], "float32") for x in (found, wanted)), rtol=2**-7)

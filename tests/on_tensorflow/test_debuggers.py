@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -73,3 +74,17 @@ def test_squares_out_of_range(by: float) -> None:
     for clipped in (uc.clip(grads, rule)[0], clip(grads)):
         assert float(clipped[0][0, 0]) == pytest.approx(1e-3 * by / 400, rel=1e-5)
         assert float(clipped[1][0]) == pytest.approx(1e-3 * by / 3**0.5, rel=1e-5)
+
+
+@pytest.mark.usefixtures("_stopping")
+@pytest.mark.parametrize("name", RULES)
+def test_derivatives(name: str) -> None:
+    """Nor do derivatives through a rule alarm."""
+    grads, params = (arrays_of(float32, tree) for tree in (STEPS[2], PARAMS))
+    known = [x for x in tf.nest.flatten(grads) if x is not None]
+    with tf.GradientTape() as tape:
+        tape.watch(known)
+        clipped = train(RULES[name], [grads], params)[0][0]
+        total = sum(tf.reduce_sum(x * x) for x in tf.nest.flatten(clipped) if tf.is_tensor(x) and x.dtype.is_floating)
+    for slope in tape.gradient(total, known):
+        assert slope is None or np.isfinite(slope.numpy()).all()

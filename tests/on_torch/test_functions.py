@@ -338,6 +338,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "norm must be 0 or more",
     ),
     "order": (lambda: clip_grad_norm_(params_of(torch.ones(2)), 1.0, 0.5), ValueError, "at least 1"),
+    "a flag for an order": (
+        lambda: clip_grad_norm_(params_of(torch.ones(2)), 1.0, True),
+        TypeError,
+        "norm_type must be .*got True: write error_if_nonfinite=True",
+    ),
+    "a tensor's flag for an order": (
+        lambda: get_total_norm([torch.ones(2)], torch.tensor(False)),
+        TypeError,
+        "write error_if_nonfinite=False",
+    ),
 }
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
-from uniclip.backends.base import Array, Backend, Rebuild, sum_dtype
+from uniclip.backends.base import Array, Backend, Rebuild, both, sum_dtype
 from uniclip.backends.host import few, squares
 
 
@@ -202,6 +203,16 @@ class _JAX(Backend):
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
         # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
         return jax.lax.cond(jnp.all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
+
+    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
+        quiet = super().quiet(first)
+        if jax.config.jax_numpy_dtype_promotion == "standard" and jax.config.jax_numpy_rank_promotion == "allow":
+            return quiet
+        # These are for the user's own code: here dtypes and ranks are promoted on purpose.
+        return both(quiet, both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")))
+
+    def detached(self, array: Array) -> Array:
+        return jax.lax.stop_gradient(array) if self.traced(array) else array
 
     def to_device_of(self, other: Array, array: Array) -> Array:
         if self.traced(array) or self.traced(other) or array.devices() == other.devices():

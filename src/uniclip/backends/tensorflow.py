@@ -268,6 +268,10 @@ class _TensorFlow(Backend):
         # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
         return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
 
+    def detached(self, array: Array) -> Array:
+        recorded = self.traced(array) or record.could_possibly_record()
+        return tf.stop_gradient(array) if recorded and not isinstance(array, tf.Variable) else array
+
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
         quiet = super().quiet(first)

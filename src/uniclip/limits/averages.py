@@ -140,7 +140,7 @@ class SecondMoment(Remembers):
         """Compare with the mean square, then learn from what is left."""
         xp, v = context.xp, state.averages
         free = (aligned(xp, state.count, norms) < self.warmup) | (v <= 0)
-        limits = xp.where(free, unlimited(xp, norms), xp.sqrt(self.factor * v))
+        limits = xp.where(free, unlimited(xp, norms), rooted(xp, self.factor * v))
         left = squarable(xp, at_most(xp, norms, limits))
         return limits, Averages(self.decay * v + (1 - self.decay) * left * left, state.count + 1)
 

@@ -91,7 +91,7 @@ class ZScore(Remembers):
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Compare with what is known, then learn from what is left."""
         xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
-        steps, one, std = aligned(xp, count + 1, n), xp.ones_like(n), xp.sqrt(variance)
+        steps, one, std = aligned(xp, count + 1, n), xp.ones_like(n), rooted(xp, variance)
         warm = steps <= self.warmup
         spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
         target = self._target(mean, std, xp.where(spike, n - mean, one))
@@ -219,6 +219,6 @@ class RollingZScore(Remembers):
         values = values / unit
         mean = xp.sum(values, axis=1, keepdims=True) / count
         change = xp.where(there, values - mean, xp.zeros_like(values))
-        std = xp.sqrt(xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
+        std = rooted(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
         rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
         return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[:, 0, ...]

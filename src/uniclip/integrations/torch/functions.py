@@ -298,6 +298,9 @@ def _single(name: str, tensor: Any) -> Any:
 
 def _order(norm_type: Any) -> float:
     """Return the order of a norm, which PyTorch takes as a text, too."""
+    if isinstance(norm_type, bool) or getattr(norm_type, "dtype", None) is torch.bool:
+        msg = f"norm_type must be a number of at least 1, got {norm_type}: write error_if_nonfinite={bool(norm_type)}"
+        raise TypeError(msg)
     try:
         order = float(norm_type)
     except (TypeError, ValueError, RuntimeError):
