@@ -201,7 +201,7 @@ def _at_once(
             return None  # the power is beyond what some of them can hold
     if skip and any(parts[number][0][row] == 0 for _, number, row in left):
         return None
-    for part in range(max(map(len, parts), default=0))[::-1]:
+    for part in (1, 0) if any([len(some) > 1 for some in parts]) else (0,):  # the power first
         by = [parts[number][part][row] if part < len(parts[number]) else 1.0 for _, number, row in left]
         arrays = None if arrays is None else given.backend.scaled(arrays, by, in_place=given.in_place)
     return arrays  # type: ignore[no-any-return]

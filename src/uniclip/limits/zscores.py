@@ -16,6 +16,7 @@ from uniclip.limits.base import (
     counts,
     empty,
     pushed,
+    rooted,
     squarable,
     unit_of,
     unlimited,
