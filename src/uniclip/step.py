@@ -122,6 +122,9 @@ def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision:
         and getattr(rule.curve, "host", False)
         and _for_host(own, rule.limit)
     )
+    if "loss" in rule.limit.needs:
+        step = step._replace(loss=_found(given, step))
+        host = host and (step.loss is None or own.viewed(step.loss) is not None)
     views = [own.viewed(flag) for flag in sound] if host else []
     host = host and all(view is not None for view in views)
     backend, sound = (DEFAULT, views) if host else (own, sound)
@@ -195,16 +198,19 @@ def _contexts(
         params = [_in(backend, given, n) for n in _params(rule, given, step)]
     if step is not None and "sizes" in needs:
         sizes = [_in(backend, given, n) for n in sizes_of(given, layout, step.all_reduce)]
-    if step is not None and "loss" in needs:
-        loss = loss_of(given, step.all_reduce, step.loss)()
-        loss = (
-            loss if loss is None or backend is given.backend else given.backend.viewed(given.backend.xp.asarray(loss))
-        )
+    if step is not None and "loss" in needs and step.loss is not None:
+        loss = step.loss if backend is given.backend else given.backend.viewed(step.loss)
     labels = [[layout.labels[group] for group in block.groups] for block in layout.blocks]
     absent = [[not layout.groups[group] for group in block.groups] for block in layout.blocks]
     gone = [rows if any(rows) else () for rows in absent]
     blocks = [Norms(*some) for some in zip(norms, labels, params, sizes, gone, strict=True)]
     return [Context(backend, blocks, number, needs, loss) for number in range(len(blocks))]
+
+
+def _found(given: Opened, step: Step) -> Any:
+    """Return the loss as a float32 array of the gradients' framework, ``None`` if there is none."""
+    own, loss = given.backend, loss_of(given, step.all_reduce, step.loss)()
+    return loss if loss is None else own.detached(cast(own.xp, own.xp.asarray(loss), own.xp.float32))
 
 
 def _in(backend: Backend, given: Opened, array: Any) -> Any:
@@ -235,7 +241,9 @@ def _limits(
     limit: Any = rule.limit
     if type(limit) is Constant:  # which asks for no norms
         value = limit.value
-        return [_in(backend, given, value) if hasattr(value, "dtype") else value] * len(norms), state
+        own = given.backend
+        value = own.viewed(own.xp.asarray(value)) if backend is not own and hasattr(value, "dtype") else value
+        return [value] * len(norms), state
     # It sees ∞ as NaN: as a limit, ∞ would leave alone. No NaN is made of a finite norm, and its derivative stays 1.
     seen = [n + (n - n) for n in norms]
     if limit.memory:

@@ -54,6 +54,7 @@ def example(by: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensors:
 
 def tensors(tree: Any) -> Tensors:
     """Return what is in a tree."""
+    tree = pytree.tree_map(lambda node: tuple(node) if isinstance(node, uc.Report) else node, tree)
     return tuple(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
