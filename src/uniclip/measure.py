@@ -242,7 +242,7 @@ def _rounded_down(xp: Any, array: Any) -> Any:
 def _euclidean(ruler: _Ruler) -> Blocks:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
     backend, layout, given = ruler.backend, ruler.layout, ruler.given
-    totals = [ruler.squares(block) for block in layout.blocks]
+    totals = backend.together([ruler.squares(block) for block in layout.blocks])
     if all(isinstance(total, np.ndarray) for total in totals):
         norms = [_on_host(ruler, *pair) for pair in zip(layout.blocks, totals, strict=True)]
         if all(n is not None for n in norms):
