@@ -215,7 +215,7 @@ class Backend:
         return [self.from_host(one, device) if isinstance(one, np.ndarray) else one for one in arrays]
 
     def _small_view(self, array: Array) -> np.ndarray[Any, Any] | None:
-        return self.viewed(array) if math.prod(array.shape) <= PIECE else None
+        return None if self.traced(array) or math.prod(array.shape) > PIECE else self.viewed(array)
 
     def stacked(self, arrays: list[Array]) -> Array:
         """Return arrays of one shape as one along a new first axis, in the widest of their dtypes."""
