@@ -33,6 +33,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 _GPUS = tf.config.list_physical_devices("GPU")
 _ROW = 16
 """How many entries are added in a row: XLA adds one by one, and the errors of equal entries have one sign."""
+_VIEWED = {tf.float32, tf.float64, tf.bool, tf.int32, tf.int64}
+"""The dtypes of what follows from norms."""
 _FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
@@ -175,7 +177,9 @@ class _TensorFlow(Backend):
         return all(isinstance(leaf, tf.Tensor) and leaf.dtype in _FLOATS for leaf in leaves)
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
-        return np.asarray(array.numpy()) if self.readable(array) and not record.could_possibly_record() else None
+        if array.dtype not in _VIEWED or not self.readable(array) or record.could_possibly_record():
+            return None
+        return np.asarray(array.numpy())
 
     def device(self, array: Array) -> Any:
         return None if array is None or not _GPUS else array.device

@@ -215,7 +215,7 @@ def _selected(context: Context, history: Array, count: Array, low: Array, high: 
     numbers = context.asarray(xp.reshape(xp.arange(window), (1, window)), xp.int32)
 
     def at(rank: Array) -> Array:
-        here = aligned(xp, numbers == xp.reshape(none_yet + rank, (-1, 1)), in_order)
+        here = aligned(xp, xp.equal(numbers, xp.reshape(none_yet + rank, (-1, 1))), in_order)
         return xp.sum(xp.where(here, in_order, xp.zeros_like(in_order)), axis=1)
 
     return at(low), at(high)
