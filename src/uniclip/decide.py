@@ -320,11 +320,11 @@ def _in_range(backend: Backend, norm: Any, dtype: Any) -> Any:
     largest = float(xp.finfo(dtype).max)
     if not largest < norm < math.inf:
         return xp.asarray(norm, dtype=dtype)
-    array = xp.asarray(norm, dtype=xp.float64)
-    if array.dtype == dtype:
+    wide = xp.result_type(xp.float64, dtype)  # not always wider
+    if wide == dtype:
         msg = f"norm must be within the range of {dtype}, up to {largest:.3g}, got {short(norm)}"
         raise ValueError(msg)
-    return array
+    return xp.asarray(norm, dtype=wide)
 
 
 def _checked(backend: Backend, name: str, value: Any, norm: Any, top: float = math.inf) -> Any:
