@@ -255,7 +255,7 @@ def _euclidean(ruler: _Ruler) -> Blocks:
 
     if ruler.all_reduce is None and all(total.dtype != dtype for total, dtype in zip(totals, dtypes, strict=True)):
         return usual()  # wide totals, which no square can leave the range of
-    accurate = backend.all_of([xp.all(_in_range(total, total.dtype == xp.float32)) for total in totals])
+    accurate = backend.all_of([xp.all(in_range(total, total.dtype == xp.float32)) for total in totals])
 
     def rare() -> Blocks:
         return [ruler.in_units(block) for block in layout.blocks]
@@ -270,7 +270,7 @@ def _on_host(ruler: _Ruler, block: Block, totals: Any) -> Any:
 
     It is ``None`` if those cannot be read.
     """
-    fine = _in_range(totals, totals.dtype == np.float32)
+    fine = in_range(totals, totals.dtype == np.float32)
     norms = np.sqrt(totals)
     for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
         again = ruler.in_units(block._replace(groups=block.groups[row : row + 1]))
@@ -287,7 +287,7 @@ def _own(given: Opened, array: Any, dtype: Any = None) -> Any:
     return own if dtype is None else cast(given.backend.xp, own, dtype)
 
 
-def _in_range(total: Any, single: bool) -> Any:  # noqa: FBT001
+def in_range(total: Any, single: bool) -> Any:  # noqa: FBT001
     """Whether neither overflow nor underflow can have touched a sum of squares (NaN: it may have)."""
     smallest, largest = _SINGLE if single else _DOUBLE
     return (total > smallest) & (total <= largest)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,19 +14,24 @@ from uniclip._checks import real
 from uniclip._repr import short
 from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast
-from uniclip.curves import skip
+from uniclip.curves import hard, skip
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.limits import Block as Norms
 from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.losses import loss_of
-from uniclip.measure import AllReduce, broadcasts, measure, sizes_of, zeros
+from uniclip.measure import AllReduce, broadcasts, in_range, measure, sizes_of, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.report import Late, Made, Report
 from uniclip.scale import NUMBERS, Factors, factors_of, reduced, scaled
+from uniclip.scopes import everything
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
     from uniclip.rules import Rule
+
+
+_NEAR = 2.0**-126
+"""How far below a norm a limit may lie, so that the factor is a normal number."""
 
 
 class Step(NamedTuple):
@@ -109,8 +115,70 @@ class _Seen(NamedTuple):
         return self.backend.from_host(np.asarray(value), self.device) if host else value
 
 
-def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision:
+class Single(NamedTuple):
+    """What is to be done about one norm and a constant limit, in NumPy's scalars."""
+
+    given: Opened
+    state: Any
+    norms: Any
+    limits: Any
+    factors: Any
+    skipped: None = None
+
+    def clipped(self, rule: Rule) -> Any:
+        """Return the clipped gradients."""
+        given, arrays, factor = self.given, self.given.arrays, float(self.factors)
+        if factor != 1:
+            arrays = given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place)
+        return self._in_arrays(rule).clipped(rule) if arrays is None else given.tree.rebuild(arrays)
+
+    def reduced(self, rule: Rule, *, mean: bool) -> Any:
+        """Return the sum (or the mean) of the clipped gradients along their first axis."""
+        return self._in_arrays(rule).reduced(rule, mean=mean)
+
+    def _in_arrays(self, rule: Rule) -> Decision:
+        """Return the same in arrays."""
+        norms, limits, factors = (np.asarray([one]) for one in (self.norms, self.limits, self.factors))
+        layout, true = layout_of(self.given, rule.scope), np.True_
+        one = [factors == 1]
+        return Decision(
+            self.given, layout, DEFAULT, [norms], [limits], [Factors(None, factors)], one, true, None, self.state
+        )
+
+    def report(self) -> Report:
+        """Return the report."""
+        kept = self._replace(given=self.given._replace(arrays=[], tree=None)), self.given.backend.device(self.given.first)
+        return Late(partial(_of_single, *kept))
+
+
+def _of_single(one: Single, device: Any, name: str) -> Any:
+    """Return a field of a report, in arrays of the gradients' framework."""
+    if name == "skipped":
+        return None
+    made = {"clipped": one.factors != 1, "finite": True}
+    return one.given.backend.from_host(np.asarray(made[name] if name in made else getattr(one, name)), device)
+
+
+def _single(rule: Rule, given: Opened, state: Any) -> Single | None:
+    """Decide about one Euclidean norm with a constant limit where the host can read it; ``None`` in any other case."""
+    limit, norm = rule.limit, rule.norm
+    constant = type(limit) is Constant and type(limit.value) is float and 0 < limit.value < 3e38  # noqa: PLR2004
+    alone = rule.scope.join is everything and rule.scope.axes is None and given.ways is None and given.arrays
+    if not (constant and alone and rule.curve is hard and norm.p == 2 and not norm.size_power and rule.nonfinite == "propagate"):
+        return None
+    total = None if given.backend.watched() else given.backend.squares([given.arrays])
+    if not isinstance(total, np.ndarray) or not in_range(total[0], total.dtype == np.float32):
+        return None
+    n, most, one = np.sqrt(total[0]), total.dtype.type(limit.value), total.dtype.type(1)
+    return Single(given, state, n, most, one if n <= most else most / n) if n * _NEAR <= most else None
+
+
+def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision | Single:
     """Measure the gradients and work out their factors."""
+    if step.norm is None and step.all_reduce is None:
+        single = _single(rule, given, state)
+        if single is not None:
+            return single
     own = given.backend
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory)
     sound = [all_finite(given, step.all_reduce)] if rule.nonfinite == "zero" else []
