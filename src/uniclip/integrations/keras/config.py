@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from uniclip import combine, curves, norms, rules, scopes
+from uniclip import arraywise, combine, curves, norms, rules, scopes
 from uniclip.backends import backend_of
 from uniclip.combine import Chain, Masked
 from uniclip.limits import averages, fixed, percentiles, zscores
@@ -18,7 +18,7 @@ from uniclip.rules import Rule
 
 _PUBLIC = {
     name: value
-    for module in (averages, combine, curves, fixed, norms, percentiles, rules, scopes, zscores)
+    for module in (arraywise, averages, combine, curves, fixed, norms, percentiles, rules, scopes, zscores)
     for name, value in vars(module).items()
     if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_") and callable(value)
 }
