@@ -25,7 +25,11 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "xp.ones_like(state.count) * self.window",
         "xp.ones_like(state.count) * (self.window - 1)",
     ),
-    "a warm-up is one too long": ("limits/zscores.py", "warm = steps <= self.warmup", "warm = steps <= self.warmup + 1"),
+    "a warm-up is one too long": (
+        "limits/zscores.py",
+        "warm = steps <= self.warmup",
+        "warm = steps <= self.warmup + 1",
+    ),
     "a memory takes NaN in": ("step.py", "return new if bool(finite) else old", "return new"),
     "the policy zero lets ∞ through": (
         "backends/base.py",

@@ -23,7 +23,6 @@ from uniclip.arraywise import ByValue
 from uniclip.clipper import Clipper
 from uniclip.combine import Chain, Masked, chain, masked
 from uniclip.curves import NonMonotonic, Regularized, hard, normalize, skip, smooth, soft, tanh
-from uniclip.functional import clip_by_average_norm, clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from uniclip.limits import (
     Block,
     Constant,
@@ -74,7 +73,17 @@ from uniclip.presets import (
 from uniclip.report import Report
 from uniclip.rules import Rule
 from uniclip.scopes import Scope, all_leaves, axes, each_entry, each_example, each_leaf, each_row, groups, unit
-from uniclip.verbs import clip, clip_, clip_and_mean, clip_and_sum
+from uniclip.verbs import (
+    clip,
+    clip_,
+    clip_and_mean,
+    clip_and_sum,
+    clip_by_average_norm,
+    clip_by_global_norm,
+    clip_by_norm,
+    clip_by_value,
+    global_norm,
+)
 
 __all__ = [
     "AVERAGE",
@@ -82,13 +91,13 @@ __all__ = [
     "L2",
     "MEAN",
     "RMS",
+    "Block",
     "ByValue",
     "Chain",
     "Clipper",
     "Constant",
-    "Ema",
-    "Block",
     "Context",
+    "Ema",
     "Limit",
     "Linf",
     "LogZScore",

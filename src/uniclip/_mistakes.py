@@ -41,7 +41,7 @@ def refuse_as_rule(value: Any) -> None:
         advice = f"and {_CHOICES[module]}"
     elif module in {"presets", "rules", "combine"}:
         advice = f"and uc.{value.__name__} makes one: call it, as in uc.by_global_norm(1.0)"
-    elif module in {"functional", "verbs"}:
+    elif module == "verbs":
         advice = f"and uc.{value.__name__} is a function of all gradients: give it a rule {_RULE}"
     else:
         advice = _RULE

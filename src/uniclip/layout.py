@@ -212,12 +212,11 @@ def _made(given: Opened, scope: Scope, remembers: bool) -> Layout:  # noqa: FBT0
     alike: dict[Hashable, list[int]] = {}
     for number, group in enumerate(groups):
         arrays = [given.arrays[n] for n in group]
-        if axes is None:
-            kind = dtypes[number], given.backend.kind(arrays)
-        else:
+        kind: Hashable = given.backend.kind(arrays)
+        if axes is not None:
             kind = None if remembers or len(group) != 1 else _kept(given.backend, arrays[0], axes[group[0]])
-            kind = number if kind is None else (dtypes[number], kind)
-        alike.setdefault(kind, []).append(number)
+            kind = number if kind is None else kind
+        alike.setdefault((dtypes[number], kind), []).append(number)
     blocks = tuple(Block(tuple(some), dtypes[some[0]], axes is not None) for some in alike.values())
     return Layout(scope, labels, groups, dtypes, axes, blocks)
 
@@ -226,15 +225,12 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
     """Return the numbers of the leaves that share a norm, by the label of their group."""
     if scope.join is everything:
         return {None: list(range(len(tree.leaves)))}
-    places = [(path, leaf, number) for number, (path, leaf) in enumerate(zip(tree.paths(), tree.leaves, strict=True))]
-    if remembers:
-        whole, numbers = flatten(tree.rebuild(tree.leaves), none_is_leaf=True), iter(range(len(tree.leaves)))
-        every = zip(whole.paths(), whole.leaves, strict=True)
-        places = [(path, leaf, None if leaf is None else next(numbers)) for path, leaf in every]
+    numbers = iter(range(len(tree.leaves)))
+    whole = flatten(tree.rebuild(tree.leaves), none_is_leaf=True) if remembers else tree
     groups: dict[Hashable, list[int]] = {}
-    for place_, (path, leaf, number) in enumerate(places):
+    for place_, (path, leaf) in enumerate(zip(whole.paths(), whole.leaves, strict=True)):
         label = place_ if scope.join is None else _label(scope.join, path, leaf)
-        groups.setdefault(label, []).extend([] if number is None else [number])
+        groups.setdefault(label, []).extend([] if leaf is None else [next(numbers)])
     if scope.join is None:
         return groups
     # Whichever leaf comes first, or is None, in any process.

@@ -8,7 +8,7 @@ gradients' own framework.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -109,13 +109,13 @@ class _Ruler(NamedTuple):
             whole = not isinstance(number, int)  # several small arrays as one
             array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
             scale = None if scales is None else spread(self.backend, scales[row, ...], array, axes, block.dtype)
-            own, scale, joined = self.backend.own_part(array, scale, axes, norm.op)
-            return joined(self._part(own, axes, norm, block.dtype, scale))
+            own, scale, whole_of = self.backend.own_part(array, scale, axes, norm.op)
+            return whole_of(self._part(own, axes, norm, block.dtype, scale))
 
         parts = [part(row, number) for row, numbers in enumerate(gathered) for number in numbers]
-        parts, rows = iter(self.backend.joined(parts, norm.op)), []
+        joined, rows = iter(self.backend.joined(parts, norm.op)), []
         for group, numbers in zip(groups, gathered, strict=True):
-            own = [next(parts) for _ in numbers]
+            own = [next(joined) for _ in numbers]
             self._refuse_unequal(group, own)
             rows.append(self.reduce(own, norm.op) if own else _at_home(self.given, self._zero(block)))
         return self._shared(self.backend.stacked(rows), norm.op)
@@ -156,7 +156,8 @@ class _Ruler(NamedTuple):
         """Return a group's leaves, small ones that are plain joined into one array: compilers take time for each."""
         if self.given.ways is not None or self.layout.axes is not None:
             return list(group)
-        backend, small = self.backend, {}
+        backend = self.backend
+        small: dict[Hashable, list[int]] = {}
         for number in group:
             array = self.given.arrays[number]
             shape = array.shape

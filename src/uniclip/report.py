@@ -127,7 +127,8 @@ class Late(Report):
     __slots__ = ("_found", "_make")
 
     def __init__(self, make: Callable[[str], Any]) -> None:
-        self._make, self._found = make, {}
+        self._make = make
+        self._found: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in FIELDS:

@@ -23,7 +23,7 @@ from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
 from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves
-from uniclip.step import Decision, Step, decide, first_state
+from uniclip.step import Decision, Single, Step, decide, first_state
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,7 +145,7 @@ class Rule(Printed):
         """
         step, in_place = Step(params, all_reduce, loss), flag("in_place", in_place)
 
-        def clipped(whole: Filled, decision: Decision) -> tuple[Any, Any, Report]:
+        def clipped(whole: Filled, decision: Decision | Single) -> tuple[Any, Any, Report]:
             return whole.emptied(decision.clipped(self)), decision.state, decision.report()
 
         return taken(self, grads, state, step, clipped, in_place=in_place)  # type: ignore[no-any-return]
@@ -189,7 +189,7 @@ def measured(
     return taken(rule, grads, state, Step(params, None, loss, norm), _measured)  # type: ignore[no-any-return]
 
 
-def _measured(_: Filled, decision: Decision) -> tuple[Any, Report]:
+def _measured(_: Filled, decision: Decision | Single) -> tuple[Any, Report]:
     return decision.state, decision.report()
 
 
@@ -198,7 +198,7 @@ def taken(
     grads: Any,
     state: Any,
     step: Step,
-    finish: Callable[[Filled, Decision], Any],
+    finish: Callable[[Filled, Decision | Single], Any],
     *,
     in_place: bool = False,
 ) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,9 +129,8 @@ class Single(NamedTuple):
     def clipped(self, rule: Rule) -> Any:
         """Return the clipped gradients."""
         given, arrays, factor = self.given, self.given.arrays, float(self.factors)
-        if factor != 1:
-            arrays = given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place)
-        return self._in_arrays(rule).clipped(rule) if arrays is None else given.tree.rebuild(arrays)
+        new = arrays if factor == 1 else given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place)
+        return self._in_arrays(rule).clipped(rule) if new is None else given.tree.rebuild(new)
 
     def reduced(self, rule: Rule, *, mean: bool) -> Any:
         """Return the sum (or the mean) of the clipped gradients along their first axis."""
@@ -147,16 +147,14 @@ class Single(NamedTuple):
 
     def report(self) -> Report:
         """Return the report."""
-        kept = self._replace(given=self.given._replace(arrays=[], tree=None)), self.given.backend.device(self.given.first)
-        return Late(partial(_of_single, *kept))
+        values = {"norms": self.norms, "limits": self.limits, "factors": self.factors, "finite": True}
+        values["clipped"] = self.factors != 1
+        return Late(partial(_of_single, self.given.backend, self.given.backend.device(self.given.first), values))
 
 
-def _of_single(one: Single, device: Any, name: str) -> Any:
+def _of_single(backend: Backend, device: Any, values: dict[str, Any], name: str) -> Any:
     """Return a field of a report, in arrays of the gradients' framework."""
-    if name == "skipped":
-        return None
-    made = {"clipped": one.factors != 1, "finite": True}
-    return one.given.backend.from_host(np.asarray(made[name] if name in made else getattr(one, name)), device)
+    return backend.from_host(np.asarray(values[name]), device) if name in values else None
 
 
 def _single(rule: Rule, given: Opened, state: Any) -> Single | None:
@@ -164,7 +162,14 @@ def _single(rule: Rule, given: Opened, state: Any) -> Single | None:
     limit, norm = rule.limit, rule.norm
     constant = type(limit) is Constant and type(limit.value) is float and 0 < limit.value < 3e38  # noqa: PLR2004
     alone = rule.scope.join is everything and rule.scope.axes is None and given.ways is None and given.arrays
-    if not (constant and alone and rule.curve is hard and norm.p == 2 and not norm.size_power and rule.nonfinite == "propagate"):
+    if not (
+        constant
+        and alone
+        and rule.curve is hard
+        and norm.p == 2
+        and not norm.size_power
+        and rule.nonfinite == "propagate"
+    ):
         return None
     total = None if given.backend.watched() else given.backend.squares([given.arrays])
     if not isinstance(total, np.ndarray) or not in_range(total[0], total.dtype == np.float32):
@@ -388,7 +393,7 @@ def _rows_of(limit: Any, state: Any) -> int | None:
     return next((shape[0] for shape in shapes if len(shape)), None)
 
 
-def _restored(xp: Any, limit: Any, new: Any, old: Any, absent: list[bool]) -> Any:
+def _restored(xp: Any, limit: Any, new: Any, old: Any, absent: Sequence[bool]) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
     if isinstance(limit, PerGroup):
         return tuple(b if gone else a for a, b, gone in zip(new, old, absent, strict=True))

@@ -501,7 +501,9 @@ def test_other_leaves_of_a_joint_norm(fw: Framework) -> None:
         clipper = loaded(saved_by(rule, {"b": fw.array([1.0])}), rule)
         clipper({"b": fw.array([1.0]), "w": fw.array([[3.0, 4.0]])})
         clipper({"v": fw.array([[3.0, 4.0]])})
-        assert max(int(fw.numpy(leaf).max()) for leaf in optree.tree_leaves(clipper.state) if "int" in fw.dtype(leaf)) == 3
+        assert (
+            max(int(fw.numpy(leaf).max()) for leaf in optree.tree_leaves(clipper.state) if "int" in fw.dtype(leaf)) == 3
+        )
 
 
 def test_labels_that_differ_only_in_their_addresses() -> None:

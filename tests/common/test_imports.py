@@ -45,7 +45,10 @@ def test_importing_loads_little() -> None:
 def test_the_algorithm_names_no_framework() -> None:
     """Frameworks are named in backends/ and integrations/ only, but for JAX's nodes, errors, and NumPy's numbers."""
     named = re.compile("numpy|torch|tensorflow|jax|keras|optax|flax|mlx|dask", re.IGNORECASE)
-    allowed = {name: {"numpy"} for name in ("step.py", "measure.py", "scale.py", "rules.py", "base.py", "fixed.py", "percentiles.py")} | {
+    allowed = {
+        name: {"numpy"}
+        for name in ("step.py", "measure.py", "scale.py", "rules.py", "base.py", "fixed.py", "percentiles.py")
+    } | {
         "tree.py": {"numpy", "torch", "tensorflow", "jax", "flax"},
         "_mistakes.py": {"optax", "flax"},
         "saved.py": {"numpy"},

@@ -168,7 +168,9 @@ class _JAX(Backend):
         return jax.device_count() == 1 and all(axis is None for axis in spec)
 
     def kind(self, arrays: list[Array]) -> Hashable:
-        varying = [getattr(array.aval, "vma", frozenset()) for array in arrays if self.traced(array)]
+        varying: list[frozenset[Any]] = [
+            getattr(array.aval, "vma", frozenset()) for array in arrays if self.traced(array)
+        ]
         return frozenset().union(*varying)
 
     def zeros(self, array: Array, axes: tuple[int, ...], dtype: Any) -> Array:

@@ -136,7 +136,7 @@ class _Torch(Backend):
             return None
         if not array.is_cpu or recorded(array):
             return None
-        return (array.detach() if array.requires_grad else array).numpy()
+        return np.asarray((array.detach() if array.requires_grad else array).numpy())
 
     def device(self, array: Array) -> Any:
         return _CPU if array is None else array.device
@@ -182,7 +182,7 @@ class _Torch(Backend):
         if any([array.is_neg() or array.is_conj() for array in arrays]):
             return None
         with torch.no_grad():
-            torch._foreach_mul_(arrays, by)  # noqa: SLF001
+            torch._foreach_mul_(arrays, by)
         return arrays
 
     def is_array(self, leaf: Any) -> bool:

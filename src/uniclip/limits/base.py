@@ -104,14 +104,12 @@ class Context:
         array = self.xp.asarray(value, dtype=self.norms.dtype if dtype is None else dtype)
         return self._backend.to_device_of(self.norms, array)
 
-    def rows(self, numbers: Sequence[int]) -> Context:
-        """Return the context of some rows of this block alone."""
-        block, index = self._blocks[self._number], self.asarray(list(numbers), self.xp.int32)
-        some = [array if array is None else self.xp.take(array, index, axis=0) for array in (block.params, block.sizes)]
-        norms = self.xp.take(block.norms, index, axis=0)
-        absent = [block.absent[number] for number in numbers] if block.absent else ()
-        chosen = Block(norms, [block.labels[number] for number in numbers], *some, absent)
-        return Context(self._backend, [chosen], 0, self._needs, self._loss)
+    def row(self, number: int) -> Context:
+        """Return the context of a row of this block alone."""
+        block, here = self._blocks[self._number], slice(number, number + 1)
+        params, sizes = (one if one is None else one[here, ...] for one in (block.params, block.sizes))
+        alone = Block(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here])
+        return Context(self._backend, [alone], 0, self._needs, self._loss)
 
     def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
         each = [Context(self._backend, self._blocks, n, self._needs, self._loss) for n in range(len(self._blocks))]

@@ -233,7 +233,7 @@ class PerGroup(Printed, Limit):
         return context.xp.concat(each, axis=0), tuple(new for _, new in answers) if self.memory else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
-        return [(limit, context.rows([number])) for number, limit in enumerate(limits)]
+        return [(limit, context.row(number)) for number, limit in enumerate(limits)]
 
     def _chosen(self, context: Context) -> list[Any]:
         """Return the limit of each group; one whose gradients are absent needs none."""
