@@ -108,11 +108,18 @@ class _Ruler(NamedTuple):
         def part(row: int, number: Any) -> Any:
             whole = not isinstance(number, int)  # several small arrays as one
             array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
+            plain = norm.p == 2 and not self.given.clean and self.all_reduce is None  # noqa: PLR2004
+            if axes and plain and scales is None and array.dtype == block.dtype:
+                total = self.backend.squares_along(array, axes)
+                if total is not None:
+                    return total
             scale = None if scales is None else spread(self.backend, scales[row, ...], array, axes, block.dtype)
             own, scale, whole_of = self.backend.own_part(array, scale, axes, norm.op)
             return whole_of(self._part(own, axes, norm, block.dtype, scale))
 
         parts = [part(row, number) for row, numbers in enumerate(gathered) for number in numbers]
+        if not all([isinstance(part, np.ndarray) for part in parts]):
+            parts = [_own(self.given, part) for part in parts]
         joined, rows = iter(self.backend.joined(parts, norm.op)), []
         for group, numbers in zip(groups, gathered, strict=True):
             own = [next(joined) for _ in numbers]

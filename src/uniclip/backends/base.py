@@ -125,6 +125,10 @@ class Backend:
                 array = _sum_in_blocks(self.xp, array, axis)
         return array
 
+    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:  # noqa: ARG002
+        """Return ``Σ|x|²`` along axes as a NumPy array where the host can read it, ``None`` if there is no short way."""
+        return None
+
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
         """Return the number of entries of the leaf along ``axes``, those that are not stored too."""
         shape = leaf.shape
@@ -220,6 +224,8 @@ class Backend:
     def stacked(self, arrays: list[Array]) -> Array:
         """Return arrays of one shape as one along a new first axis, in the widest of their dtypes."""
         xp = self.xp
+        if all([isinstance(array, np.ndarray) for array in arrays]):
+            return np.stack(arrays)
         if len(arrays) == 1:
             return xp.expand_dims(arrays[0], axis=0)
         dtype = xp.result_type(*{array.dtype for array in arrays})

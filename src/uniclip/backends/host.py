@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +20,8 @@ _ROW = 512
 """How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
 processors keep few partial sums: 512 squares are off by 3e-7 at most with each of them, 1,024 by 5e-7."""
 _FEW = 64
+_FEW_ROWS = 16
+"""How many squares are added one by one: the errors of so few are small, even if they have one sign."""
 
 
 def few(arrays: list[Any], size: int) -> bool:
@@ -48,6 +51,29 @@ def _of_rows(flat: View) -> float:
     whole = flat.size - flat.size % _ROW
     rows, rest = flat[:whole].reshape(-1, _ROW), flat[whole:]
     return float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(rest.dot(rest))
+
+
+def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
+    """Return ``Σx²`` along axes; ``None`` if they do not lie together in memory, first or last, or entries are narrow."""
+    kept = tuple(axis for axis in range(array.ndim) if axis not in axes)
+    if array.dtype.char not in "fd" or not array.size or not axes or not kept:
+        return None
+    shape = tuple(array.shape[axis] for axis in kept)
+    ordered = array.transpose(*kept, *axes)
+    if ordered.flags.c_contiguous:
+        rows = ordered.reshape(math.prod(shape), -1)
+        whole = rows.shape[1] - rows.shape[1] % _ROW
+        parts = [rows[:, start : start + _ROW] for start in range(0, whole, _ROW)] + [rows[:, whole:]]
+        total = sum(np.vecdot(part, part).astype(np.float64) for part in parts)
+    elif array.transpose(*axes, *kept).flags.c_contiguous:
+        columns = array.transpose(*axes, *kept).reshape(-1, math.prod(shape))
+        whole = len(columns) - len(columns) % _FEW_ROWS
+        blocks = columns[:whole].reshape(-1, _FEW_ROWS, columns.shape[1])
+        total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
+        total = total + np.einsum("ij,ij->j", columns[whole:], columns[whole:])
+    else:
+        return None
+    return np.asarray(total, array.dtype).reshape(shape)
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:

@@ -16,7 +16,7 @@ from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
 from uniclip.backends.base import Array, Backend, Rebuild, both, sum_dtype
-from uniclip.backends.host import few, squares
+from uniclip.backends.host import few, squares, squares_along
 
 
 def _abs(x: Array, /) -> Array:
@@ -118,6 +118,9 @@ class _JAX(Backend):
         totals = [_squares(some) for some in _in_parts(arrays)]
         each = totals[0] if len(totals) == 1 else jnp.concatenate(totals)
         return each if len(each) == len(groups) else _sums(each, tuple([len(group) for group in groups]))
+
+    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
+        return squares_along(np.asarray(array), axes) if self.readable(array) else None
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not arrays or not _together(arrays):

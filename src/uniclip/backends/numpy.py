@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from uniclip.backends.base import PIECE, Array, Backend
-from uniclip.backends.host import WIDE, squares, walk
+from uniclip.backends.host import WIDE, squares, squares_along, walk
 
 _NOT_NUMPYS = 2
 """What ``dtype.isbuiltin`` is of the types of other packages; the kind of some is one of NumPy's."""
@@ -66,6 +66,9 @@ class _NumPy(Backend):
 
     def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
         return squares(groups)
+
+    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
+        return squares_along(array, axes)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         return [_scaled(array, factor, in_place=in_place) for array, factor in zip(arrays, factors, strict=True)]

@@ -21,7 +21,7 @@ from tensorflow.python.eager import record  # there is no public question
 from tensorflow.python.ops import control_flow_util
 
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, sum_dtype
-from uniclip.backends.host import squares
+from uniclip.backends.host import squares, squares_along
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "integral": lambda dtype: dtype.is_integer,
@@ -197,6 +197,11 @@ class _TensorFlow(Backend):
             return None
         totals = [[_in_rows(a, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(a) for a in group] for group in groups]
         return tf.stack([one[0] if len(one) == 1 else tf.reduce_sum(tf.stack(one)) for one in totals])
+
+    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
+        if record.could_possibly_record() or not self.readable(array) or array.dtype not in {tf.float32, tf.float64}:
+            return None
+        return squares_along(_viewed(array), axes)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):

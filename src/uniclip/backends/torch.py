@@ -17,6 +17,7 @@ from array_api_compat import torch as compat
 from uniclip.backends import dtensor
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, row_slices, sum_dtype, unchanged
 from uniclip.backends.dtensor import is_dtensor
+from uniclip.backends.host import squares_along
 from uniclip.backends.torch_modes import (
     at_home,
     in_forward_mode,
@@ -61,6 +62,7 @@ _HALVES = {torch.float16, torch.bfloat16}
 _DOUBLE = {torch.float64, torch.complex128}
 _FLOATS = {*SINGLE, *_DOUBLE, torch.complex64}
 _CPU = torch.device("cpu")
+_REAL = {torch.float32, torch.float64}
 _VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes of what follows from norms."""
 _STORED = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
@@ -162,6 +164,10 @@ class _Torch(Backend):
         if not cpu:
             return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(groups)
         return squares_here(groups)
+
+    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
+        view = self.viewed(array) if array.dtype in _REAL and not array.is_neg() else None
+        return None if view is None else squares_along(view, axes)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         first, host = factors[0], isinstance(factors[0], float)
