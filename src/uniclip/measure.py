@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast, finite_or_zero, row_slices, spread
 from uniclip.layout import Block, Layout, Opened
 from uniclip.norms import Linf, Norm
@@ -200,8 +201,9 @@ class _Ruler(NamedTuple):
         """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""
         if len(parts) == 1:
             return parts[0]
-        stacked = self.backend.stacked(parts)
-        return self.backend.sum(stacked, (0,)) if op == "sum" else self.backend.xp.max(stacked, axis=0)
+        backend = DEFAULT if isinstance(parts[0], np.ndarray) else self.backend
+        stacked = backend.stacked(parts)
+        return backend.sum(stacked, (0,)) if op == "sum" else backend.xp.max(stacked, axis=0)
 
     def _shared(self, total: Any, op: Op) -> Any:
         """Return totals joined with those of other processes."""

@@ -213,7 +213,7 @@ def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision | Sing
     ones = [xp.equal(some.rest, xp.ones_like(some.rest)) for some in factors]
     if new_state is not state:
         state = kept(backend, finite, new_state, state)
-    skipped = _skipped(backend, rule, factors, finite)
+    skipped = _skipped(backend, rule, layout, factors, finite)
     return Decision(given, layout, backend, norms, limits, factors, ones, finite, skipped, state)
 
 
@@ -246,15 +246,20 @@ def _for_host(own: Backend, limit: Any) -> bool:
     return limit.host and not any(hasattr(value, "dtype") for value in vars(limit).values())
 
 
-def _skipped(backend: Backend, rule: Rule, factors: list[Factors], finite: Any) -> Any:
+def _skipped(backend: Backend, rule: Rule, layout: Layout, factors: list[Factors], finite: Any) -> Any:
     """Return whether the whole step is left out, ``None`` if the rule leaves none out."""
     xp, skipped = backend.xp, None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(finite)
     if rule.curve is skip:
-        gone = [xp.equal(some.rest, xp.zeros_like(some.rest)) for some in factors]
-        every = backend.all_of([xp.all(flag) for flag in gone])
-        none = backend.all_of([xp.logical_not(xp.any(flag)) for flag in gone])  # holds, too, where there is nothing
+        every, none = [], []
+        for some, block in zip(factors, layout.blocks, strict=True):
+            gone = xp.equal(some.rest, xp.zeros_like(some.rest))
+            here = [row for row, group in enumerate(block.groups) if layout.groups[group]]
+            rows = [gone] if len(here) == len(block.groups) else [gone[row, ...] for row in here]
+            every += [xp.all(row) for row in rows]
+            none += [xp.logical_not(xp.any(row)) for row in rows]  # holds, too, where there is nothing
+        every, none = backend.all_of(every), backend.all_of(none)
         none_left = every & xp.logical_not(none)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped

@@ -179,7 +179,7 @@ class _Torch(Backend):
         same = all([one == first for one in factors]) if host else all([one is first for one in factors])
         by: Any = [first] if same else list(factors)
         if host and any([array.dtype in _HALVES for array in arrays]):  # numbers of Python's become as narrow first
-            by = list(torch.tensor(by, dtype=torch.float32).unbind())
+            by = list(torch.tensor(by, dtype=torch.float64).unbind())
         by = by[0] if same else by
         if not in_place:
             new = torch._foreach_mul(arrays, by)  # noqa: SLF001
