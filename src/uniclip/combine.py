@@ -275,11 +275,12 @@ def _joined(reports: list[Report]) -> Report:
     norms, limits, factors = (
         tuple(getattr(report, name) for report in reports) for name in ("norms", "limits", "factors")
     )
-    return _Reports(
+    report: Any = _Reports(
         norms,
         limits,
         factors,
-        reduce(or_, [report.clipped for report in measured]),
-        reduce(and_, [report.finite for report in measured]),
+        reduce(or_, [one.clipped for one in measured]),
+        reduce(and_, [one.finite for one in measured]),
         _skipped(reports),
     )
+    return report  # type: ignore[no-any-return]

@@ -176,7 +176,7 @@ def _known(backend: Backend, one: Any) -> list[bool] | None:
         if not backend.readable(one):
             return None
         return [bool(backend.xp.all(one[row, ...])) for row in range(one.shape[0])]
-    return [bool(same) for same in np.reshape(one, (len(one), -1)).all(1)]
+    return [bool(row.all()) for row in one]
 
 
 def _at_once(

@@ -19,7 +19,7 @@ from uniclip.integrations.tensorflow.checks import (
     refuse_references,
     refuse_strategy,
 )
-from uniclip.integrations.tensorflow.variables import first_state, names_of, outermost_graph
+from uniclip.integrations.tensorflow.variables import Rows, first_state, names_of, outermost_graph
 from uniclip.presets import by_global_norm
 from uniclip.report import Report
 
@@ -128,7 +128,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         self.rule = rule_for_steps(rule)
         self._optimizer = optimizer
         self._inside: Any = None
-        self._memories: dict[Any, tuple[dict[str, Any], Any, list[Any]]] = {}
+        self._memories: dict[Any, tuple[dict[str, Any], Rows, list[Any]]] = {}
         optimizer._maybe_initialize_trackable()
         super().__init__(optimizer._use_locking, optimizer.get_name())
 
@@ -184,7 +184,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         some = [(n, g, v) for n, (g, v) in zip(names, pairs, strict=True) if g is not None]
         grads = {n: tf1.convert_to_tensor_or_indexed_slices(g) for n, g, _ in some}
         params = {n: v for n, _, v in some}
-        state, memory = self._memory(params)
+        state, rows, memory = self._memory(params)
         loss = None if loss is None else tf.reduce_sum(loss)  # which is what the gradients are of
         clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
         graph = tf1.get_default_graph()
@@ -194,7 +194,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         with tf.control_dependencies(optree.tree_leaves(done) if memory else []):
             changed = [
                 variable.assign(value, read_value=False)
-                for variable, value in zip(memory, optree.tree_leaves(state), strict=True)
+                for variable, value in zip(memory, rows.parts(state) if rows else [], strict=True)
             ]
         with tf.control_dependencies(changed):
             pairs = [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
@@ -221,24 +221,24 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         train_ops[:] = [*others, train_op]  # not the one in the branch, which cannot be run
         return train_op
 
-    def _memory(self, params: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """Return the state of the rule and the variables that hold it, made at the first call in a graph."""
+    def _memory(self, params: dict[str, Any]) -> tuple[Any, Rows | None, list[Any]]:
+        """Return the state of the rule, and the variables that hold it and how, made at the first call in a graph."""
         if not self.rule.memory:
-            return self.rule.init(params), []
+            return self.rule.init(params), None, []
         graph = outermost_graph()
         if graph not in self._memories:
             self._memories[graph] = self._remember(params)
-        known, spec, memory = self._memories[graph]
+        known, rows, memory = self._memories[graph]
         refuse_others(self.rule, known, params)
-        return optree.tree_unflatten(spec, [tf.convert_to_tensor(variable) for variable in memory]), memory
+        return rows.stacked([tf.convert_to_tensor(variable) for variable in memory]), rows, memory
 
-    def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Any, list[Any]]:
-        """Return the parameters, and the structure and variables of a new state for their gradients."""
-        names, values, spec = first_state(self.rule, params, self._name)
+    def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Rows, list[Any]]:
+        """Return the parameters, and the variables of a new state for their gradients and how they hold it."""
+        names, values, rows = first_state(self.rule, params, self._name)
         first = next(iter(params.values()))
         with tf.init_scope():  # out of tf.function and tf.cond
             memory = [self._create_non_slot_variable(v, n, first) for v, n in zip(values, names, strict=True)]
-        return params, spec, memory
+        return params, rows, memory
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return the slot of a variable, as the optimizer inside does."""

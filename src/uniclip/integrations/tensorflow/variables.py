@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import tensorflow as tf
@@ -23,16 +23,36 @@ def outermost_graph() -> Any:
         return tf1.get_default_graph()
 
 
-def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str], list[Any], Any]:
-    """Return names and values for the arrays of a state before the first step, and its structure."""
+class Rows(NamedTuple):
+    """How the arrays of a state are held in variables: one that has a row for each label in as many, by their names."""
+
+    spec: Any
+    counts: list[int]
+    """How many variables hold each array; 0 if one holds all of it."""
+
+    def stacked(self, values: list[Any]) -> Any:
+        """Return the state whose parts are given."""
+        parts = iter(values)
+        arrays = [tf.stack([next(parts) for _ in range(n)]) if n else next(parts) for n in self.counts]
+        return optree.tree_unflatten(self.spec, arrays)
+
+    def parts(self, state: Any) -> list[Any]:
+        """Return the parts of a state."""
+        pairs = zip(self.counts, optree.tree_leaves(state), strict=True)
+        return [part for n, array in pairs for part in (tf.unstack(array, n) if n else [array])]
+
+
+def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str], list[Any], Rows]:
+    """Return names and values for the parts of a state before the first step, and how they are held."""
     # In a graph of its own: initializing variables must not take part in the user's.
     with tf.Graph().as_default(), tf1.Session() as session:
         zeros = {key: tf.zeros(v.shape, v.dtype.base_dtype) for key, v in params.items()}
         state = rule.init(zeros)
-        arrays, spec = optree.tree_flatten(state)
-        places = _places(rule, iter(leaves_of(rule, flatten(zeros))), state)
-        names = ["/".join([name, "clip", *[re.sub(r"[^\w.\-/]", "_", part) for part in place]]) for place in places]
-        return unique(names), session.run(arrays), spec
+        places = list(_places(rule, iter(leaves_of(rule, flatten(zeros))), state))
+        rows = Rows(optree.tree_structure(state), [len(labels) for _, labels in places])
+        ways = [[*place, *([label] if label else [])] for place, labels in places for label in labels or [""]]
+        names = ["/".join([name, "clip", *[re.sub(r"[^\w.\-/]", "_", part) for part in way]]) for way in ways]
+        return unique(names), session.run(rows.parts(state)), rows
 
 
 def names_of(variables: list[Any]) -> list[str]:
@@ -57,22 +77,19 @@ def unique(names: list[str]) -> list[str]:
     return list(used)
 
 
-def _places(rule: Any, leaves: Iterator[Any], state: Any) -> Iterator[list[str]]:
-    """Yield the way to each array of a state: a saver finds by its name whose norms it holds."""
+def _places(rule: Any, leaves: Iterator[Any], state: Any) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the way to each array of a state, and the labels of its rows: a saver finds by its name whose norms it holds."""
     if isinstance(rule, Chain) and rule.memory:
         for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
-            yield from ([str(number), *place] for place in _places(one, leaves, inside))
+            yield from (([str(number), *place], labels) for place, labels in _places(one, leaves, inside))
     elif isinstance(rule, Masked):
         yield from _places(rule.rule, leaves, state)
     elif rule.memory:
-        labels = next(leaves) or []
+        labels = [label.strip("[]'\"") for label in next(leaves) or []]
         for path in optree.tree_accessors(state):
-            yield list(_parts(path, state, [label.strip("[]'\"") for label in labels]))
+            rows = tuple(path(state).shape)[:1] == (len(labels),) and len(labels) > 0
+            yield [_part(entry) for entry in path], labels if rows else []
 
 
-def _parts(path: Any, node: Any, labels: list[str]) -> Iterator[str]:
-    """Yield the parts of a way to an array, the label of a norm instead of its number."""
-    for entry in path:
-        known = isinstance(node, list) and len(node) == len(labels)
-        yield labels[entry.entry] if known else str(entry.field if hasattr(entry, "field") else entry.entry)
-        node = entry(node)
+def _part(entry: Any) -> str:
+    return str(entry.field if hasattr(entry, "field") else entry.entry)
