@@ -275,7 +275,7 @@ def _joined(reports: list[Report]) -> Report:
     norms, limits, factors = (
         tuple(getattr(report, name) for report in reports) for name in ("norms", "limits", "factors")
     )
-    report: Any = _Reports(
+    return _Reports(
         norms,
         limits,
         factors,
@@ -283,4 +283,3 @@ def _joined(reports: list[Report]) -> Report:
         reduce(and_, [one.finite for one in measured]),
         _skipped(reports),
     )
-    return report  # type: ignore[no-any-return]

@@ -45,7 +45,7 @@ class Report:
 
     __slots__ = ()
 
-    def __new__(cls, *fields: Any, **named: Any) -> Any:
+    def __new__(cls, *fields: Any, **named: Any) -> Report:
         """Make a report of fields."""
         return Made(*fields, **named) if cls is Report else object.__new__(cls)
 

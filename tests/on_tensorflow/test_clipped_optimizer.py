@@ -153,7 +153,7 @@ def close(one: Any, other: Any) -> None:
 
 def same_state(held: list[Any], state: list[Any]) -> None:
     """Compare the variables of a state, of which one may hold a row, with what is remembered by hand."""
-    ours, theirs = (np.concatenate([np.ravel(array) for array in arrays]) for arrays in (held, state))
+    ours, theirs = (np.concatenate([[], *map(np.ravel, arrays)]) for arrays in (held, state))
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
