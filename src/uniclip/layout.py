@@ -269,7 +269,7 @@ def _kept(backend: Backend, array: Any, axes: tuple[int, ...] | None) -> Hashabl
         return None
     kept = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
     size = math.prod(kept)
-    return None if size > _STACKED or size == math.prod(array.shape) > 1 else (kept, array.device)
+    return None if size > _STACKED or size == math.prod(array.shape) > 1 else (kept, backend.device(array))
 
 
 def _norm_dtype(backend: Backend, arrays: list[Any]) -> Any:

@@ -240,7 +240,7 @@ def test_a_limit_that_remembers(fw: Framework) -> None:
     first, second, state, report = fw.run(two_steps, [fw.array([[3.0, 4.0], [0.0, 1.0]])])
     np.testing.assert_allclose(fw.numpy(first[0]), [[1.2, 1.6], [0, 1]], rtol=1e-6)
     np.testing.assert_allclose(fw.numpy(second[0]), [[6, 8], [0, 2]], rtol=1e-6)
-    np.testing.assert_allclose(fw.numpy(state.last[0]), [50, 10], rtol=1e-6)
+    np.testing.assert_allclose(fw.numpy(state.last)[0], [50, 10], rtol=1e-6)
     np.testing.assert_allclose(fw.numpy(report.limits[0]), [10, 2], rtol=1e-6)
     with pytest.raises(ValueError, match=r"remembers earlier steps.*rule\.init"):
         uc.clip([fw.array([[1.0]])], rule)
