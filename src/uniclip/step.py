@@ -171,7 +171,9 @@ def _single(rule: Rule, given: Opened, state: Any) -> Single | None:
         and rule.nonfinite == "propagate"
     ):
         return None
-    total = None if given.backend.watched() else given.backend.squares([given.arrays])
+    own = given.backend
+    total = own.squares([given.arrays]) if own.readable(given.first) and not own.watched() else None
+    total = total if total is None else own.together([total])[0]
     if not isinstance(total, np.ndarray) or not in_range(total[0], total.dtype == np.float32):
         return None
     n, most, one = np.sqrt(total[0]), total.dtype.type(limit.value), total.dtype.type(1)
