@@ -71,8 +71,15 @@ def divided(kind: str, large: int, small: int) -> tuple[Any, Any, Any, Any]:
     return grads, params, *jax.device_put((grads, params), (places, places))
 
 
+def with_fields(tree: Any) -> Any:
+    """Return a tree whose reports have made their fields."""
+    made = lambda node: uc.Report(*node) if isinstance(node, uc.Report) else node  # noqa: E731
+    return jax.tree.map(made, tree, is_leaf=lambda node: isinstance(node, uc.Report))
+
+
 def same(found: Any, wanted: Any) -> None:
     """Compare trees; sums of parts round in another order."""
+    found, wanted = map(with_fields, (found, wanted))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), found, wanted)
 
 
