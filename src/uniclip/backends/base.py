@@ -151,7 +151,7 @@ class Backend:
         return array, scale, unchanged
 
     def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:  # noqa: ARG002
-        """Return totals, of which some may be parts, as totals of all processes; there may be fewer of them."""
+        """Return totals, of which some may be parts, as totals of all processes."""
         return parts
 
     def agreed(self, arrays: list[Array], flag: Array) -> Array:  # noqa: ARG002

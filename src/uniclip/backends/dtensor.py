@@ -75,22 +75,23 @@ def own_part(
 
 
 def joined(parts: list[Any], op: Literal["sum", "max"]) -> list[Any]:
-    """Join the parts of all processes: one reduction for all that are alike, such as the 0-d ones of a mesh."""
-    plain = [part for part in parts if not is_dtensor(part)]
-    alike: dict[Any, list[Any]] = {}
-    for part in parts:
+    """Join each part with those of all processes: one reduction for all that are alike, such as the 0-d ones of a mesh."""
+    wholes = list(parts)
+    alike: dict[Any, list[int]] = {}
+    for number, part in enumerate(parts):
         if is_dtensor(part):
-            alike.setdefault((part.device_mesh, part.placements, part.shape), []).append(part.to_local())
-    for (mesh, placements, shape), here in alike.items():
-        stacked = torch.stack(here, -1)
+            alike.setdefault((part.device_mesh, part.placements, part.shape, part.dtype), []).append(number)
+    for (mesh, placements, shape, _), numbers in alike.items():
+        stacked, size = torch.stack([parts[number].to_local() for number in numbers], -1), (*shape, len(numbers))
         if op == "sum":
-            plain.append(_whole(stacked.sum(-1), mesh, placements, shape))
-            continue
-        top = stacked.amax(-1)  # NaN gets lost among processes
-        pair = torch.stack([top.nan_to_num(0.0, math.inf), top.isnan().to(top.dtype)], -1)
-        value, isnan = _whole(pair, mesh, placements, (*shape, 2)).unbind(-1)
-        plain.append(torch.where(isnan > 0, math.nan, value))
-    return plain
+            whole = _whole(stacked, mesh, placements, size)
+        else:  # NaN gets lost among processes
+            pair = torch.stack([stacked.nan_to_num(0.0, math.inf), stacked.isnan().to(stacked.dtype)], -1)
+            value, isnan = _whole(pair, mesh, placements, (*size, 2)).unbind(-1)
+            whole = torch.where(isnan > 0, math.nan, value)
+        for number, one in zip(numbers, whole.unbind(-1), strict=True):
+            wholes[number] = one
+    return wholes
 
 
 def _whole(here: Any, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Any:
