@@ -12,16 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from optree import register_pytree_node
-from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
-
-from uniclip.report import Late, Made
 
 ALL_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int32", "int64")
-
-register_pytree_node(  # reports are compared leaf by leaf
-    Late, lambda late: (tuple(late), None), lambda _, fields: Made(*fields), namespace=EVERYWHERE
-)
 
 
 class Framework:

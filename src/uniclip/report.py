@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.tree import flatten
@@ -136,6 +139,19 @@ class Late(Report):
         if name not in self._found:
             self._found[name] = self._make(name)
         return self._found[name]
+
+
+def opened(late: Late) -> tuple[tuple[Any, ...], None]:
+    """Return the fields of a report for libraries of trees, to whom it is a node with the fields as children."""
+    return tuple(late), None
+
+
+def closed(_: None, fields: Iterable[Any]) -> Made:
+    """Return a report of fields that such a library has changed."""
+    return Made(*fields)
+
+
+optree.register_pytree_node(Late, opened, closed, namespace=EVERYWHERE)
 
 
 def _arrays_of(values: Any) -> list[Any]:

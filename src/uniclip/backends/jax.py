@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from uniclip.backends.base import Array, Backend, Rebuild, both, sum_dtype
 from uniclip.backends.host import few, squares, squares_along
+from uniclip.report import Late, closed, opened
 
 
 def _abs(x: Array, /) -> Array:
@@ -227,3 +228,4 @@ class _JAX(Backend):
 
 
 BACKEND = _JAX(namespace)
+jax.tree_util.register_pytree_node(Late, opened, closed)
