@@ -151,7 +151,7 @@ def closed(_: None, fields: Iterable[Any]) -> Made:
     return Made(*fields)
 
 
-optree.register_pytree_node(Late, opened, closed, namespace=EVERYWHERE)
+optree.register_pytree_node(Late, opened, closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
 
 
 def _arrays_of(values: Any) -> list[Any]:

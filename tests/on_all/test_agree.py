@@ -149,7 +149,7 @@ def test_rules(name: str, case: str) -> None:
                 for leaf, numpy_leaf, truth in zip(unnest(clipped), unnest(wanted), exact, strict=True):
                     np.testing.assert_allclose(fw.numpy(leaf), numpy_leaf, rtol=4 * EPS[dtype], strict=True)
                     np.testing.assert_allclose(fw.numpy(leaf), truth, rtol=4 * EPS[dtype])
-                for field, numpy_field in zip(report[:3], wanted_report[:3], strict=True):
+                for field, numpy_field in zip(tuple(report)[:3], tuple(wanted_report)[:3], strict=True):
                     assert optree.tree_structure(field) == optree.tree_structure(numpy_field)
                     for one, numpy_one in zip(optree.tree_leaves(field), optree.tree_leaves(numpy_field), strict=True):
                         np.testing.assert_allclose(fw.numpy(one), numpy_one, rtol=4 * EPS[dtype], strict=True)
