@@ -307,10 +307,10 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
 def _known(grads: Gradients, norm: Any) -> list[Any]:
     """Return a norm that is known already, in the dtype that measuring would give it."""
     backend = grads.backend
-    return [_checked(backend, "norm", _in_range(backend, norm, zero.dtype), zero) for zero in zeros(grads)]
+    return [_checked(backend, "norm", _as_known(backend, norm, zero.dtype), zero) for zero in zeros(grads)]
 
 
-def _in_range(backend: Backend, norm: Any, dtype: Any) -> Any:
+def _as_known(backend: Backend, norm: Any, dtype: Any) -> Any:
     """Return a known norm as an array of a dtype, of a wider one if it needs that: it may be that of wider arrays."""
     xp = backend.xp
     if hasattr(norm, "dtype"):

@@ -174,9 +174,8 @@ def read(grads: Any, scope: Scope, *, in_place: bool = False, name: str = "grads
         groups = {}
         for number, path, leaf in zip(numbers, tree.paths(), tree.leaves, strict=True):
             groups.setdefault(_label(scope.join(path, leaf)), []).append(number)
-        groups = dict(
-            sorted(groups.items(), key=lambda item: stable(repr(item[0])))
-        )  # whichever leaf comes first, or is None
+        # Whichever leaf comes first, or is None, in any process.
+        groups = dict(sorted(groups.items(), key=lambda item: stable(repr(item[0]))))
     return Gradients(backend, scope, groups, tree, special, in_place)
 
 

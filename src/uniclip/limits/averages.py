@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from uniclip._checks import below_one, nonnegative, settle, whole
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, rooted, unit_of, unlimited
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, unit_of, unlimited
+from uniclip.norms import L2
 
 
 class Averages(NamedTuple):
@@ -125,7 +126,7 @@ class SecondMoment(Remembers):
         xp, limits, averages = given.xp, [], []
         for n, v in zip(norms, state.averages, strict=True):
             free = (state.count < self.warmup) | (v <= 0)
-            limits.append(xp.where(free, unlimited(xp, n), rooted(xp, self.factor * v)))
+            limits.append(xp.where(free, unlimited(xp, n), L2.root(xp, self.factor * v)))
             left = at_most(xp, at_most(xp, n, limits[-1]), xp.ones_like(n) * LARGEST)
             averages.append(self.decay * v + (1 - self.decay) * left * left)
         return limits, Averages(averages, state.count + 1)
@@ -170,7 +171,7 @@ class MeanOverRms(Remembers):
             steps = xp.astype(count, n.dtype)
             m = means[-1] / (1 - self.mean_decay**steps)
             v = squares[-1] / (1 - self.square_decay**steps)
-            limits.append(m / (rooted(xp, v) + self.eps))
+            limits.append(m / (L2.root(xp, v) + self.eps))
         return limits, MeansAndSquares(means, squares, count)
 
 
@@ -184,4 +185,4 @@ def _joint(given: Given, norms: Arrays) -> Any:
 
     top = joined(xp.max, norms)
     unit = unit_of(xp, top)
-    return unit, rooted(xp, joined(xp.sum, [(n / given.place(n, unit)) ** 2 for n in norms]))
+    return unit, L2.root(xp, joined(xp.sum, [(n / given.place(n, unit)) ** 2 for n in norms]))

@@ -141,12 +141,6 @@ def pushed(xp: Any, history: Any, n: Any) -> Any:
     return xp.concat([xp.expand_dims(n, axis=0), history[:-1, ...]], axis=0)
 
 
-def rooted(xp: Any, array: Any) -> Any:
-    """Return the square root, with derivative 0 where it is 0."""
-    positive = array > 0
-    return xp.where(positive, xp.sqrt(xp.where(positive, array, xp.ones_like(array))), array)
-
-
 def at_most(xp: Any, norm: Any, bound: Any) -> Any:
     """Return the smaller of two; the norm if it is NaN."""
     return xp.where(norm > bound, bound, norm)

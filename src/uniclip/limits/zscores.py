@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from uniclip._checks import below_one, flag, nonnegative, one_of, settle, whole, within
-from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, rooted, unit_of, unlimited
+from uniclip.limits.base import LARGEST, Arrays, Given, Remembers, at_most, empty, pushed, unit_of, unlimited
+from uniclip.norms import L2
 
 Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
@@ -82,7 +83,7 @@ class ZScore(Remembers):
         warm = state.count < self.warmup
         for norm, mean, variance in zip(norms, state.means, state.variances, strict=True):
             n = at_most(xp, norm, xp.ones_like(norm) * LARGEST)
-            std = rooted(xp, variance)
+            std = L2.root(xp, variance)
             spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
             target = self._target(mean, std, xp.where(spike, n - mean, xp.ones_like(n)))
             equal = xp.ones_like(n) / xp.astype(state.count + 1, n.dtype)
@@ -226,4 +227,4 @@ class RollingZScore(Remembers):
         mean = xp.sum(values, axis=0) / count
         square = xp.sum(xp.where(there, values - mean, xp.zeros_like(values)) ** 2, axis=0) / (count - 1)
         rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
-        return xp.where(enough, unit * (mean + self.z * rooted(xp, square) + rounding), unlimited(xp, mean))
+        return xp.where(enough, unit * (mean + self.z * L2.root(xp, square) + rounding), unlimited(xp, mean))
