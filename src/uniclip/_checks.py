@@ -114,7 +114,8 @@ def _read(value: Any) -> Any:
     """Return a number of another kind as an int or float, ``None`` if it is none."""
     try:
         if isinstance(value, Integral):
-            return int(value) if abs(int(value)) <= _EXACT else float(int(value))
+            integer = int(value)
+            return integer if abs(integer) <= _EXACT else float(integer)
         if isinstance(value, (Real, Decimal)):
             wide = hasattr(value, "dtype") and value.dtype.itemsize > _BYTES
             return value if wide else float(value)  # a wider float of the host's keeps its digits
@@ -129,10 +130,9 @@ def _read(value: Any) -> Any:
 
 def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> None:
     """Refuse what a step cannot join norms with, a loss that is not one number, and both in the place of parameters."""
-    if isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial)):
-        check("params", params, False, "a tree of parameters (to join norms, write all_reduce=)")  # noqa: FBT003
-    if isinstance(params, (Real, str)):
-        check("params", params, False, "a tree of parameters (for the loss, write loss=)")  # noqa: FBT003
+    function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
+    check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
+    check("params", params, not isinstance(params, (Real, str)), "a tree of parameters (for the loss, write loss=)")
     if all_reduce is not None:
         check("all_reduce", all_reduce, callable(all_reduce), "a function of (array, op)")
     if loss is not None:

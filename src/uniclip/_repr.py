@@ -16,7 +16,7 @@ from typing import Any
 import optree
 
 _LONGEST = 200
-"""How many characters of a text, or of a rule, an error shows."""
+"""How many characters of a text, a rule or a key an error shows."""
 _FEW = 8
 """How many values of a tuple, such as axes, an error shows."""
 
@@ -38,6 +38,12 @@ def describe(leaf: Any) -> str:
     dtype += f" and shape {_shape(leaf)}" if _is_array(leaf) else ""
     module = "" if type(leaf).__module__ == "builtins" else f"{type(leaf).__module__}."
     return f"{module}{type(leaf).__qualname__}{dtype}"
+
+
+def printed(key: object) -> str:
+    """Return a key of a tree as source text, one that holds an array in a few words."""
+    text = "" if hasattr(key, "shape") else repr(key)
+    return text if 0 < len(text) <= _LONGEST else short(key)
 
 
 def stable(text: str) -> str:

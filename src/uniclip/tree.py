@@ -13,14 +13,11 @@ from typing import Any, NamedTuple
 import optree
 
 from uniclip._mistakes import refuse_as_grads
-from uniclip._repr import describe, short
+from uniclip._repr import describe, printed
 from uniclip.backends import DEFAULT, Backend, backend_of, plain_backend_of
 from uniclip.backends.base import unchanged
 from uniclip.backends.memory import overlaps_itself, sharing
 from uniclip.scopes import Path
-
-_LONGEST = 200
-"""How many characters of a key are shown."""
 
 
 class Tree(NamedTuple):
@@ -43,13 +40,7 @@ class Tree(NamedTuple):
 
 def place(name: str, path: Path) -> str:
     """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
-    return name + "".join(f"[{_printed(key)}]" for key in path)
-
-
-def _printed(key: Any) -> str:
-    """Return a key as source text, one that holds an array in a few words."""
-    text = repr(key) if not hasattr(key, "shape") else ""
-    return text if 0 < len(text) <= _LONGEST else short(key)
+    return name + "".join(f"[{printed(key)}]" for key in path)
 
 
 def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tree:

@@ -73,7 +73,7 @@ def divided(kind: str, large: int, small: int) -> tuple[Any, Any, Any, Any]:
 
 def with_fields(tree: Any) -> Any:
     """Return a tree whose reports have made their fields."""
-    made = lambda node: uc.Report(*node) if isinstance(node, uc.Report) else node  # noqa: E731
+    made = lambda node: uc.Report(*node) if isinstance(node, uc.Report) else node
     return jax.tree.map(made, tree, is_leaf=lambda node: isinstance(node, uc.Report))
 
 

@@ -255,6 +255,11 @@ def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -
         yield
 
 
+def on_accelerator(self: Backend, norm: Array) -> bool:
+    """Do `Backend.one_pass` for a framework with accelerators: there is a value, and reading it costs time."""
+    return not self.traced(norm) and not self.readable(norm)
+
+
 def unchanged(array: Array) -> Array:
     """Return an array as it is."""
     return array

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
-from uniclip.backends.base import Array, Backend, Rebuild, both, sum_dtype
+from uniclip.backends.base import Array, Backend, Rebuild, both, on_accelerator, sum_dtype
 from uniclip.backends.host import few, squares, squares_along
 from uniclip.report import Late, closed, opened
 
@@ -144,8 +144,7 @@ class _JAX(Backend):
             return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
         return None
 
-    def one_pass(self, norm: Array) -> bool:
-        return not self.traced(norm) and not self.readable(norm)
+    one_pass = on_accelerator
 
     def watched(self) -> bool:
         return bool(jax.config.jax_debug_infs)

@@ -20,7 +20,7 @@ from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public question
 from tensorflow.python.ops import control_flow_util
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, sum_dtype
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, on_accelerator, sum_dtype
 from uniclip.backends.host import squares, squares_along
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -220,8 +220,7 @@ class _TensorFlow(Backend):
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and "CPU" in array.device
 
-    def one_pass(self, norm: Array) -> bool:
-        return not self.traced(norm) and not self.readable(norm)
+    one_pass = on_accelerator
 
     def large(self, array: Array) -> bool:
         # Without XLA, code that is traced would make the copy too.

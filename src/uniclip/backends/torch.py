@@ -15,7 +15,7 @@ import torch
 from array_api_compat import torch as compat
 
 from uniclip.backends import dtensor
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, row_slices, sum_dtype, unchanged
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, on_accelerator, row_slices, sum_dtype, unchanged
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.host import squares_along
 from uniclip.backends.torch_modes import (
@@ -211,8 +211,7 @@ class _Torch(Backend):
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and bool(array.is_cpu)
 
-    def one_pass(self, norm: Array) -> bool:
-        return not self.traced(norm) and not self.readable(norm)
+    one_pass = on_accelerator
 
     def large(self, array: Array) -> bool:
         if type(array) is not torch.Tensor or self.traced(array):  # whose size may be a symbol

@@ -14,11 +14,11 @@ from uniclip.limits.base import (
     aligned,
     at_most,
     counts,
-    rooted,
     squarable,
     unit_of,
     unlimited,
 )
+from uniclip.norms import L2
 
 
 class Averages(NamedTuple):
@@ -93,7 +93,7 @@ class Ema(Remembers):
         # The joint norm is the root times the unit, of which neither leaves the range.
         unit, root, own = (
             context.asarray(unit, dtype),
-            context.asarray(rooted(xp, total), dtype),
+            context.asarray(L2.root(xp, total), dtype),
             xp.astype(norms, dtype),
         )
         above, most = unit * root > self.warmup_norm, xp.ones_like(own) * self.warmup_norm
@@ -140,7 +140,7 @@ class SecondMoment(Remembers):
         """Compare with the mean square, then learn from what is left."""
         xp, v = context.xp, state.averages
         free = (aligned(xp, state.count, norms) < self.warmup) | (v <= 0)
-        limits = xp.where(free, unlimited(xp, norms), rooted(xp, self.factor * v))
+        limits = xp.where(free, unlimited(xp, norms), L2.root(xp, self.factor * v))
         left = squarable(xp, at_most(xp, norms, limits))
         return limits, Averages(self.decay * v + (1 - self.decay) * left * left, state.count + 1)
 
@@ -182,4 +182,4 @@ class MeanOverRms(Remembers):
         steps = aligned(xp, xp.astype(count, n.dtype), n)
         m = means / (1 - self.mean_decay**steps)
         v = squares / (1 - self.square_decay**steps)
-        return m / (rooted(xp, v) + self.eps), MeansAndSquares(means, squares, count)
+        return m / (L2.root(xp, v) + self.eps), MeansAndSquares(means, squares, count)

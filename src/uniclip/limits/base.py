@@ -239,12 +239,6 @@ def unit_of(xp: Any, top: Array) -> Array:
     return xp.where(top > 0, at_most(xp, top, most), xp.ones_like(top))
 
 
-def rooted(xp: Any, array: Array) -> Array:
-    """Return the square root, with derivative 0 where it is 0."""
-    positive = array > 0
-    return xp.where(positive, xp.sqrt(xp.where(positive, array, xp.ones_like(array))), array)
-
-
 def at_most(xp: Any, norms: Array, bound: Array) -> Array:
     """Return the smaller of two; the norm if it is NaN."""
     return xp.where(norms > bound, bound, norms)

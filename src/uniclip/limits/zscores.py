@@ -16,11 +16,11 @@ from uniclip.limits.base import (
     counts,
     empty,
     pushed,
-    rooted,
     squarable,
     unit_of,
     unlimited,
 )
+from uniclip.norms import L2
 
 Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
@@ -92,7 +92,7 @@ class ZScore(Remembers):
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Compare with what is known, then learn from what is left."""
         xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
-        steps, one, std = aligned(xp, count + 1, n), xp.ones_like(n), rooted(xp, variance)
+        steps, one, std = aligned(xp, count + 1, n), xp.ones_like(n), L2.root(xp, variance)
         warm = steps <= self.warmup
         spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
         target = self._target(mean, std, xp.where(spike, n - mean, one))
@@ -220,6 +220,6 @@ class RollingZScore(Remembers):
         values = values / unit
         mean = xp.sum(values, axis=1, keepdims=True) / count
         change = xp.where(there, values - mean, xp.zeros_like(values))
-        std = rooted(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
+        std = L2.root(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
         rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
         return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[:, 0, ...]
