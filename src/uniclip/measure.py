@@ -106,7 +106,7 @@ class _Ruler(NamedTuple):
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
         gathered = [self._gathered(group) if gather else list(group) for group in groups]
         plain = norm.p == 2 and not self.given.clean and self.all_reduce is None and scales is None  # noqa: PLR2004
-        along = self._along(groups) if block.kept and plain else {}
+        along = self._along(block, groups) if block.kept and plain else {}
 
         def part(row: int, number: Any) -> Any:
             whole = not isinstance(number, int)  # several small arrays as one
@@ -127,9 +127,11 @@ class _Ruler(NamedTuple):
             rows.append(self.reduce(own, norm.op) if own else _at_home(self.given, self._zero(block)))
         return self._shared(self.backend.stacked(rows), norm.op)
 
-    def _along(self, groups: Sequence[Sequence[int]]) -> dict[int, Any]:
+    def _along(self, block: Block, groups: Sequence[Sequence[int]]) -> dict[int, Any]:
         """Return Σ|x|² along the axes that norms cover, of those leaves for which there is a short way."""
-        numbers = [number for group in groups for number in group]
+        numbers = [n for group in groups for n in group if self.given.arrays[n].dtype == block.dtype]
+        if not numbers:
+            return {}
         arrays, axes = [self.given.arrays[n] for n in numbers], [self.layout.axes_of(n) for n in numbers]
         return dict(zip(numbers, self.backend.squares_along(arrays, axes), strict=True))
 
