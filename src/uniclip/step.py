@@ -43,7 +43,9 @@ class Decision(NamedTuple):
     limits: list[Any]
     factors: list[Factors]
     faults: list[Any]
-    """0, and NaN where a norm is not finite; a boolean too where all entries were looked at."""
+    """0, and NaN where a norm is not finite."""
+    sound: list[Any]
+    """Whether all entries are finite, where they were looked at."""
     skipped: Any
     """Whether the step is left out, ``None`` if the rule leaves none out."""
     state: Any
@@ -61,7 +63,8 @@ class Decision(NamedTuple):
         given, own = self.given, self.given.backend
         seen = _Seen(
             own, self.backend, self.layout, given.tree._replace(leaves=[]), own.device(given.first), self.norms,
-            self.limits, [some.product(self.backend.xp) for some in self.factors], self.faults, self.skipped,
+            self.limits, [some.product(self.backend.xp) for some in self.factors], self.faults,
+            self.sound, self.skipped,
         )  # fmt: skip
         if given.tree.spec is None or own.traced(given.first):  # a way back that may hold the gradients
             return Made(*[seen.field(name) for name in Made._fields])
@@ -80,6 +83,7 @@ class _Seen(NamedTuple):
     limits: list[Any]
     factors: list[Any]
     faults: list[Any]
+    sound: list[Any]
     skipped: Any
 
     def field(self, name: str) -> Any:
@@ -90,7 +94,7 @@ class _Seen(NamedTuple):
                 same = self.backend.all_of([xp.all(xp.equal(some, 1.0)) for some in self.factors])
                 return self._own(xp.logical_not(same))
             if name == "finite":
-                return self._own(finite(self.backend, self.faults))
+                return self._own(finite(self.backend, self.sound, self.faults))
             if name == "skipped":
                 return self._own(self.skipped)
             blocks = getattr(self, name)
@@ -128,7 +132,7 @@ class Single(NamedTuple):
         norms, limits, factors = (np.asarray([one]) for one in (self.norms, self.limits, self.factors))
         layout = layout_of(self.given, rule.scope)
         return Decision(
-            self.given, layout, DEFAULT, [norms], [limits], [Factors(None, factors)], [0 * norms], None, self.state
+            self.given, layout, DEFAULT, [norms], [limits], [Factors(None, factors)], [0 * norms], [], None, self.state
         )
 
     def report(self) -> Report:
@@ -178,14 +182,13 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     if sound and not (own.readable(sound[0]) and bool(sound[0])):
         given = given._replace(clean=True)
     norms = measure(given, layout, rule.norm, step.all_reduce) if step.norm is None else _known(given, layout, step)
-    if "loss" in rule.limit.needs:
-        step = step._replace(loss=found_loss(given, step))
-    flags = [*sound, *([] if step.loss is None else [step.loss])]
+    step = step._replace(loss=found_loss(given, step) if "loss" in rule.limit.needs else None)
+    read = [*sound, *([] if step.loss is None else [step.loss])]
     host = (
         all(isinstance(n, np.ndarray) for n in norms)
         and getattr(rule.curve, "host", False)
         and on_host(own, rule.limit)
-        and all(own.viewed(flag) is not None for flag in flags)
+        and all(own.viewed(array) is not None for array in read)
     )
     backend, sound = (DEFAULT, [own.viewed(flag) for flag in sound]) if host else (own, sound)
     if not host:
@@ -195,7 +198,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
     limits, new_state = Asked(rule, given, layout, backend, step).limits(seen, state)
     decided = rule.nonfinite in {"raise", "skip"} or new_state is not state
-    fine = finite(backend, [*sound, *faults]) if decided else None
+    fine = finite(backend, sound, faults) if decided else None
     if rule.nonfinite == "raise":
         refuse(given, backend, fine)
     measured = zip(norms, limits, faults, strict=True)
@@ -203,7 +206,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     if new_state is not state:
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine)
-    return Decision(given, layout, backend, norms, limits, factors, [*sound, *faults], skipped, state)
+    return Decision(given, layout, backend, norms, limits, factors, faults, sound, skipped, state)
 
 
 def first_state(rule: Choices, given: Opened) -> Any:
@@ -214,10 +217,9 @@ def first_state(rule: Choices, given: Opened) -> Any:
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def finite(backend: Backend, faults: list[Any]) -> Any:
-    """Return whether all faults are 0 (of norms), or True (of entries)."""
-    xp = backend.xp
-    return backend.all_of([fault if fault.dtype == xp.bool else xp.all(fault >= 0) for fault in faults])
+def finite(backend: Backend, sound: list[Any], faults: list[Any]) -> Any:
+    """Return whether all entries (where they were looked at) and all norms are finite."""
+    return backend.all_of([*sound, *[backend.xp.all(fault >= 0) for fault in faults]])
 
 
 def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:

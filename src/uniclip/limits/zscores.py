@@ -196,8 +196,9 @@ class RollingZScore(Remembers):
     def init(self, norms: Array, context: Context) -> NormsAndLosses:  # noqa: ARG002
         """Begin with empty windows."""
         xp = context.xp
-        losses = xp.full((1, self.window), unlimited(xp, xp.zeros((), dtype=xp.float32)), dtype=xp.float32)
-        return NormsAndLosses(empty(context, self.window) - 1, context.asarray(losses, xp.float32))
+        losses = xp.zeros((1, self.window), dtype=xp.float32)
+        losses = context.asarray(losses + unlimited(xp, losses), xp.float32)
+        return NormsAndLosses(empty(context, self.window) - 1, losses)
 
     def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
         """Compare with the windows, then keep."""
