@@ -336,7 +336,7 @@ def _limits(
         rows = context.absent
         if limit.memory and rows and all(rows):
             limits.append(math.inf)
-            new.append(old)
+            new.append(None)
             continue
         old_here = optree.tree_map(lambda array: _in(backend, given, array), old)
         answer = limit(context.norms, old_here, context)
@@ -346,7 +346,25 @@ def _limits(
             new.append(optree.tree_map(lambda array: _back(backend, given, array), state_here))
     if not limit.memory:
         return limits, state
+    new = _with_absent(given.backend, limit, new, states)
     return limits, new[0] if len(new) == 1 else tuple(new)
+
+
+def _with_absent(backend: Backend, limit: Any, new: list[Any], old: Sequence[Any]) -> list[Any]:
+    """Return the states of all blocks; one whose gradients are all absent (``None``) keeps its rows.
+
+    What is shared by all rows, such as a count of steps, goes on as in the other blocks.
+    """
+    taken = [state for state in new if state is not None]
+    if len(taken) == len(new):
+        return new
+    if not taken or isinstance(limit, PerGroup):
+        return [b if a is None else a for a, b in zip(new, old, strict=True)]
+
+    def row_by_row(a: Any, b: Any) -> Any:
+        return a if len(a.shape) else backend.to_device_of(a, b)
+
+    return [optree.tree_map(row_by_row, b, taken[0]) if a is None else a for a, b in zip(new, old, strict=True)]
 
 
 def _back(backend: Backend, given: Opened, array: Any) -> Any:
