@@ -18,8 +18,10 @@ import uniclip as uc
 from frameworks import CHOSEN, Framework
 from uniclip import layout
 
-EAGER = pytest.mark.parametrize("framework", [fw for fw in CHOSEN if not fw.traced], ids=lambda fw: fw.name)
-"""For what no compiler can change: a run that has only compiled frameworks has no such test."""
+EAGER = pytest.mark.parametrize(
+    "framework", [fw for fw in CHOSEN if not fw.traced and fw.name != "dask"], ids=lambda fw: fw.name
+)
+"""For what no compiler can change; Dask, whose graph grows with each step, has no way through the code of its own."""
 RNG = np.random.default_rng(0)
 SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 3, 2), "d": (6, 2), "e": (1,)}
 SCALES = [0.5, 3.0, 0.1, 40.0, 1.0, 0.0, 5.0]
@@ -291,7 +293,7 @@ def by_numpy() -> list[Any]:
 
 def test_groups_that_vanish(fw: Framework, by_numpy: list[Any]) -> None:
     """Eager and compiled, in every framework, a group that is absent for some steps finds its memory again."""
-    if fw.name in {"torch.compile", "tensorflow-graph", "tf.function-xla", "jax.jit-x64"}:
+    if fw.name in {"torch.compile", "tensorflow-graph", "tf.function-xla", "jax.jit-x64", "dask"}:
         return  # which would take minutes for what others show
     found = taken(fw, MEMORY, VANISHING, fw.compiled)
     for (clipped, states), (wanted, wanted_states) in zip(found, by_numpy, strict=True):
