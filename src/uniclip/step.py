@@ -331,7 +331,8 @@ def _limits(
             return [math.inf] * len(norms), state
         _check_state(rule, layout, state)
     states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
-    limits, new = [], []
+    limits: list[Any] = []
+    new: list[Any] = []
     for context, old in zip(_contexts(rule, given, layout, backend, seen, step), states, strict=True):
         rows = context.absent
         if limit.memory and rows and all(rows):
