@@ -124,6 +124,18 @@ SOME = [
     for name in ("value", "norm", "norm-axis", "norm-L1.5", "norm-Linf", "each-example", "of-norm-1", "of-norm-2")
 ]
 """The ways through the code that differ, for what is slow to compile."""
+PRESETS = {
+    "agc": uc.agc(0.1),
+    "larc": uc.larc(0.1),
+    "adagc": uc.adagc(warmup=0),
+    "warm-up": uc.adagc(warmup=2),
+    "percentile": uc.percentile(50, window=3),
+    "block-rms": uc.by_block_rms(1.0),
+    "units": uc.Rule(uc.Split(1.0), scope=uc.unit(0)),
+    "sizes": uc.by_example_layer_norm(1.0, by_size=True),
+    "spam": uc.spam(warmup=0),
+}
+"""Rules with several norms, which leave gradients of zeros alone."""
 POINTS = ("zero", "below", "limit", "above")
 EVERYWHERE = pytest.mark.parametrize(
     ("case", "point"),

@@ -202,26 +202,42 @@ class AndrewsQuantile(Learner):
 
 
 class AdaGC:
-    """Wang et al., arXiv:2502.11034, for several leaves."""
+    """Wang et al., arXiv:2502.11034, for several norms, of which some may be absent at a step."""
 
-    def __init__(self, leaves: int) -> None:
-        self.gamma, self.steps = [math.inf] * leaves, 0
+    def __init__(
+        self,
+        norms: int,
+        ratio: float = 1.05,
+        decay: float = 0.98,
+        warmup: int = 100,
+        warmup_norm: float = 1.0,
+    ) -> None:
+        self.gamma, self.steps = [math.inf] * norms, 0
+        self.ratio, self.decay, self.warmup, self.warmup_norm = ratio, decay, warmup, warmup_norm
 
-    def step(self, norms: Sequence[float]) -> list[float]:
-        """Return a factor for each leaf."""
-        if not all(map(math.isfinite, norms)):
+    def step(self, norms: Sequence[float | None]) -> list[float]:
+        """Return a factor for each norm, 1 for one that is absent (``None``)."""
+        present = [n for n in norms if n is not None]
+        if not all(map(math.isfinite, present)):
             return [math.nan] * len(norms)
-        factors = [self._factor(i, n, norms) for i, n in enumerate(norms)]
+        joint = math.sqrt(math.fsum(n**2 for n in present))
+        factors = [1.0 if n is None else self._factor(i, n, joint) for i, n in enumerate(norms)]
         for i, (n, factor) in enumerate(zip(norms, factors, strict=True)):
-            warm = self.steps < 100
-            self.gamma[i] = min(self.gamma[i], n * factor) if warm else 0.98 * self.gamma[i] + 0.02 * n * factor
+            if n is None:
+                continue
+            if self.steps < self.warmup or math.isinf(self.gamma[i]):  # the average begins with a norm above 0
+                self.gamma[i] = min(self.gamma[i], n * factor) if n else self.gamma[i]
+            else:
+                self.gamma[i] = self.decay * self.gamma[i] + (1 - self.decay) * n * factor
         self.steps += 1
         return factors
 
-    def _factor(self, i: int, norm: float, norms: Sequence[float]) -> float:
-        if self.steps < 100:
-            return min(1.0, 1 / math.sqrt(sum(n**2 for n in norms)))
-        return min(1.0, 1.05 * self.gamma[i] / norm)
+    def _factor(self, i: int, norm: float, joint: float) -> float:
+        if not norm:
+            return 1.0
+        if self.steps < self.warmup:
+            return min(1.0, self.warmup_norm / joint)
+        return min(1.0, self.ratio * self.gamma[i] / norm)
 
     def known(self) -> Sequence[float]:
         """Return what was learned."""

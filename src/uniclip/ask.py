@@ -87,8 +87,6 @@ class Asked(NamedTuple):
     def _of_block(self, context: Context, state: Any) -> tuple[Any, Any]:
         """Return the limits of a block's norms, and its next state."""
         limit, rows = self.rule.limit, context.absent
-        if limit.memory and rows and all(rows):
-            return math.inf, state
         old = optree.tree_map(self._remembered, state)
         limits, new = _answer(self.rule, limit(context.norms, old, context), context.norms)
         if not limit.memory:

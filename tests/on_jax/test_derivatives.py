@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import derivatives
-from derivatives import DIRECTION, EVERYWHERE, Case
+from derivatives import DIRECTION, EVERYWHERE, PRESETS, Case
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +68,16 @@ def test_eager(case: Case, point: str) -> None:
     derivatives.same(
         jax.jvp(case.function, (x,), ([jnp.asarray(d) for d in DIRECTION],))[1], derivatives.along(case, point)
     )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_at_zero(name: str) -> None:
+    """Where all gradients are 0, no preset for each leaf changes a derivative, and no second one is there."""
+    zeros = [jnp.zeros((4, 3)), jnp.zeros(4)]
+    params, ways = [leaf + 1 for leaf in zeros], [jnp.ones_like(zeros[0]), 2 * jnp.ones_like(zeros[1])]
+    state = PRESETS[name].init(zeros)
+    function = lambda x: PRESETS[name].update(x, state, params)[0]
+    slope = jax.grad(lambda x: sum(jnp.sum(leaf**3 + leaf) for leaf in function(x)))
+    results = jax.jit(lambda x: (jax.jvp(function, (x,), (ways,))[1], jax.jvp(slope, (x,), (ways,))[1]))(zeros)
+    derivatives.same(results[0], [np.asarray(leaf) for leaf in ways])
+    derivatives.same(results[1], [np.zeros(leaf.shape) for leaf in zeros])

@@ -200,6 +200,35 @@ def test_shard_map(name: str, way: Any, by: float) -> None:
         close(fw, a, b, "float32", ulps=8)
 
 
+LEARNING = {
+    "adagc": uc.adagc(warmup=2),
+    "units": uc.Rule(uc.Ema(1.05, 0.9, warmup=1), scope=uc.unit(-1)),
+    "adagn": uc.adagn(),
+    "zclip": uc.zclip(warmup=2),
+    "split": uc.Rule(uc.Split(1.0, by_size=True), scope=uc.unit(-1)),
+}
+
+
+def test_shard_map_of_rules_that_learn() -> None:
+    """Step after step, each device with its part learns what one device with all of the gradients does."""
+    rng, spec, none = np.random.default_rng(0), PartitionSpec("shards"), PartitionSpec()
+    grads = [np.asarray(rng.standard_normal(shape), "float32") for shape in [(6, 3), (4, 5), (4,)]]
+
+    def every(states: Any, grads: Any) -> Any:
+        results = {name: rule.update(grads, states[name], all_reduce=join) for name, rule in LEARNING.items()}
+        return {name: result[1] for name, result in results.items()}, {name: r[0] for name, r in results.items()}
+
+    step = jax.jit(jax.shard_map(every, mesh=shards(), in_specs=(none, spec), out_specs=(none, spec)))
+    states = {name: rule.init([spread(g) for g in grads]) for name, rule in LEARNING.items()}
+    known = {name: rule.init(grads) for name, rule in LEARNING.items()}
+    for by in (1.0, 0.5, 40.0, 1.0):
+        states, found = step(states, [spread(g * np.float32(by)) for g in grads])
+        for name, rule in LEARNING.items():
+            wanted, known[name], _ = rule.update([g * np.float32(by) for g in grads], known[name])
+            for a, b in zip(*map(jax.tree.leaves, ((found[name], states[name]), (wanted, known[name]))), strict=True):
+                np.testing.assert_allclose(a, b, rtol=3e-6, atol=1e-6, err_msg=name)
+
+
 def test_shards_need_all_reduce() -> None:
     """Without all_reduce each device sees its own part only, so that the factors differ."""
     spec = PartitionSpec("shards")

@@ -142,6 +142,20 @@ def many(kind: str) -> None:
     assert not compiled({"zclip": RULES["zclip"]}, grads, params)[1]
 
 
+def sixteen(kind: str, failures: dict[str, str]) -> None:
+    """Find which rules of several norms gather something of 16 leaves, which are divided in every way."""
+    rules = {title: rule for title, rule in RULES.items() if rule.scope != uc.all_leaves}
+    _, _, grads, params = divided(kind, 8, 8)
+    _, gathers = compiled(rules, grads, params)
+
+    def check(title: str) -> None:
+        assert not [line for line in gathers if f"<{title}>" in line]
+
+    for title in rules:
+        failure(failures, title, partial(check, title))
+    assert not gathers
+
+
 def eager(kind: str) -> None:
     """Assert the same outside of jit, also of gradients beyond the range of squares, and of large ones in bfloat16."""
     rules = {"agc": RULES["agc"]}
@@ -169,6 +183,7 @@ def main(kind: str, file: str) -> None:
     failures: dict[str, str] = {}
     failure(failures, "alike", lambda: alike(kind, failures))
     failure(failures, "many", lambda: many(kind))
+    failure(failures, "sixteen", lambda: sixteen(kind, failures))
     failure(failures, "eager", lambda: eager(kind))
     Path(file).write_text(json.dumps(failures))
 
@@ -201,7 +216,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     return {kind: json.loads((folder / kind).read_text()) for kind in KINDS}
 
 
-@pytest.mark.parametrize("title", [*RULES, "alike", "many", "eager"])
+@pytest.mark.parametrize("title", [*RULES, "alike", "many", "sixteen", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_on_one_device(failures: dict[str, dict[str, str]], kind: str, title: str) -> None:
     """Divided among devices, gradients are clipped as on one, and stay where they are."""

@@ -174,6 +174,49 @@ def test_export(rows: str) -> None:
             same(loaded.call(cut(given(by)), jnp.float32(limit)), leaves(everything(cut(values(by)), limit)))
 
 
+@pytest.mark.parametrize("rule", [uc.adagc(warmup=1), uc.percentile(50, window=3), uc.zclip(warmup=2)], ids=repr)
+def test_export_of_a_state(rule: uc.Rule) -> None:
+    """An exported step that was serialized learns as eager code does; its state comes and goes as arrays."""
+    first = rule.init(given())
+    arrays, structure = jax.tree.flatten(first)
+
+    def step(grads: Any, state: Any) -> Any:
+        clipped, new, _ = rule.update(grads, jax.tree.unflatten(structure, state))
+        return clipped, jax.tree.leaves(new)
+
+    looks = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+    loaded = export.deserialize(export.export(jax.jit(step))(shapes(), looks).serialize())
+    state, known = arrays, first
+    for by in (1.0, 0.5, 30.0, 1.5):
+        clipped, state = loaded.call(given(by), state)
+        wanted, known, _ = rule.update(given(by), known)
+        same((clipped, state), (wanted, jax.tree.leaves(known)))
+
+
+SEVERAL = {
+    "global": uc.by_global_norm(0.5),
+    "each leaf": uc.by_norm(0.5),
+    "last axis": uc.by_norm(0.5, axis=-1),
+    "agc": uc.agc(0.1),
+    "adagc": uc.adagc(warmup=0),
+}
+
+
+def test_vmap_of_some_leaves() -> None:
+    """A batch of one leaf beside another that is the same for all equals one call for each."""
+    params, single = given(3.0), given()["b"]
+    states = {name: rule.init(given()) for name, rule in SEVERAL.items()}
+
+    def clip(w: jax.Array, b: Any) -> Any:
+        results = {name: rule.update({"w": w, "b": b}, states[name], params) for name, rule in SEVERAL.items()}
+        return {name: (clipped, state, report.norms) for name, (clipped, state, report) in results.items()}
+
+    trees = [given(by) for by in (0.1, 1.0, 20.0)]
+    found = jax.vmap(clip, in_axes=(0, None))(jnp.stack([tree["w"] for tree in trees]), single)
+    for number, tree in enumerate(trees):
+        same(jax.tree.map(lambda leaf, number=number: leaf[number], found), clip(tree["w"], single))
+
+
 def test_compiled_ahead() -> None:
     """A function lowered and compiled from shapes alone clips."""
     ahead = jax.jit(everything).lower(shapes(), jax.ShapeDtypeStruct((), jnp.float32)).compile()

@@ -24,6 +24,12 @@ def given(by: float = 1.0, rows: int = 4) -> Any:
     return {"w": tf.constant(tree["w"][:rows]), "b": [tf.constant(tree["b"][0][:rows])]}
 
 
+def plain(by: float = 1.0, rows: int = 4) -> Any:
+    """Return gradients in NumPy, in a tree like that of `given`."""
+    tree = values(by)
+    return {"w": tree["w"][:rows], "b": [tree["b"][0][:rows]]}
+
+
 def wanted(function: Any, by: float, limit: float, rows: int = 4) -> Any:
     """Return what NumPy makes of them."""
     tree = values(by)
@@ -56,6 +62,41 @@ def test_unknown_rank() -> None:
     for by, limit in CASES.values():
         same(clip(given(by), limit), wanted(whole, by, limit))
     assert clip.experimental_get_tracing_count() == 1
+
+
+PER_LEAF = {
+    "each leaf": uc.by_norm(0.5),
+    "agc": uc.agc(0.1, axis=0),
+    "last axis": uc.by_norm(0.5, axis=-1),
+    "adagc": uc.adagc(warmup=1),
+    "percentile": uc.percentile(50, window=3),
+    "warm-up of rows": uc.Rule(uc.Ema(1.05, 0.9, warmup=1), scope=uc.Scope(axes=(0,))),
+}
+NO_AXES = ["each leaf", "adagc", "percentile"]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["unknown rows", "unknown rank"])
+def test_unknown_shapes_of_rules_by_leaf(known: bool) -> None:
+    """Step after step, leaves of unknown and unequal shapes go through one trace, and are learned from."""
+    rules = PER_LEAF if known else {name: PER_LEAF[name] for name in NO_AXES}
+    specs = {"w": tf.TensorSpec([None, 3]), "b": [tf.TensorSpec([None])]} if known else ANY_RANK
+    states = {name: rule.init(given()) for name, rule in rules.items()}
+    wanted_states = {name: rule.init(plain()) for name, rule in rules.items()}
+    kinds = tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape, array.dtype), states)
+
+    @tf.function(input_signature=[specs, kinds, specs], autograph=False)
+    def step(grads: Any, states: Any, params: Any) -> Any:
+        results = {name: rule.update(grads, states[name], params) for name, rule in rules.items()}
+        return {name: result[0] for name, result in results.items()}, {name: r[1] for name, r in results.items()}
+
+    for by, rows in ((1.0, 4), (0.5, 2), (30.0, 3), (1.0, 4)):
+        grads, params = given(by, rows), given(3.0, rows)
+        clipped, states = step(grads, states, params)
+        for name, rule in rules.items():
+            one, wanted_states[name], _ = rule.update(plain(by, rows), wanted_states[name], plain(3.0, rows))
+            same(clipped[name], one)
+            same(states[name], wanted_states[name])
+    assert step.experimental_get_tracing_count() == 1
 
 
 @EVERY_MODE

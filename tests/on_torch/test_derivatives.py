@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import derivatives
 import uniclip as uc
-from derivatives import CASES, EVERYWHERE, POINTS, SOME, Case
+from derivatives import CASES, EVERYWHERE, POINTS, PRESETS, SOME, Case
 
 DIRECTION = tuple(torch.from_numpy(leaf) for leaf in derivatives.DIRECTION)
 WEIGHTS = [torch.from_numpy(leaf) for leaf in derivatives.WEIGHTS]
@@ -74,6 +75,23 @@ def test_gradcheck(case: Case, point: str) -> None:
     options = {"eps": 1e-6, "atol": 1e-5, "check_batched_grad": True}
     assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_forward_grad=True, **options)
     assert torch.autograd.gradgradcheck(function, x, check_fwd_over_rev=True, **options)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_at_zero(name: str) -> None:
+    """Where all gradients are 0, no preset for each leaf changes a derivative, and no second one is there."""
+    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in [(4, 3), (4,)]]
+    params, ways = [leaf + 1 for leaf in zeros], [torch.ones_like(zeros[0]), 2 * torch.ones_like(zeros[1])]
+    state = PRESETS[name].init(zeros)
+    function = lambda *x: tuple(PRESETS[name].update(list(x), state, params)[0])
+    _, found = torch.func.jvp(function, tuple(zeros), tuple(ways))
+    derivatives.same(found, [leaf.numpy() for leaf in ways])
+    slope = torch.func.grad(lambda x: sum((leaf**3 + leaf).sum() for leaf in function(*x)))
+    for hvp in (
+        torch.func.jvp(slope, (tuple(zeros),), (tuple(ways),))[1],
+        torch.func.vjp(slope, tuple(zeros))[1](tuple(ways))[0],
+    ):
+        derivatives.same(hvp, [np.zeros(leaf.shape) for leaf in zeros])
 
 
 def test_compiled() -> None:

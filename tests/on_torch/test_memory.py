@@ -56,3 +56,15 @@ def test_memory(dtype: torch.dtype, shapes: list[tuple[int, ...]], scope: uc.Sco
     assert peak(lambda: uc.clip_(grads, below)) < extra
     assert size <= peak(lambda: uc.clip(grads, above)) < size + extra
     assert peak(lambda: uc.clip_(grads, above)) < extra
+
+
+@pytest.mark.parametrize("limit", [1e9, 1e-3], ids=["below", "above"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_what_is_not_finite(dtype: torch.dtype, limit: float) -> None:
+    """To put 0 where entries are not finite takes some pieces in place, and no second set of gradients."""
+    rule = uc.by_norm(limit, nonfinite="zero")
+    grads = [torch.full((3_000_001,), 0.25, dtype=dtype) for _ in range(4)]
+    for leaf in grads:
+        leaf[7] = float("nan")
+    assert peak(lambda: uc.clip_(grads, rule)) < 4 * MIB < sum(leaf.nbytes for leaf in grads) / 5
+    assert all(leaf.isfinite().all() for leaf in grads)

@@ -6,13 +6,14 @@ import io
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import uniclip as uc
 import uniclip.backends
-from tracing import CASES, Halving, everything, leaves, same, some, values
+from tracing import CASES, VALUES, Halving, everything, leaves, same, some, values
 
 
 def given(by: float = 1.0, rows: int = 4) -> Any:
@@ -65,6 +66,35 @@ def test_dynamic_shapes() -> None:
     assert len(counts) == 1
 
 
+PER_LEAF = {
+    "each leaf": uc.by_norm(0.5),
+    "last axis": uc.by_norm(0.5, axis=-1),
+    "first axis": uc.by_norm(0.5, axis=0),
+    "agc": uc.agc(0.1),
+    "adagc": uc.adagc(warmup=0),
+}
+
+
+def test_pairs_of_shapes() -> None:
+    """Compiled for dynamic shapes, leaves of any two shapes, equal ones too, go through one graph."""
+    torch._dynamo.reset()
+    counter, rng = CompileCounterWithBackend("aot_eager"), np.random.default_rng(0)
+
+    def every(grads: Any, states: Any, params: Any) -> Any:
+        return {name: rule.update(grads, states[name], params)[0] for name, rule in PER_LEAF.items()}
+
+    clip, counts = torch.compile(every, fullgraph=True, backend=counter, dynamic=True), []
+    for pair in ([(4, 3), (5, 6)], [(6, 4), (3, 7)], [(3, 3), (4, 3)], [(5, 6), (4, 3)], [(8, 5), (8, 5)]):
+        plain = [rng.standard_normal(shape).astype("float32") for shape in pair]
+        grads, params = [torch.from_numpy(leaf) for leaf in plain], [torch.from_numpy(leaf + 1) for leaf in plain]
+        states = {name: rule.init(grads) for name, rule in PER_LEAF.items()}
+        found = clip(grads, states, params)
+        for name, rule in PER_LEAF.items():
+            same(found[name], rule.update(grads, states[name], params)[0])
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+
+
 def test_float_limits() -> None:
     """A limit that is a Python float is compiled as a constant once, and from its first change on as an argument."""
     torch._dynamo.reset()
@@ -112,6 +142,52 @@ def test_export() -> None:
         for count in (4, 2, 3):
             tree = given(by, count)
             same(clip(tree["w"], tree["b"][0], torch.tensor(limit)), wanted(by, limit, count))
+
+
+class Learning(torch.nn.Module):
+    """A module that takes a step of a rule, whose state comes and goes as a tuple of tensors."""
+
+    def __init__(self, rule: uc.Rule, kind: Any) -> None:
+        super().__init__()
+        self.rule, self.kind = rule, kind
+
+    def forward(self, w: torch.Tensor, b: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Return the clipped gradients, and the next state."""
+        clipped, state, _ = self.rule.update({"w": w, "b": b}, self.kind(*state))
+        return clipped["w"], clipped["b"], tuple(state)
+
+
+@pytest.mark.parametrize("rule", [uc.adagc(warmup=1), uc.percentile(50, window=3), uc.zclip(warmup=2)], ids=repr)
+def test_export_of_a_state(rule: uc.Rule) -> None:
+    """An exported program that was saved and loaded learns step by step as eager code does."""
+    w, b, file = torch.from_numpy(VALUES["w"]), torch.from_numpy(VALUES["b"][0]), io.BytesIO()
+    first = rule.init({"w": w, "b": b})
+    torch.export.save(torch.export.export(Learning(rule, type(first)), (w, b, tuple(first))), file)
+    file.seek(0)
+    step, state, known = torch.export.load(file).module(), tuple(first), first
+    for by in (1.0, 0.5, 30.0, 1.5):
+        found = step(w * by, b * by, state)
+        clipped, known, _ = rule.update({"w": w * by, "b": b * by}, known)
+        same(found, (clipped["w"], clipped["b"], tuple(known)))
+        state = found[2]
+
+
+@pytest.mark.parametrize("name", ["global", "each leaf", "last axis", "agc", "adagc"])
+def test_vmap_of_some_leaves(name: str) -> None:
+    """A batch of one leaf beside another that is the same for all equals one call for each."""
+    rule = uc.by_global_norm(0.5) if name == "global" else PER_LEAF[name]
+    trees = [given(by) for by in (0.1, 1.0, 20.0)]
+    single, params = given()["b"], given(3.0)
+    state = rule.init(given())
+
+    def clip(w: torch.Tensor, b: list[Any]) -> Any:
+        clipped, new, report = rule.update({"w": w, "b": b}, state, params)
+        return clipped["w"], clipped["b"][0], leaves(report.norms), leaves(new)
+
+    batched = torch.func.vmap(clip, in_dims=(0, None))(torch.stack([tree["w"] for tree in trees]), single)
+    for number, tree in enumerate(trees):
+        for one, all_ in zip(leaves(clip(tree["w"], single)), leaves(batched), strict=True):
+            same(all_[number] if all_.ndim > one.ndim else all_, one)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
