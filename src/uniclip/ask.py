@@ -65,7 +65,8 @@ class Asked(NamedTuple):
         limits = [_checked(self.backend, one, n) for (one, _), n in zip(answers, norms, strict=True)]
         if not limit.memory:
             return limits, state
-        return limits, answers[0][1] if len(answers) == 1 else tuple(new for _, new in answers)
+        new = _with_absent(self.backend, limit, [new for _, new in answers], states)
+        return limits, new[0] if len(new) == 1 else tuple(new)
 
     def contexts(self, norms: Blocks) -> list[Context]:
         """Return what the limit may look at, for each block; what it needs is measured now."""
@@ -85,8 +86,10 @@ class Asked(NamedTuple):
         return [Context(self.backend, blocks, number, needs, loss) for number in range(len(blocks))]
 
     def _of_block(self, context: Context, state: Any) -> tuple[Any, Any]:
-        """Return the limits of a block's norms, and its next state."""
+        """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
         limit, rows = self.rule.limit, context.absent
+        if limit.memory and rows and all(rows):  # whose norms' shape is not known
+            return math.inf, None
         old = optree.tree_map(self._remembered, state)
         limits, new = _answer(self.rule, limit(context.norms, old, context), context.norms)
         if not limit.memory:
@@ -231,6 +234,23 @@ def _state_of(limit: Any, kept: int, dtype: Any) -> tuple[tuple[str, ...], list[
 def _fits(shape: tuple[Any, ...], of_one: tuple[int, ...]) -> bool:
     """Whether a shape is that of an array for more norms, or longer axes, than one."""
     return len(shape) == len(of_one) and all(one in {1, n} for n, one in zip(shape, of_one, strict=True))
+
+
+def _with_absent(backend: Backend, limit: Any, new: list[Any], old: Sequence[Any]) -> list[Any]:
+    """Return the states of all blocks; one whose gradients are all absent (``None``) keeps its rows.
+
+    What is shared by all rows, such as a count of steps, goes on as in the other blocks.
+    """
+    taken = [state for state in new if state is not None]
+    if len(taken) == len(new):
+        return new
+    if not taken or isinstance(limit, PerGroup):
+        return [b if a is None else a for a, b in zip(new, old, strict=True)]
+
+    def row_by_row(a: Any, b: Any) -> Any:
+        return a if len(a.shape) else backend.to_device_of(a, b)
+
+    return [optree.tree_map(row_by_row, b, taken[0]) if a is None else a for a, b in zip(new, old, strict=True)]
 
 
 def _restored(xp: Any, limit: Any, new: Any, old: Any, absent: Sequence[bool]) -> Any:

@@ -138,7 +138,7 @@ class Layout(NamedTuple):
         return values
 
     def arranged(self, tree: Tree, blocks: Sequence[Any]) -> Any:
-        """Return a value for each group as the scope's user thinks of them: a tree, a dict by label, or a single one."""
+        """Return a value for each group in the scope's form: a tree, a dict by label, or a single one."""
         rows = self.rows(blocks)
         if self.scope.join is everything:
             return rows[0]

@@ -48,7 +48,7 @@ class Report:
 
     __slots__ = ()
 
-    def __new__(cls, *fields: Any, **named: Any) -> Report:
+    def __new__(cls, *fields: Any, **named: Any) -> Report:  # noqa: PYI034 - a subclass
         """Make a report of fields."""
         return Made(*fields, **named) if cls is Report else object.__new__(cls)
 

@@ -31,18 +31,27 @@ _FLOAT32 = 3.5e38
 
 
 class Choices(Protocol):
-    """The choices of a rule that follow its norms: `uniclip.Rule` is one."""
+    """The choices of a `uniclip.Rule`."""
 
     @property
-    def limit(self) -> Limit: ...
+    def scope(self) -> Scope:
+        """Which entries share a norm."""
+
     @property
-    def scope(self) -> Scope: ...
+    def norm(self) -> Norm:
+        """How their size is measured."""
+
     @property
-    def norm(self) -> Norm: ...
+    def limit(self) -> Limit:
+        """How large it may be."""
+
     @property
-    def curve(self) -> Curve: ...
+    def curve(self) -> Curve:
+        """What happens above that."""
+
     @property
-    def nonfinite(self) -> str: ...
+    def nonfinite(self) -> str:
+        """What happens to gradients with NaN or ∞."""
 
 
 class Factors(NamedTuple):
@@ -290,8 +299,8 @@ def _refuse_reduced(given: Opened, layout: Layout) -> None:
         axes = layout.axes_of(number)
         if shape and (axes is None or 0 in axes):
             msg = (
-                f"rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, {short(layout.scope)}, "
-                "takes one norm over all of them"
+                "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
+                f"{short(layout.scope)}, takes one norm over all of them"
             )
             raise ValueError(msg)
         first = shapes[0]

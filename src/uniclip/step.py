@@ -19,6 +19,7 @@ from uniclip.layout import Layout, Opened, layout_of
 from uniclip.limits import Constant
 from uniclip.measure import in_range, measure, zeros
 from uniclip.nonfinite import all_finite, refuse
+from uniclip.norms import L2
 from uniclip.report import Late, Made, Report
 from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
 from uniclip.scopes import everything
@@ -152,14 +153,8 @@ def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     limit: Any = rule.limit
     norm, constant = rule.norm, type(limit) is Constant and type(limit.value) is float and 0 < limit.value < _LARGE
     alone = rule.scope.join is everything and rule.scope.axes is None and given.ways is None and given.arrays
-    if not (
-        constant
-        and alone
-        and rule.curve is hard
-        and norm.p == 2
-        and not norm.size_power
-        and rule.nonfinite == "propagate"
-    ):
+    usual = rule.curve is hard and norm == L2 and rule.nonfinite == "propagate"
+    if not (constant and alone and usual):
         return None
     own = given.backend
     total = own.squares([given.arrays]) if own.readable(given.first) and not own.watched() else None

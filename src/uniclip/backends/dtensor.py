@@ -75,7 +75,7 @@ def own_part(
 
 
 def joined(parts: list[Any], op: Literal["sum", "max"]) -> list[Any]:
-    """Join each part with those of all processes: one reduction for all that are alike, such as the 0-d ones of a mesh."""
+    """Join each part with those of all processes: one reduction for all that are alike (0-d ones of a mesh)."""
     wholes = list(parts)
     alike: dict[Any, list[int]] = {}
     for number, part in enumerate(parts):

@@ -54,7 +54,7 @@ def _of_rows(flat: View) -> float:
 
 
 def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
-    """Return ``Σx²`` along axes; ``None`` if they do not lie together in memory, first or last, or entries are narrow."""
+    """Return ``Σx²`` along axes; ``None`` if they do not lie together in memory, first or last, or are narrow."""
     kept = tuple(axis for axis in range(array.ndim) if axis not in axes)
     if array.dtype.char not in "fd" or not array.size or not axes or not kept:
         return None

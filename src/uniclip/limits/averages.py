@@ -21,7 +21,6 @@ from uniclip.limits.base import (
 )
 from uniclip.norms import L2
 
-
 _LEAST = 1e-36
 """Less than the sum of the squares of norms in units of the largest, if one of them is above 0."""
 

@@ -78,7 +78,7 @@ def unique(names: list[str]) -> list[str]:
 
 
 def _places(rule: Any, leaves: Iterator[Any], state: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the way to each array of a state, and the labels of its rows: a saver finds by its name whose norms it holds."""
+    """Yield the way to each array of a state, and the labels of its rows, by which a saver finds them."""
     if isinstance(rule, Chain) and rule.memory:
         for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
             yield from (([str(number), *place], labels) for place, labels in _places(one, leaves, inside))
