@@ -293,7 +293,7 @@ def _on_host(ruler: _Ruler, block: Block, totals: Any) -> Any:
     It is ``None`` if those cannot be read.
     """
     fine = in_range(totals, totals.dtype == np.float32)
-    norms = np.sqrt(totals)
+    norms = np.sqrt(totals).astype(_host_dtype(ruler, block), copy=False)
     for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
         again = ruler.in_units(block._replace(groups=block.groups[row : row + 1]))
         view = ruler.backend.viewed(again)
@@ -301,6 +301,12 @@ def _on_host(ruler: _Ruler, block: Block, totals: Any) -> Any:
             return None
         norms[row] = view[0]
     return norms
+
+
+def _host_dtype(ruler: _Ruler, block: Block) -> Any:
+    """Return NumPy's dtype of the norms of a block that the host can read."""
+    xp = ruler.backend.xp
+    return np.float32 if block.dtype == xp.float32 else np.float64 if block.dtype == xp.float64 else block.dtype
 
 
 def _own(given: Opened, array: Any, dtype: Any = None) -> Any:

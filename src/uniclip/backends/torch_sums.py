@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from uniclip.backends.base import PIECE
-from uniclip.backends.host import few, squares
+from uniclip.backends.host import SMALL, few, squares, squares_of_joined
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 
@@ -20,8 +20,6 @@ _ROW = 256
 """How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
 _SHORT = 2**11
 """Up to how many entries a copy in double precision takes no longer than norms of rows."""
-_SMALL = 2**14
-"""Up to how many entries it is faster to copy arrays into one than to look at each."""
 _KEPT = 2**22
 """Of how many entries, about, norms of rows are kept before these are added: the memory for them is limited."""
 
@@ -39,7 +37,12 @@ def squares_here(groups: Groups) -> Any:
     """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
     arrays = [array for group in groups for array in group]
     dtype, wide = arrays[0].dtype, torch.float64 if arrays[0].dtype is torch.float64 else torch.float32
-    if dtype is not torch.bfloat16 and few(arrays, sum([array.numel() for array in arrays])):
+    sizes = [array.numel() for array in arrays]
+    if dtype in {torch.float32, torch.float64} and sum(sizes) <= SMALL and all(sizes):
+        flat = torch._utils._flatten_dense_tensors(arrays)  # noqa: SLF001
+        counts = [sum(sizes)] if len(groups) == 1 else [sum([array.numel() for array in group]) for group in groups]
+        return squares_of_joined(flat.detach().numpy(), counts)
+    if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
         return squares([[array.detach().numpy() for array in group] for group in groups])
     totals = [_total(group, wide) for group in groups]
     return None if None in totals else np.array(totals, np.float64 if wide is torch.float64 else np.float32)
@@ -66,7 +69,7 @@ def _vectors(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> Iterator[torc
     entries = 0
     for array in arrays:
         size = array.numel()
-        if size > _SMALL:
+        if size > SMALL:
             flat = _flat(array)
             if flat is None:
                 yield None
