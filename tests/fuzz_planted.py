@@ -22,19 +22,19 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "integers become float32": ("layout.py", "xp.asarray(1.0).dtype)", "xp.float32)"),
     "a window is one too short": (
         "limits/percentiles.py",
-        "xp.ones_like(state.count) * self.window",
-        "xp.ones_like(state.count) * (self.window - 1)",
+        "xp.where(state.count < self.window, state.count + 1, self.window)",
+        "xp.where(state.count < self.window - 1, state.count + 1, self.window - 1)",
     ),
     "a warm-up is one too long": (
         "limits/zscores.py",
-        "warm = steps <= self.warmup",
-        "warm = steps <= self.warmup + 1",
+        "known = steps > self.warmup",
+        "known = steps > self.warmup + 1",
     ),
     "a memory takes NaN in": ("step.py", "return new if bool(finite) else old", "return new"),
     "the policy zero lets ∞ through": (
         "backends/base.py",
-        "xp.where(xp.isfinite(array), array, xp.zeros_like(array))",
-        "xp.where(xp.isnan(array), xp.zeros_like(array), array)",
+        "xp.where(xp.isfinite(array), array, 0.0)",
+        "xp.where(xp.isnan(array), 0.0, array)",
     ),
     "imaginary parts do not count": ("norms.py", "xp.real(x) ** 2 + xp.imag(x) ** 2", "xp.real(x) ** 2"),
     "the given arrays are changed": (
@@ -45,17 +45,17 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "averages learn from norms before clipping": (
         "limits/averages.py",
         "(1 - self.decay) * left)",
-        "(1 - self.decay) * n)",
+        "(1 - self.decay) * norms)",
     ),
     "rows are taken for columns": ("scopes.py", "return tuple(range(1, ndim))", "return tuple(range(ndim - 1))"),
     "a norm as large as its limit is skipped": (
         "curves.py",
-        "xp.where(norm <= limit, xp.ones_like(norm), xp.zeros_like(norm))",
-        "xp.where(norm < limit, xp.ones_like(norm), xp.zeros_like(norm))",
+        "xp.astype(norm <= limit, norm.dtype)",
+        "xp.astype(norm < limit, norm.dtype)",
     ),
     "the least norm of parameters is 0": (
         "limits/fixed.py",
-        "xp.where(w > self.eps, w, xp.ones_like(w) * self.eps)",
+        "xp.where(w > self.eps, w, self.eps)",
         "w",
     ),
 }

@@ -40,36 +40,35 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
 
 def normalize(xp: Any, norm: Any, limit: Any) -> Any:
     """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zeros."""
-    zero, one = xp.equal(norm, xp.zeros_like(norm)), xp.ones_like(norm)
+    zero, one = xp.equal(norm, 0.0), xp.ones_like(norm)
     return xp.where(zero, one, limit / xp.where(zero, one, norm))
 
 
 def skip(xp: Any, norm: Any, limit: Any) -> Any:
     """Return 1 up to the limit, 0 above it: what is too large is left out."""
-    return xp.where(norm <= limit, xp.ones_like(norm), xp.zeros_like(norm))
+    return xp.astype(norm <= limit, norm.dtype)
 
 
 def soft(xp: Any, norm: Any, limit: Any) -> Any:
     """Return ``limit/(limit + norm)``: the norm stays below the limit, and small ones shrink a little."""
     above, ratio = _ratio(xp, norm, limit)
-    return xp.where(above, ratio, xp.ones_like(norm)) / (1 + ratio)
+    return xp.where(above, ratio, 1.0) / (1 + ratio)
 
 
 def smooth(xp: Any, norm: Any, limit: Any) -> Any:
     """Return ``1/√(1 + (norm/limit)²)``: the norm stays below the limit, small ones hardly change."""
     above, ratio = _ratio(xp, norm, limit)
-    return xp.where(above, ratio, xp.ones_like(norm)) / xp.sqrt(1 + ratio * ratio)
+    return xp.where(above, ratio, 1.0) / xp.sqrt(1 + ratio * ratio)
 
 
 def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change."""
     above, ratio = _ratio(xp, norm, limit)
-    one = xp.ones_like(norm)
     # Elsewhere it is the ratio, or 1, to the last place, and the derivative of this would leave the range.
     usual = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
-    safe = xp.where(usual, ratio, one)
+    safe = xp.where(usual, ratio, 1.0)
     x = xp.where(above, 1 / safe, safe)
-    return xp.where(usual, xp.tanh(x) / x, xp.where(above, ratio, one))
+    return xp.where(usual, xp.tanh(x) / x, xp.where(above, ratio, 1.0))
 
 
 for _curve in (hard, normalize, skip, soft, smooth, tanh):
@@ -124,6 +123,8 @@ RATIOS = (hard, normalize, soft, smooth, tanh)
 """The curves whose factor is the limit divided by the norm, or nearly, where the norm is far above the limit."""
 LINEAR = (Regularized, NonMonotonic)
 """The curves whose factor is so many times the limit."""
+WITHIN = (hard, skip)
+"""The curves whose factor is 1 up to the limit."""
 AT_MOST_ONE = (hard, skip, soft, smooth, tanh)
 """The curves whose factor is 1 at most."""
 
@@ -134,6 +135,6 @@ _TINY = 1e-8
 
 def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
     """Return whether the norm is above the limit, and the smaller of them divided by the larger (0/0 is 0)."""
-    above, one = norm > limit, xp.ones_like(norm)
-    larger = xp.where(above, norm, limit * one)
-    return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, one)
+    above = norm > limit
+    larger = xp.where(above, norm, limit)
+    return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, 1.0)

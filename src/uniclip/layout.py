@@ -107,8 +107,8 @@ class Block(NamedTuple):
     """Their numbers."""
     dtype: Any
     """That of their norms."""
-    kept: bool = False
-    """Whether norms have axes, those that they do not cover."""
+    kept: int | None = 0
+    """How many axes each norm has, those that it does not cover; ``None`` if all its gradients are absent."""
 
 
 class Layout(NamedTuple):
@@ -217,7 +217,8 @@ def _made(given: Opened, scope: Scope, remembers: bool) -> Layout:  # noqa: FBT0
             kind = None if remembers or len(group) != 1 else _kept(given.backend, arrays[0], axes[group[0]])
             kind = number if kind is None else kind
         alike.setdefault((dtypes[number], kind), []).append(number)
-    blocks = tuple(Block(tuple(some), dtypes[some[0]], axes is not None) for some in alike.values())
+    firsts = [(tuple(some), some[0]) for some in alike.values()]
+    blocks = tuple(Block(some, dtypes[one], _axes_kept(given, axes, groups[one])) for some, one in firsts)
     return Layout(scope, labels, groups, dtypes, axes, blocks)
 
 
@@ -270,6 +271,16 @@ def _kept(backend: Backend, array: Any, axes: tuple[int, ...] | None) -> Hashabl
     kept = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
     size = math.prod(kept)
     return None if size > _STACKED or size == math.prod(array.shape) > 1 else (kept, backend.device(array))
+
+
+def _axes_kept(given: Opened, axes: Any, group: Sequence[int]) -> int | None:
+    """Return how many axes the norm of a group has, ``None`` if that is not known."""
+    if axes is None:
+        return 0
+    if not group:
+        return None
+    covered = axes[group[0]]
+    return 0 if covered is None else len(given.arrays[group[0]].shape) - len(covered)
 
 
 def _norm_dtype(backend: Backend, arrays: list[Any]) -> Any:

@@ -50,6 +50,6 @@ def _mean(opened: Opened, added: Callable[[Any], Any] | None, all_reduce: AllRed
         return loss / count if bool(count > 0) else None
     if own is not None:
         return loss / count
-    some, one = count > 0, xp.ones_like(count)
+    some = count > 0
     # Without any loss it is -∞, which is no spike, and is not kept.
-    return loss / xp.where(some, count, one) + xp.log(xp.where(some, one, xp.zeros_like(one)))
+    return loss / xp.where(some, count, 1.0) + xp.log(xp.astype(some, xp.float32))

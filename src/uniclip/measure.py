@@ -105,15 +105,14 @@ class _Ruler(NamedTuple):
         """Return Σ|x·scale|ᵖ by row, the largest modulus for p = ∞; small arrays may be gathered into one."""
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
         gathered = [self._gathered(group) if gather else list(group) for group in groups]
+        plain = norm.p == 2 and not self.given.clean and self.all_reduce is None and scales is None  # noqa: PLR2004
+        along = self._along(block, groups) if block.kept and plain else {}
 
         def part(row: int, number: Any) -> Any:
             whole = not isinstance(number, int)  # several small arrays as one
+            if not whole and along.get(number) is not None:
+                return along[number]
             array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
-            plain = norm.p == 2 and not self.given.clean and self.all_reduce is None  # noqa: PLR2004
-            if axes and plain and scales is None and array.dtype == block.dtype:
-                total = self.backend.squares_along(array, axes)
-                if total is not None:
-                    return total
             scale = None if scales is None else spread(self.backend, scales[row, ...], array, axes, block.dtype)
             own, scale, whole_of = self.backend.own_part(array, scale, axes, norm.op)
             return whole_of(self._part(own, axes, norm, block.dtype, scale))
@@ -128,6 +127,14 @@ class _Ruler(NamedTuple):
             rows.append(self.reduce(own, norm.op) if own else _at_home(self.given, self._zero(block)))
         return self._shared(self.backend.stacked(rows), norm.op)
 
+    def _along(self, block: Block, groups: Sequence[Sequence[int]]) -> dict[int, Any]:
+        """Return Σ|x|² along the axes that norms cover, of those leaves for which there is a short way."""
+        numbers = [n for group in groups for n in group if self.given.arrays[n].dtype == block.dtype]
+        if not numbers:
+            return {}
+        arrays, axes = [self.given.arrays[n] for n in numbers], [self.layout.axes_of(n) for n in numbers]
+        return dict(zip(numbers, self.backend.squares_along(arrays, axes), strict=True))
+
     def in_units(self, block: Block) -> Any:
         """Return the norms, measured in units of the largest modulus (nearly)."""
         xp = self.backend.xp
@@ -136,7 +143,7 @@ class _Ruler(NamedTuple):
         # derivative would overflow.
         normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
-        unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))))
+        unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), 1.0)))
         return unit * self.norm.root(xp, self.totals(block, scales=1 / unit, gather=True))
 
     def sizes(self, block: Block) -> Any:
@@ -150,7 +157,7 @@ class _Ruler(NamedTuple):
         groups = [[size(number) for number in layout.groups[group]] for group in block.groups]
         rows = [self.reduce(group, "sum") if group else _at_home(given, self._zero(block)) for group in groups]
         total = self._shared(self.backend.stacked(rows), "sum")
-        total = xp.where(total > 0, total, xp.ones_like(total))
+        total = xp.where(total > 0, total, 1.0)
         if not block.kept or not groups[0]:
             return total
         number = layout.groups[block.groups[0]][0]
@@ -229,11 +236,11 @@ class _Ruler(NamedTuple):
 
 def _largest_of_all(xp: Any, value: Any, all_reduce: AllReduce) -> Any:
     """Return the largest of all processes' values, NaN where one of them is: the maximum of many libraries drops it."""
-    isnan, zero = xp.isnan(value), xp.zeros_like(value)
-    pair = all_reduce(xp.stack([xp.where(isnan, zero, value), xp.where(isnan, xp.ones_like(value), zero)]), "max")
-    value, isnan, zero = pair[0, ...], pair[1, ...] > 0, xp.zeros_like(pair[0, ...])
+    isnan = xp.isnan(value)
+    pair = all_reduce(xp.stack([xp.where(isnan, 0.0, value), xp.astype(isnan, value.dtype)]), "max")
+    value, isnan = pair[0, ...], pair[1, ...] > 0
     # 0/0 there, and no constant NaN, which a debugger would take for a result.
-    return xp.where(isnan, zero, value) / xp.where(isnan, zero, xp.ones_like(value))
+    return xp.where(isnan, 0.0, value) / xp.astype(xp.logical_not(isnan), value.dtype)
 
 
 def _rounded_down(xp: Any, array: Any) -> Any:
@@ -261,7 +268,12 @@ def _euclidean(ruler: _Ruler) -> Blocks:
     dtypes = [block.dtype for block in layout.blocks]
 
     def usual() -> Blocks:
-        return [cast(xp, ruler.norm.root(xp, total), dtype) for total, dtype in zip(totals, dtypes, strict=True)]
+        # The wide ones of a short way have no derivative where there are values.
+        plain = [
+            total.dtype != dtype and not backend.traced(total) for total, dtype in zip(totals, dtypes, strict=True)
+        ]
+        roots = [xp.sqrt(t) if short else ruler.norm.root(xp, t) for t, short in zip(totals, plain, strict=True)]
+        return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
 
     if ruler.all_reduce is None and all(total.dtype != dtype for total, dtype in zip(totals, dtypes, strict=True)):
         return usual()  # wide totals, which no square can leave the range of

@@ -78,7 +78,7 @@ class Norm(Printed):
         if not self.has_powers:
             return total
         positive = total > 0
-        safe = xp.where(positive, total, xp.ones_like(total))
+        safe = xp.where(positive, total, 1.0)
         return xp.where(positive, xp.sqrt(safe) if self.p == 2 else safe ** (1 / self.p), total)  # noqa: PLR2004
 
 
@@ -87,7 +87,7 @@ def _largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
     if getattr(x.shape, "rank", 0) is not None and 0 in x.shape:  # a shape of unknown rank cannot be asked
         return xp.sum(xp.abs(x), axis=axes)
     top = xp.max(xp.abs(x), axis=axes)
-    return xp.where(top < 0, xp.zeros_like(top), top)  # -∞: a shape known only when it runs was empty
+    return xp.where(top < 0, 0.0, top)  # -∞: a shape known only when it runs was empty
 
 
 def _square(xp: Any, x: Any) -> Any:
@@ -99,8 +99,8 @@ def _power(xp: Any, size: Any, p: float) -> Any:
         return size
     if p > 2:  # noqa: PLR2004
         return size**p
-    zero = xp.equal(size, xp.zeros_like(size))  # where the second derivative of the power is infinite
-    return xp.where(zero, size, xp.where(zero, xp.ones_like(size), size) ** p)
+    zero = xp.equal(size, 0.0)  # where the second derivative of the power is infinite
+    return xp.where(zero, size, xp.where(zero, 1.0, size) ** p)
 
 
 L1 = Norm(1)

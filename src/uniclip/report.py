@@ -169,7 +169,7 @@ def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -
 def _share_changed(backend: Backend, factors: list[Any]) -> Any:
     """Return the share of the factors that are not 1."""
     xp = backend.xp
-    changed = [xp.astype(xp.not_equal(factor, xp.ones_like(factor)), factor.dtype) for factor in factors]
+    changed = [xp.astype(xp.not_equal(factor, 1.0), factor.dtype) for factor in factors]
     if len(changed) == 1 or not any(len(factor.shape) for factor in factors):
         return _over(backend, xp.mean, changed)
     return _over(backend, xp.sum, changed) / _over(backend, xp.sum, [xp.ones_like(factor) for factor in factors])

@@ -14,6 +14,7 @@ from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_tra
 from uniclip._repr import Printed
 from uniclip.absent import Filled, filled
 from uniclip.arraywise import Function
+from uniclip.ask import Step
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
 from uniclip.limits import Limit, NoState, as_limit
@@ -23,7 +24,7 @@ from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
 from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves
-from uniclip.step import Decision, Single, Step, decide, first_state
+from uniclip.step import Decision, Single, decide, first_state
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.base import cast, finite_or_zero, spread, upcast
-from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, normalize
+from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, normalize
 from uniclip.layout import Layout, Opened
-from uniclip.limits import Constant
+from uniclip.limits import Constant, Limit
+from uniclip.limits.base import Vectorized
 from uniclip.measure import broadcasts
+from uniclip.norms import Norm
+from uniclip.scopes import Scope
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
-    from uniclip.curves import Curve
-    from uniclip.rules import Rule
 
 NUMBERS = (float, int, np.float32, np.bool_)
 """What is a limit by itself (and float64, which is a float); longdouble is wider."""
@@ -27,6 +28,21 @@ _FAR = (2.0**-126, 2.0**-1022)
 """How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
+
+
+class Choices(Protocol):
+    """The choices of a rule that follow its norms: `uniclip.Rule` is one."""
+
+    @property
+    def limit(self) -> Limit: ...
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def norm(self) -> Norm: ...
+    @property
+    def curve(self) -> Curve: ...
+    @property
+    def nonfinite(self) -> str: ...
 
 
 class Factors(NamedTuple):
@@ -40,8 +56,7 @@ class Factors(NamedTuple):
         """Return both as one factor, the largest number where that is out of range."""
         if self.power is None:
             return self.rest
-        one, top = xp.ones_like(self.power), float(xp.finfo(self.rest.dtype).max)
-        largest = top * xp.where(self.power > 1, 1 / self.power, one)
+        largest = float(xp.finfo(self.rest.dtype).max) * xp.where(self.power > 1, 1 / self.power, 1.0)
         return self.power * xp.where(self.rest > largest, largest, self.rest)
 
     def parts(self) -> list[Any]:
@@ -49,38 +64,43 @@ class Factors(NamedTuple):
         return [self.rest] if self.power is None else [self.rest, self.power]
 
 
-def factors_of(backend: Backend, rule: Rule, norms: Any, limits: Any, finite: Any) -> Factors:
+def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: Any, finite: Any) -> Factors:
     """Return the curve's factors: 1 where nothing limits, NaN (or the policy's 0) where norm or limit is not finite.
 
-    A limit as large as the largest number of the norms' dtype limits nothing, and a constant ∞ not even NaN.
+    ``fault`` is 0, and NaN where a norm is not finite; ``finite`` is needed for the policy "skip" alone. A limit as
+    large as the largest number of the norms' dtype limits nothing, and a constant ∞ not even NaN.
     """
-    xp, one, top = backend.xp, backend.xp.ones_like(norms), float(backend.xp.finfo(norms.dtype).max)
+    xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
     if measures(rule.limit):
-        return Factors(None, _kept(backend, rule, norms, one, finite))
-    fault = norms - norms  # 0, or NaN; neither NaN nor ∞ is made of healthy gradients, which debuggers look for
+        return Factors(None, _kept(backend, rule, norms, xp.ones_like(norms), finite))
     if isinstance(limits, NUMBERS):
         unlimited, limits = bool(limits >= top), xp.asarray(limits, dtype=norms.dtype)
     else:
         limits = cast(xp, backend.to_device_of(norms, limits), norms.dtype)
         unlimited, fault = limits >= top, fault + (limits - limits)
-        fault = fault + xp.log(xp.where(limits < 0, -one, one))  # 0, or NaN for what is refused where it can be read
-    power, rest = (None, one) if unlimited is True else _curved(backend, rule.curve, norms, limits, top)
-    if not isinstance(unlimited, bool):
-        power = None if power is None else xp.where(unlimited, one, power)
-        rest = xp.where(unlimited, one, rest)
+        if not (isinstance(rule.limit, Vectorized) and rule.limit.host):  # whose limits are 0 or more
+            # 0, or NaN for what is refused where it can be read.
+            fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
+    if unlimited is True:
+        power, rest = None, xp.ones_like(norms)
+    else:
+        power, rest = _curved(backend, rule.curve, norms, limits, top)
+    if not isinstance(unlimited, bool) and rule.curve not in WITHIN:
+        power = None if power is None else xp.where(unlimited, 1.0, power)
+        rest = xp.where(unlimited, 1.0, rest)
     rest = rest + fault
     free = _measures_by_array(backend, rule.limit)
-    rest = rest if free is None else xp.where(backend.to_device_of(norms, free), one, rest)
+    rest = rest if free is None else xp.where(backend.to_device_of(norms, free), 1.0, rest)
     return Factors(power, _kept(backend, rule, norms, rest, finite))
 
 
-def _kept(backend: Backend, rule: Rule, norms: Any, factors: Any, finite: Any) -> Any:
+def _kept(backend: Backend, rule: Choices, norms: Any, factors: Any, finite: Any) -> Any:
     """Return the factors, 0 for what the policy leaves out."""
     if rule.nonfinite not in {"skip", "zero"}:
         return factors
     xp = backend.xp
     kept = backend.to_device_of(norms, finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
-    return xp.where(kept, factors, xp.zeros_like(factors))
+    return xp.where(kept, factors, 0.0)
 
 
 def measures(limit: Any) -> bool:
@@ -110,21 +130,20 @@ def _curved(backend: Backend, curve: Curve, norms: Any, limits: Any, top: float)
     elif linear:
         rest = _asked(curve, xp, norms, limits / power)
     else:
-        one = xp.ones_like(norms)
-        far, limits = xp.logical_not(xp.equal(power, one)), limits * one
-        ratio = limits / xp.where(far, norms * power, one)
+        far = xp.not_equal(power, 1.0)
+        ratio = limits / xp.where(far, norms * power, 1.0)
         rest = xp.where(far, ratio, _asked(curve, xp, xp.where(far, limits, norms), limits))
     rest = xp.asarray(rest, dtype=norms.dtype)
-    return power, rest if curve in AT_MOST_ONE else xp.where(rest > top, xp.ones_like(rest) * top, rest)
+    return power, rest if curve in AT_MOST_ONE else xp.where(rest > top, top, rest)
 
 
 def _power(xp: Any, curve: Curve, norms: Any, limits: Any, top: float) -> Any:
     """Return 1, or the power of two that brings a norm nearer to a limit that is too far away for one factor."""
-    power = one = xp.ones_like(norms)
+    power = xp.ones_like(norms)
     for far in _FAR if top > _FLOAT32 else _FAR[:1]:
-        power = xp.where((norms * far > limits) & (limits > 0), one * far, power)
+        power = xp.where((norms * far > limits) & (limits > 0), far, power)
         if curve is normalize:
-            power = xp.where((limits * far > norms) & (norms > 0), one * (1 / far), power)
+            power = xp.where((limits * far > norms) & (norms > 0), 1 / far, power)
     return power
 
 
@@ -138,23 +157,24 @@ def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
     raise TypeError(msg)
 
 
-def scaled(given: Opened, layout: Layout, factors: list[Factors], ones: list[Any], *, skip: bool) -> Any:
+def scaled(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Any:
     """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
     backend, tree = given.backend, given.tree
-    change = partial(_changed, given, layout, factors, ones, skip)
+    change = partial(_changed, given, layout, factors, skip)
     # Flags of many groups would be joined, and each leaf wait for all of them.
     alone = len(layout.groups) == 1 and given.ways is None and not given.in_place and not given.clean
-    if not alone or isinstance(ones[0], np.ndarray) or backend.readable(ones[0]):
+    factor = factors[0].rest if alone else None
+    if factor is None or isinstance(factor, np.ndarray) or backend.readable(factor):
         return tree.rebuild(change())
-    return tree.rebuild(backend.unless(backend.xp.all(ones[0]), tree.leaves, change))
+    return tree.rebuild(backend.unless_one(factor, tree.leaves, change))
 
 
-def _changed(given: Opened, layout: Layout, factors: list[Factors], ones: list[Any], skip: bool) -> list[Any]:  # noqa: FBT001
+def _changed(given: Opened, layout: Layout, factors: list[Factors], skip: bool) -> list[Any]:  # noqa: FBT001
     """Return the leaves, each multiplied by its factor."""
     new: list[Any] = list(given.tree.leaves)
     left: list[tuple[int, int, int]] = []
-    for number, (block, one) in enumerate(zip(layout.blocks, ones, strict=True)):
-        known = _known(given.backend, one)
+    for number, (block, some) in enumerate(zip(layout.blocks, factors, strict=True)):
+        known = _known(given.backend, some.rest)
         for row, group in enumerate(block.groups):
             for leaf in layout.groups[group]:
                 if known is not None and known[row] and not given.clean:
@@ -170,13 +190,15 @@ def _changed(given: Opened, layout: Layout, factors: list[Factors], ones: list[A
     return new
 
 
-def _known(backend: Backend, one: Any) -> list[bool] | None:
+def _known(backend: Backend, factors: Any) -> list[bool] | None:
     """Return whether all factors of each row are 1, ``None`` if that cannot be read."""
-    if not isinstance(one, np.ndarray):
-        if not backend.readable(one):
-            return None
-        return [bool(backend.xp.all(one[row, ...])) for row in range(one.shape[0])]
-    return [bool(row.all()) for row in one]
+    if isinstance(factors, np.ndarray):
+        same = factors == 1
+        return (same if same.ndim == 1 else same.reshape(len(same), -1).all(axis=1)).tolist()  # type: ignore[no-any-return]
+    if not backend.readable(factors):
+        return None
+    same, xp = backend.xp.equal(factors, 1.0), backend.xp
+    return [bool(xp.all(same[row, ...])) for row in range(same.shape[0])]
 
 
 def _at_once(
@@ -255,7 +277,7 @@ def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool
                 total = backend.sum(_times(backend, skip, given.clean, upcast(xp, array), *by), (0,))
                 if mean:
                     count = xp.asarray(backend.size(original, (0,)), dtype=total.dtype)
-                    total = total / xp.where(count > 0, count, xp.ones_like(count))
+                    total = total / xp.where(count > 0, count, 1.0)
                 whole = xp.isdtype(original.dtype, "integral")
                 new[leaf] = cast(xp, total, array.dtype if whole else original.dtype)
     return given.tree.rebuild(new)
@@ -284,9 +306,9 @@ def _times(backend: Backend, skip: bool, clean: bool, array: Any, rest: Any, pow
     xp = backend.xp
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)
     if skip:
-        wide = xp.where(xp.equal(rest, xp.zeros_like(rest)), xp.zeros_like(wide), wide)
+        wide = xp.where(xp.equal(rest, 0.0), 0.0, wide)
     wide = wide if power is None else cast(xp, wide, rest.dtype)
     product = (wide if power is None else backend.shifted(wide, power)) * rest
     if xp.isdtype(wide.dtype, "complex floating"):  # where 1 as a complex number changes the sign of a zero
-        product = xp.where(xp.equal(rest, xp.ones_like(rest)), wide, product)
+        product = xp.where(xp.equal(rest, 1.0), wide, product)
     return cast(xp, product, array.dtype)

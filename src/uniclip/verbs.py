@@ -13,6 +13,7 @@ from uniclip._mistakes import refuse_swapped
 from uniclip._repr import short
 from uniclip.absent import Filled
 from uniclip.arraywise import ByValue
+from uniclip.ask import Step
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
 from uniclip.norms import Norm
@@ -20,7 +21,7 @@ from uniclip.presets import by_average_norm, by_global_norm, by_norm
 from uniclip.report import Report
 from uniclip.rules import Rule, as_rule, clip_known, norm_of, taken
 from uniclip.scopes import all_leaves
-from uniclip.step import Decision, Single, Step
+from uniclip.step import Decision, Single
 
 
 def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:

@@ -191,7 +191,7 @@ def test_log_zscore_of_seven_norms(fw: Framework) -> None:
 def test_adagc_step(fw: Framework) -> None:
     """Wang et al.: an average of 1 and the norm 2 give the factor 0.525 and the average 1.001."""
     rule = uc.Rule(uc.Ema(1.05, 0.98))
-    factor, _, new = after(fw, rule, lambda array, count: Averages(array([1.0]), count), [2.0])
+    factor, _, new = after(fw, rule, lambda array, count: Averages(array([1.0]), count[0]), [2.0])
     assert factor == pytest.approx(0.525, rel=1e-6)
     assert float(fw.numpy(new.averages[0])) == pytest.approx(1.001, rel=1e-6)
 

@@ -99,8 +99,8 @@ class Backend:
         """
         return None
 
-    def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:  # noqa: ARG002
-        """Return ``change()``, which may be skipped where ``ok`` (a boolean) holds: there it equals ``arrays``."""
+    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:  # noqa: ARG002
+        """Return ``change()``, which may be skipped where all of ``factor`` is 1: there it equals ``arrays``."""
         return change()
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
@@ -125,9 +125,12 @@ class Backend:
                 array = _sum_in_blocks(self.xp, array, axis)
         return array
 
-    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:  # noqa: ARG002
-        """Return ``Σ|x|²`` along axes as a NumPy array where the host can read it, ``None`` if there is no short way."""
-        return None
+    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:  # noqa: ARG002
+        """Return ``Σ|x|²`` of each array along its axes, a NumPy array where the host can read it.
+
+        It is ``None`` for an array without a short way, and as wide as what `squares` returns.
+        """
+        return [None] * len(arrays)
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
         """Return the number of entries of the leaf along ``axes``, those that are not stored too."""
@@ -277,7 +280,7 @@ def upcast(xp: Any, array: Array) -> Array:
 
 def finite_or_zero(xp: Any, array: Array) -> Array:
     """Return the array with 0 for each entry that is not finite."""
-    return xp.where(xp.isfinite(array), array, xp.zeros_like(array))
+    return xp.where(xp.isfinite(array), array, 0.0)
 
 
 def spread(backend: Backend, value: Array, array: Array, axes: tuple[int, ...] | None, dtype: Any = None) -> Array:

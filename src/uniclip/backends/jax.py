@@ -120,8 +120,10 @@ class _JAX(Backend):
         each = totals[0] if len(totals) == 1 else jnp.concatenate(totals)
         return each if len(each) == len(groups) else _sums(each, tuple([len(group) for group in groups]))
 
-    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
-        return squares_along(np.asarray(array), axes) if self.readable(array) else None
+    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
+        if not all([self.readable(array) for array in arrays]):
+            return [None] * len(arrays)
+        return list(map(squares_along, map(np.asarray, arrays), axes))
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not arrays or not _together(arrays):
@@ -198,16 +200,21 @@ class _JAX(Backend):
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         return jnp.sum(array, axes)
 
-    def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
-        if not self.traced(ok):
+    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
+        if not self.traced(factor):
             return change()
         # Compiled, donated gradients are not written again where ok holds; a conditional copies them.
+        ok = jnp.all(factor == 1)
         return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
 
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
         # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
-        return jax.lax.cond(jnp.all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
+        if not self.traced(array):
+            return array
+        number = array.astype(jnp.float32) if array.dtype == bool else array
+        found = jax.lax.cond(jnp.all(number > 0), lambda: number, lambda: 2 * number)
+        return found if number is array else found > 0
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         quiet = super().quiet(first)

@@ -67,8 +67,8 @@ class _NumPy(Backend):
     def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
         return squares(groups)
 
-    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
-        return squares_along(array, axes)
+    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
+        return list(map(squares_along, arrays, axes))
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         return [_scaled(array, factor, in_place=in_place) for array, factor in zip(arrays, factors, strict=True)]

@@ -198,10 +198,10 @@ class _TensorFlow(Backend):
         totals = [[_in_rows(a, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(a) for a in group] for group in groups]
         return tf.stack([one[0] if len(one) == 1 else tf.reduce_sum(tf.stack(one)) for one in totals])
 
-    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
-        if record.could_possibly_record() or not self.readable(array) or array.dtype not in {tf.float32, tf.float64}:
-            return None
-        return squares_along(_viewed(array), axes)
+    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
+        if record.could_possibly_record() or not all([self.readable(array) for array in arrays]):
+            return [None] * len(arrays)
+        return list(map(squares_along, map(_viewed, arrays), axes))
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
@@ -264,17 +264,21 @@ class _TensorFlow(Backend):
             return super().cond(ok, usual, rare)
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
-    def unless(self, ok: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
+    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
         # XLA takes longer for a conditional than for a product, and so does everything for a small gradient.
         sizes = [array.shape.num_elements() or 0 for array in arrays]
-        if not self.traced(ok) or _in_xla() or sum(sizes) <= PIECE:
+        if not self.traced(factor) or _in_xla() or sum(sizes) <= PIECE:
             return change()
-        return list(tf.nest.flatten(tf.cond(ok, lambda: arrays, change)))
+        return list(tf.nest.flatten(tf.cond(tf.reduce_all(tf.equal(factor, 1)), lambda: arrays, change)))
 
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
         # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
-        return tf.cond(tf.reduce_all(array > 0), lambda: array, lambda: 2 * array) if self.traced(array) else array
+        if not self.traced(array):
+            return array
+        number = tf.cast(array, tf.float32) if array.dtype.is_bool else array
+        found = tf.cond(tf.reduce_all(number > 0), lambda: number, lambda: 2 * number)
+        return found if number is array else found > 0
 
     def detached(self, array: Array) -> Array:
         recorded = self.traced(array) or record.could_possibly_record()

@@ -15,7 +15,7 @@ import torch
 from array_api_compat import torch as compat
 
 from uniclip.backends import dtensor
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, on_accelerator, row_slices, sum_dtype, unchanged
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, row_slices, sum_dtype, unchanged
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.host import squares_along
 from uniclip.backends.torch_modes import (
@@ -27,7 +27,14 @@ from uniclip.backends.torch_modes import (
     tracing,
     valueless,
 )
-from uniclip.backends.torch_sums import SINGLE, in_order, squares_elsewhere, squares_here, squares_in_double
+from uniclip.backends.torch_sums import (
+    SINGLE,
+    in_order,
+    squares_along_elsewhere,
+    squares_elsewhere,
+    squares_here,
+    squares_in_double,
+)
 
 
 def _result_type(*dtypes: torch.dtype) -> torch.dtype:
@@ -165,9 +172,14 @@ class _Torch(Backend):
             return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(groups)
         return squares_here(groups)
 
-    def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
-        view = self.viewed(array) if array.dtype in _REAL and not array.is_neg() else None
-        return None if view is None else squares_along(view, axes)
+    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
+        if tracing() or not all([type(array) is torch.Tensor and array.dtype in _REAL for array in arrays]):
+            return [None] * len(arrays)
+        if any([array.is_neg() or recorded(array) for array in arrays]):
+            return [None] * len(arrays)
+        if arrays[0].is_cpu:
+            return list(map(squares_along, [array.detach().numpy() for array in arrays], axes))
+        return squares_along_elsewhere(arrays, axes)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         first, host = factors[0], isinstance(factors[0], float)
@@ -211,7 +223,8 @@ class _Torch(Backend):
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and bool(array.is_cpu)
 
-    one_pass = on_accelerator
+    def one_pass(self, norm: Array) -> bool:
+        return not tracing() and not norm.is_cpu
 
     def large(self, array: Array) -> bool:
         if type(array) is not torch.Tensor or self.traced(array):  # whose size may be a symbol

@@ -105,7 +105,18 @@ def squares_elsewhere(groups: Groups) -> torch.Tensor:
     if len(groups) == 1:
         norms = torch.stack(norms)
         return torch.dot(norms, norms).unsqueeze(0)
-    return _by_group(groups, list(torch.stack(norms).square().unbind()))
+    total = torch.stack(norms).square()
+    return total if len(groups) == len(arrays) else _by_group(groups, list(total.unbind()))
+
+
+def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
+    """Return the sums of squares along axes on an accelerator, in double precision; ``None`` for norms of entries."""
+    if arrays[0].device.type == "mps" or not all(axes):
+        return [None] * len(arrays)
+    norms = [torch.linalg.vector_norm(a, dim=some, dtype=torch.float64) for a, some in zip(arrays, axes, strict=True)]
+    if len({norm.shape for norm in norms}) > 1:
+        return torch._foreach_mul(norms, norms)  # type: ignore[no-any-return]  # noqa: SLF001
+    return list(torch.stack(norms).square().unbind())
 
 
 def _by_group(groups: Groups, totals: list[torch.Tensor]) -> torch.Tensor:

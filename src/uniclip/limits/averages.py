@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from uniclip._checks import below_one, nonnegative, settle, whole
+from uniclip.backends.base import cast
 from uniclip.limits.base import (
     Array,
     Context,
@@ -19,6 +20,10 @@ from uniclip.limits.base import (
     unlimited,
 )
 from uniclip.norms import L2
+
+
+_LEAST = 1e-36
+"""Less than the sum of the squares of norms in units of the largest, if one of them is above 0."""
 
 
 class Averages(NamedTuple):
@@ -80,27 +85,23 @@ class Ema(Remembers):
         if self.warmup:
             limits = xp.where(warm, self._together(norms, context), limits)
         left, first = at_most(xp, norms, limits), warm | unknown
-        before = xp.where(first, xp.zeros_like(norms), averages)
         least = xp.where(unknown, left, at_most(xp, left, averages))
-        moved = xp.where(first, least, self.decay * before + (1 - self.decay) * left)
+        moved = xp.where(first, least, self.decay * averages + (1 - self.decay) * left)
         return limits, Averages(xp.where(first & (norms <= 0), averages, moved), state.count + 1)
 
     def _together(self, norms: Array, context: Context) -> Array:
         """Return limits that scale all norms to the joint norm ``warmup_norm``, where they are above it."""
-        xp, unit = context.xp, unit_of(context.xp, context.largest(lambda one: one.norms))
-        dtype = unit.dtype  # the joint norm may be beyond the dtype of these norms
-        total = context.total(lambda one: (xp.astype(one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
+        xp, unit, most = context.xp, unit_of(context.xp, context.largest(lambda one: one.norms)), self.warmup_norm
+        dtype, top = unit.dtype, unlimited(xp, unit)  # the joint norm may be beyond the dtype of these norms
+        total = context.total(lambda one: (cast(xp, one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
         # The joint norm is the root times the unit, of which neither leaves the range.
-        unit, root, own = (
-            context.asarray(unit, dtype),
-            context.asarray(L2.root(xp, total), dtype),
-            xp.astype(norms, dtype),
-        )
-        above, most = unit * root > self.warmup_norm, xp.ones_like(own) * self.warmup_norm
+        root = context.asarray(xp.sqrt(xp.clip(total, _LEAST, top)), dtype)
+        unit, own = context.asarray(unit, dtype), cast(xp, norms, dtype)
+        above = unit * root > most
         # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
-        high = xp.where(above, xp.where(own > most, own, most), unit) / unit
-        low = at_most(xp, own, most) / xp.where(above, root, xp.ones_like(root))
-        return xp.where(above, xp.astype(high * low, norms.dtype), unlimited(xp, norms))
+        high = xp.where(above, xp.clip(own, most, top), unit) / unit
+        low = xp.clip(own, 0.0, most) / xp.where(above, root, 1.0)
+        return xp.where(above, cast(xp, high * low, norms.dtype), unlimited(xp, norms))
 
 
 @dataclass(frozen=True, repr=False)

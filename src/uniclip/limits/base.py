@@ -225,25 +225,25 @@ def aligned(xp: Any, rows: Array, norms: Array) -> Array:
     return xp.reshape(rows, tuple(rows.shape) + (1,) * (len(norms.shape) - len(rows.shape)))
 
 
-def unlimited(xp: Any, n: Array) -> Array:
-    """Return the limits of norms that are not limited: the largest number, since ∞ would alarm who looks for it."""
-    return xp.ones_like(n) * float(xp.finfo(n.dtype).max)
+def unlimited(xp: Any, n: Array) -> float:
+    """Return the limit of norms that are not limited: their dtype's largest number, as debuggers stop at ∞."""
+    return float(xp.finfo(n.dtype).max)
 
 
 def unit_of(xp: Any, top: Array) -> Array:
-    """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or a little less.
+    """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or close to it.
 
     Its reciprocal, by which compilers multiply, is a normal number.
     """
-    most = xp.ones_like(top) * (float(xp.finfo(top.dtype).max) / 4)
-    return xp.where(top > 0, at_most(xp, top, most), xp.ones_like(top))
+    numbers = xp.finfo(top.dtype)
+    return xp.clip(top, float(numbers.smallest_normal), float(numbers.max) / 4)
 
 
-def at_most(xp: Any, norms: Array, bound: Array) -> Array:
+def at_most(xp: Any, norms: Array, bound: Array | float) -> Array:
     """Return the smaller of two; the norm if it is NaN."""
     return xp.where(norms > bound, bound, norms)
 
 
 def squarable(xp: Any, norms: Array) -> Array:
     """Return norms that enter a statistic of squares: `LARGEST` at most."""
-    return at_most(xp, norms, xp.ones_like(norms) * LARGEST)
+    return xp.clip(norms, 0.0, LARGEST)

@@ -107,7 +107,7 @@ class Relative(Vectorized):
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
         """Measure the parameters."""
         xp, w = context.xp, context.params
-        limits = self.ratio * xp.where(w > self.eps, w, xp.ones_like(w) * self.eps)
+        limits = self.ratio * xp.where(w > self.eps, w, self.eps)
         return (limits if self.counts is None else limits * self._counted(limits, context)), state
 
     def _counted(self, limits: Array, context: Context) -> Array:
@@ -146,7 +146,7 @@ class TrustRatio(Vectorized):
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Measure the parameters; one that is zero limits nothing."""
         xp, w = context.xp, context.params
-        share = 1 / (1 + self.weight_decay * w / xp.where(norms > 0, norms, xp.ones_like(norms)))
+        share = 1 / (1 + self.weight_decay * w / xp.where(norms > 0, norms, 1.0))
         return xp.where(w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, norms)), state
 
 

@@ -63,11 +63,10 @@ class Percentile(Remembers):
     def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
         """Take the norms in, and look the percentiles up."""
         xp, history = context.xp, pushed(context.xp, state.norms, norms)
-        full = xp.ones_like(state.count) * self.window
-        count = xp.where(state.count < full, state.count + 1, full)
+        count = xp.where(state.count < self.window, state.count + 1, self.window)
         if self.filled:
             begins = aligned(xp, state.count, history) < 1
-            history, count = xp.where(begins, xp.expand_dims(norms, axis=1), history), full
+            history, count = xp.where(begins, xp.expand_dims(norms, axis=1), history), 0 * count + self.window
         low, high, share = _ranks(xp, self.q, count, norms.dtype)
         select = _selected_on_host if isinstance(history, np.ndarray) else _selected
         lower, upper = select(context, history, count, low, high)
@@ -114,8 +113,8 @@ class PercentileOfAll(Remembers):
         """Count the norms, and look the percentiles up."""
         xp, count, (first, bins) = context.xp, state.count + 1, self._range(context.xp, norms)
         numbers = aligned(xp, context.asarray(xp.reshape(xp.arange(bins), (1, bins))), state.below)
-        one, positive = xp.ones_like(norms), norms > 0
-        log = xp.where(positive, xp.log(xp.where(positive, norms, one)), first * one)
+        positive = norms > 0
+        log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)
         within_bin = xp.expand_dims(log, axis=1) <= first + self.step * numbers
         below = state.below + xp.astype(within_bin, xp.int32)
         low, high, share = _ranks(xp, self.q, count, norms.dtype)
@@ -127,7 +126,7 @@ class PercentileOfAll(Remembers):
         bin_ = xp.sum(xp.astype(below <= aligned(xp, rank, below), xp.int32), axis=1)
         log = first + self.step * (xp.astype(bin_, dtype) - 0.5)
         most = math.log(float(xp.finfo(dtype).max)) - 1e-4  # above it the exponential may be ∞
-        root = xp.exp(xp.where(log > most, xp.ones_like(log) * most, log) / 2)  # some are ∞ already before
+        root = xp.exp(xp.where(log > most, most, log) / 2)  # some are ∞ already before
         return root * root
 
     def _range(self, xp: Any, norms: Array) -> tuple[float, int]:
@@ -181,14 +180,14 @@ class TrackedQuantile(Remembers):
     def __call__(self, norms: Array, state: Thresholds, context: Context) -> tuple[Array, Thresholds]:
         """Count the norms within the limit."""
         xp, limits = context.xp, state.limits
-        rows, one = aligned(xp, limits, norms), xp.ones_like(limits)
+        rows = aligned(xp, limits, norms)
         count = _over_kept(xp, xp.ones_like(norms))
-        share = _over_kept(xp, xp.astype(norms <= rows, norms.dtype)) / xp.where(count > 0, count, one)
+        share = _over_kept(xp, xp.astype(norms <= rows, norms.dtype)) / xp.where(count > 0, count, 1.0)
         moved = xp.where(count > 0, limits * xp.exp(-self.rate * (share - self.quantile)), limits)
         if self.min:
-            moved = xp.where(moved < self.min, one * self.min, moved)
+            moved = xp.where(moved < self.min, self.min, moved)
         if self.max < math.inf:
-            moved = xp.where(moved > self.max, one * self.max, moved)
+            moved = xp.where(moved > self.max, self.max, moved)
         return rows, Thresholds(moved)
 
 
@@ -216,7 +215,7 @@ def _selected(context: Context, history: Array, count: Array, low: Array, high: 
 
     def at(rank: Array) -> Array:
         here = aligned(xp, xp.equal(numbers, xp.reshape(none_yet + rank, (-1, 1))), in_order)
-        return xp.sum(xp.where(here, in_order, xp.zeros_like(in_order)), axis=1)
+        return xp.sum(xp.where(here, in_order, 0.0), axis=1)
 
     return at(low), at(high)
 

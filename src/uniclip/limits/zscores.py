@@ -92,25 +92,26 @@ class ZScore(Remembers):
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Compare with what is known, then learn from what is left."""
         xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
-        steps, one, std = aligned(xp, count + 1, n), xp.ones_like(n), L2.root(xp, variance)
-        warm = steps <= self.warmup
-        spike = xp.logical_not(warm) & (n - mean > self.z * (std + self.eps))
-        target = self._target(mean, std, xp.where(spike, n - mean, one))
-        weight = xp.where(warm, one / xp.astype(steps, n.dtype), one * (1 - self.decay))
-        change = xp.where(spike, at_most(xp, target, n), n) - mean
+        count, std, excess = count + 1, xp.sqrt(variance), n - mean
+        steps, far = aligned(xp, count, n), self.z * (std + self.eps)
+        known = steps > self.warmup
+        spike = known & (excess > far)
+        target = self._target(mean, std, far / xp.where(spike, excess, 1.0))
+        weight = xp.where(known, 1 - self.decay, 1 / xp.astype(steps, n.dtype))
+        change, left = xp.where(spike, at_most(xp, target, n), n) - mean, 1 - weight
         # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
-        square = weight * change**2 * xp.where(warm, one, 1 - weight)
-        means, variances = mean + weight * change, (1 - weight) * (variance + square)
+        square = weight * change**2 * xp.where(known, left, 1.0)
+        means, variances = mean + weight * change, left * (variance + square)
         if self.skip_update_on_spike:
             means, variances = xp.where(spike, mean, means), xp.where(spike, variance, variances)
-        return xp.where(spike, target, unlimited(xp, n)), Moments(means, variances, count + 1)
+        return xp.where(spike, target, unlimited(xp, n)), Moments(means, variances, count)
 
-    def _target(self, mean: Array, std: Array, excess: Array) -> Array:
+    def _target(self, mean: Array, std: Array, share: Array) -> Array:
+        """Return what a norm is set back to; ``share`` is the bound divided by the norm, both less the mean."""
         if self.target == "mean":
             return mean
-        if self.target == "threshold":
-            return mean + self.z * std
-        return self.clip_factor * (mean + self.z * std * (self.z * (std + self.eps) / excess))
+        high = self.z * std * share if self.target == "reciprocal" else self.z * std
+        return self.clip_factor * (mean + high)
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,14 +150,14 @@ class LogZScore(Remembers):
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Learn from the logarithms, then compare with them."""
         xp, (mean, variance, count) = context.xp, state
-        positive, one, zero = norms > 0, xp.ones_like(norms), xp.zeros_like(norms)
-        log = xp.log(xp.where(positive, norms, one))
-        equal = one / xp.astype(count + 1, norms.dtype)
-        weight = xp.where(equal > 1 - self.decay, equal, one * (1 - self.decay))
-        weight = xp.where(positive, weight, zero)
-        change = xp.where(positive, log - mean, zero)
+        positive = norms > 0
+        log = xp.log(xp.where(positive, norms, 1.0))
+        equal = 1 / xp.astype(count + 1, norms.dtype)
+        weight = xp.where(equal > 1 - self.decay, equal, 1 - self.decay)
+        weight = xp.where(positive, weight, 0.0)
+        change = xp.where(positive, log - mean, 0.0)
         mean, variance = mean + weight * change, (1 - weight) * (variance + weight * change**2)
-        std = xp.sqrt(xp.where(variance > self.eps, variance, one * self.eps))
+        std = xp.sqrt(xp.where(variance > self.eps, variance, self.eps))
         spike = positive & (log - mean > self.z * std)
         limits = xp.where(spike, xp.exp(mean), unlimited(xp, norms))
         return limits, Moments(mean, variance, xp.where(positive, count + 1, count))
@@ -195,7 +196,7 @@ class RollingZScore(Remembers):
     def init(self, norms: Array, context: Context) -> NormsAndLosses:  # noqa: ARG002
         """Begin with empty windows."""
         xp = context.xp
-        losses = unlimited(xp, xp.zeros((1, self.window), dtype=xp.float32))
+        losses = xp.full((1, self.window), unlimited(xp, xp.zeros((), dtype=xp.float32)), dtype=xp.float32)
         return NormsAndLosses(empty(context, self.window) - 1, context.asarray(losses, xp.float32))
 
     def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
@@ -207,19 +208,19 @@ class RollingZScore(Remembers):
             top = unlimited(xp, loss)
             bound = self._threshold(xp, losses, losses < top)
             calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, as long as nothing is known
-            limits = xp.where(calm, limits, xp.zeros_like(limits))
+            limits = xp.where(calm, limits, 0.0)
             losses = xp.where(xp.isfinite(loss), pushed(xp, losses, loss), losses)
         return limits, NormsAndLosses(pushed(xp, state.norms, norms), losses)
 
     def _threshold(self, xp: Any, history: Array, there: Array) -> Array:
         count = xp.sum(xp.astype(there, history.dtype), axis=1, keepdims=True)
         enough = count >= self.warmup
-        count = xp.where(enough, count, xp.ones_like(count) * 2)
-        values = xp.where(there, history, xp.zeros_like(history))
+        count = xp.where(enough, count, 2.0)
+        values = xp.where(there, history, 0.0)
         unit = unit_of(xp, xp.max(xp.abs(values), axis=1, keepdims=True))  # squares of all else leave the range
         values = values / unit
         mean = xp.sum(values, axis=1, keepdims=True) / count
-        change = xp.where(there, values - mean, xp.zeros_like(values))
+        change = xp.where(there, values - mean, 0.0)
         std = L2.root(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
         rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
         return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[:, 0, ...]

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: MIT
+"""Ask a rule's limit how large the norms of a step may be: what it is shown, and whether its answer is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import optree
+
+from uniclip._checks import real
+from uniclip._repr import short
+from uniclip.backends import DEFAULT
+from uniclip.layout import Layout, Opened, layout_of
+from uniclip.limits import Block, Constant, Context, NoState, PerGroup
+from uniclip.losses import loss_of
+from uniclip.measure import AllReduce, Blocks, broadcasts, measure, sizes_of
+from uniclip.scale import NUMBERS, Choices
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+
+
+class Step(NamedTuple):
+    """What a caller adds to the gradients of a step."""
+
+    params: Any = None
+    all_reduce: AllReduce | None = None
+    loss: Any = None
+    norm: Any = None
+    """The norm, if it is known already."""
+    absent: frozenset[int] = frozenset()
+    """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""
+
+
+class Asked(NamedTuple):
+    """What a limit is asked about."""
+
+    rule: Choices
+    given: Opened
+    layout: Layout
+    backend: Backend
+    """That of the norms: NumPy's where the host can read them at no cost, else the gradients' own."""
+    step: Step | None = None
+    """``None`` before the first step."""
+
+    def limits(self, norms: Blocks, state: Any) -> tuple[list[Any], Any]:
+        """Return the limits of each block, numbers or arrays, and the next state; refuse wrong answers.
+
+        The norms are NaN where they are not finite.
+        """
+        rule, limit = self.rule, self.rule.limit
+        if type(limit) is Constant:  # which needs no context
+            return [_checked(self.backend, self._constant(limit.value), n) for n in norms], state
+        absent_everywhere = not self.given.tree.leaves and self.step is not None and self.step.all_reduce is None
+        if limit.memory:
+            if absent_everywhere:  # a step without gradients teaches nothing
+                return [math.inf] * len(norms), state
+            _check_state(rule, self.given.backend, self.layout, state)
+        states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
+        answers = [self._of_block(*pair) for pair in zip(self.contexts(norms), states, strict=True)]
+        limits = [_checked(self.backend, one, n) for (one, _), n in zip(answers, norms, strict=True)]
+        if not limit.memory:
+            return limits, state
+        return limits, answers[0][1] if len(answers) == 1 else tuple(new for _, new in answers)
+
+    def contexts(self, norms: Blocks) -> list[Context]:
+        """Return what the limit may look at, for each block; what it needs is measured now."""
+        needs = self.rule.limit.needs if self.step is not None else frozenset()
+        params: list[Any] = [None] * len(norms)
+        sizes, loss = params, None
+        if self.step is not None and "params" in needs:
+            params = [self._in(n) for n in _params(self.rule, self.given, self.step)]
+        if self.step is not None and "sizes" in needs:
+            sizes = [self._in(n) for n in sizes_of(self.given, self.layout, self.step.all_reduce)]
+        if self.step is not None and "loss" in needs and self.step.loss is not None:
+            loss = self._in(self.step.loss)
+        labels = [[self.layout.labels[group] for group in block.groups] for block in self.layout.blocks]
+        absent = [[not self.layout.groups[group] for group in block.groups] for block in self.layout.blocks]
+        gone = [rows if any(rows) else () for rows in absent]
+        blocks = [Block(*some) for some in zip(norms, labels, params, sizes, gone, strict=True)]
+        return [Context(self.backend, blocks, number, needs, loss) for number in range(len(blocks))]
+
+    def _of_block(self, context: Context, state: Any) -> tuple[Any, Any]:
+        """Return the limits of a block's norms, and its next state."""
+        limit, rows = self.rule.limit, context.absent
+        if limit.memory and rows and all(rows):
+            return math.inf, state
+        old = optree.tree_map(self._remembered, state)
+        limits, new = _answer(self.rule, limit(context.norms, old, context), context.norms)
+        if not limit.memory:
+            return limits, state
+        new = _restored(context.xp, limit, new, old, rows) if rows else new
+        return limits, optree.tree_map(self._back, new)
+
+    def _constant(self, value: Any) -> Any:
+        """Return the value of a constant limit, of NumPy where the norms are."""
+        own = self.given.backend
+        return own.viewed(own.xp.asarray(value)) if self.backend is not own and hasattr(value, "dtype") else value
+
+    def _in(self, array: Any) -> Any:
+        """Return an array as one of the backend in which the step is worked out."""
+        own = self.given.backend
+        if self.backend is own:
+            host = isinstance(array, np.ndarray)
+            return own.from_host(array, own.device(self.given.first)) if host else array
+        return array if isinstance(array, np.ndarray) else own.viewed(array)
+
+    def _remembered(self, array: Any) -> Any:
+        """Return an array of the state, through which no derivative goes."""
+        return self._in(array) if self.backend is not self.given.backend else self.backend.detached(array)
+
+    def _back(self, array: Any) -> Any:
+        """Return an array of a new state as one of the gradients' framework, without the computation it came from."""
+        own = self.given.backend
+        if self.backend is own:
+            return own.detached(array)
+        return own.from_host(np.asarray(array), own.device(self.given.first))
+
+
+def on_host(own: Backend, limit: Any) -> bool:
+    """Whether NumPy's arrays will do for a limit: none of its own numbers is an array of the framework."""
+    if isinstance(limit, PerGroup):
+        return all(on_host(own, one) for _, one in limit.limits)
+    if type(limit) is Constant and hasattr(limit.value, "dtype"):
+        return own.viewed(own.xp.asarray(limit.value)) is not None
+    return bool(limit.host)
+
+
+def found_loss(given: Opened, step: Step) -> Any:
+    """Return the loss as a float32 array of the gradients' framework, ``None`` if there is none."""
+    own, loss = given.backend, loss_of(given, step.all_reduce, step.loss)()
+    return loss if loss is None else own.detached(own.xp.astype(own.xp.asarray(loss), own.xp.float32))
+
+
+def _params(rule: Choices, given: Opened, step: Step) -> Blocks:
+    """Return the norms of the parameters."""
+    if step.params is None:
+        msg = f"{short(rule)} compares gradients with their parameters: pass params="
+        raise ValueError(msg)
+    theirs = given.matching(step.params, rule.scope, step.absent)
+    theirs = theirs._replace(arrays=list(map(given.backend.detached, theirs.arrays)))
+    return measure(theirs, layout_of(theirs, rule.scope, remembers=rule.limit.memory), rule.norm, step.all_reduce)
+
+
+def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
+    """Return the limits and the state that a limit has returned; refuse what are none."""
+    if not (isinstance(answer, tuple) and len(answer) == 2):  # noqa: PLR2004
+        msg = f"{short(rule.limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
+        raise TypeError(msg)
+    limits, state = answer
+    if hasattr(limits, "dtype"):
+        return limits, state
+    wanted = f"a number or an array of real numbers that broadcasts against norms of shape {tuple(norms.shape)}"
+    return real(f"the limit of {short(rule.limit)}", limits, wanted), state
+
+
+def _checked(backend: Backend, value: Any, norms: Any) -> Any:
+    """Return a limit, the largest number of the norms' dtype at most; refuse one below 0, NaN, or of a wrong shape."""
+    xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
+    if isinstance(value, NUMBERS):
+        wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
+        value = min(value, top)  # the other way round NaN would become top
+    else:
+        value = xp.asarray(value, dtype=norms.dtype)
+        refuse_shape("limit", value, norms)
+        value = xp.clip(value, -top, top)
+        # The limit of a norm that is not finite need not be a number.
+        read = backend.readable(value) and backend.readable(norms)
+        wrong = read and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
+    if wrong:
+        shown = short(value) if getattr(value, "shape", ()) else value
+        msg = f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
+        raise ValueError(msg)
+    return value
+
+
+def refuse_shape(name: str, array: Any, norms: Any) -> None:
+    """Refuse limits, or a known norm, whose shape does not fit the norms."""
+    if len(array.shape) and not broadcasts(array.shape, norms.shape):
+        shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
+        msg = f"a {name} of shape {shapes}; give one number"
+        raise ValueError(msg)
+
+
+def _check_state(rule: Choices, own: Backend, layout: Layout, state: Any) -> None:
+    """Refuse a state that is none, one of another rule, or one for another number of norms."""
+    limit = rule.limit
+    known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
+    parts = [state] if len(layout.blocks) == 1 else state
+    count = isinstance(parts, (list, tuple)) and len(parts) == len(layout.blocks)
+    kind = isinstance(limit, PerGroup) or (count and all(hasattr(part, "_fields") for part in parts))
+    if state is None or isinstance(state, NoState) or (known and not kind):
+        msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
+        raise TypeError(msg)
+    for part, block in zip(parts, layout.blocks, strict=True) if known else ():
+        single = block.dtype == own.xp.float32
+        rows = len(part) if isinstance(limit, PerGroup) else _fitting(rule, part, block.kept, single=single)
+        if rows not in {None, len(block.groups)}:
+            msg = (
+                f"the state of {short(rule)} is for {rows} norms, but there are {len(block.groups)}: it was made for "
+                "other gradients"
+            )
+            raise ValueError(msg)
+
+
+def _fitting(rule: Choices, state: Any, kept: int | None, *, single: bool) -> int | None:
+    """Return how many rows a state has, ``None`` if all of it is shared by all rows; refuse one of another rule."""
+    limit, shapes = rule.limit, [tuple(array.shape) for array in state]
+    fields, wanted = state._fields, None
+    if limit.host and kept is not None:
+        fields, wanted = _state_of(limit, kept, np.float32 if single else np.float64)
+    if state._fields == fields and (wanted is None or all(map(_fits, shapes, wanted))):
+        return next((shape[0] for shape in shapes if shape), None)
+    msg = (
+        f"the state has {', '.join(state._fields)} of shapes {shapes}, which is not a state of {short(rule)}: it was "
+        "made by another rule, or for other gradients"
+    )
+    raise ValueError(msg)
+
+
+@lru_cache(maxsize=256)
+def _state_of(limit: Any, kept: int, dtype: Any) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
+    """Return the fields of the state of one norm that keeps so many axes of length 1, and their shapes."""
+    context = Context(DEFAULT, [Block(np.zeros((1,) * (1 + kept), dtype), [None])], 0)
+    state = limit.init(context.norms, context)
+    return state._fields, [array.shape for array in state]
+
+
+def _fits(shape: tuple[Any, ...], of_one: tuple[int, ...]) -> bool:
+    """Whether a shape is that of an array for more norms, or longer axes, than one."""
+    return len(shape) == len(of_one) and all(one in {1, n} for n, one in zip(shape, of_one, strict=True))
+
+
+def _restored(xp: Any, limit: Any, new: Any, old: Any, absent: Sequence[bool]) -> Any:
+    """Return the new state with the old rows of groups whose gradients are all absent."""
+    if isinstance(limit, PerGroup):
+        return tuple(b if gone else a for a, b, gone in zip(new, old, absent, strict=True))
+
+    def row_by_row(a: Any, b: Any) -> Any:
+        if not len(a.shape) or a.shape[0] != len(absent):
+            return a
+        flags = xp.reshape(xp.asarray(absent), (len(absent),) + (1,) * (len(a.shape) - 1))
+        return xp.where(flags, b, a)
+
+    return optree.tree_map(row_by_row, new, old)
