@@ -124,9 +124,10 @@ def above(fw: Framework) -> None:
 
 
 def keeps(fw: Framework) -> None:
+    call = fw.compiled(uc.clip_by_global_norm)
     for dtype in floats(fw):
         grads = tree(fw, dtype)
-        for clipped, norm in fw.run(lambda g: [uc.clip_by_global_norm(g, limit) for limit in (1.0, 100.0)], grads):
+        for clipped, norm in [call(grads, fw.array(limit)) for limit in (1.0, 100.0)]:
             assert sorted(clipped) == sorted(grads)
             assert clipped["b"][1] is None
             for old, new in zip(leaves(grads), leaves(clipped), strict=True):
@@ -200,7 +201,7 @@ def accurate_along_axes(fw: Framework) -> None:
 def in_range(fw: Framework) -> None:
     cases = [("float32", [1e30, -1.0, 2e30]), ("float32", [1e-30, 2e-30, 0.0]), ("float32", [2e38, 1.0, 1.0])]
     cases += [("float64", [1e200, 3e200, 1.0]), ("float64", [1e-200, 3e-200, 0.0]), ("float16", [300.0, -400.0, 1.0])]
-    orders = (1.5, 2, 3, 10, math.inf)
+    orders = (2, 3, math.inf) if fw.traced else (1.5, 2, 3, 10, math.inf)  # in a graph 3 is a number, as 10 is
     call = fw.compiled(lambda g, c: [uc.clip_by_global_norm(g, c[i], ord=p) for i, p in enumerate(orders)])
     for dtype, values in cases:
         if dtype in fw.dtypes:

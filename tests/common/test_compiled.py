@@ -156,7 +156,7 @@ def steps_of(fw: Framework) -> list[Any]:
     ]
 
 
-def trained(fw: Framework, kind: str) -> list[Any]:
+def trained(fw: Framework, kind: str, count: int) -> list[Any]:
     """Return what each rule of a program does and knows after each step."""
     rules = PROGRAMS[kind]
 
@@ -169,7 +169,7 @@ def trained(fw: Framework, kind: str) -> list[Any]:
 
     params = {"b": fw.array([1.0, 2.0, 3.0]), "none": None, "w": fw.array(np.ones((3, 2)))}
     states, found, compiled = fw.compiled(start)(params), [], fw.compiled(step)
-    for grads, loss in zip(steps_of(fw), LOSSES, strict=True):
+    for grads, loss in zip(steps_of(fw)[:count], LOSSES[:count], strict=True):
         found.append(compiled(grads, states, params, fw.array(loss)))
         states = {name: found[-1][name][1] for name in rules}
     return found
@@ -178,14 +178,15 @@ def trained(fw: Framework, kind: str) -> list[Any]:
 @functools.cache
 def wanted(kind: str) -> list[Any]:
     """Return what NumPy makes of a program."""
-    return trained(NUMPY, kind)
+    return trained(NUMPY, kind, len(SIZES))
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 @pytest.mark.parametrize("fw", TRACED, ids=lambda framework: framework.name, indirect=True)
 def test_compiled(fw: Framework, kind: str) -> None:
     """Gradients, states, reports and what loggers show are those of NumPy."""
-    for number, (one, other) in enumerate(zip(trained(fw, kind), wanted(kind), strict=True)):
+    count = 4 if fw.name == "tensorflow-graph" else len(SIZES)  # which is made anew for each step
+    for number, (one, other) in enumerate(zip(trained(fw, kind, count), wanted(kind)[:count], strict=True)):
         for name in other:
             known = slice(2) if math.isnan(SIZES[number]) else slice(None)  # of a NaN no limit is promised
             same(fw, one[name][known], other[name][known], f"{name}, step {number}")
