@@ -32,6 +32,8 @@ class Framework:
     """Whether arrays have no values while the code runs."""
     writes = True
     """Whether arrays can be changed in place."""
+    eager = True
+    """Whether it runs code line by line, and is not one more kind of array of its family."""
     cost = 1
     """How much longer than NumPy it takes, about: fewer examples are tried."""
     many = 1000
@@ -73,9 +75,13 @@ class Framework:
         """Return, by name, what records a function of arrays on an example, to call it with other values."""
         return {self.name: lambda function, example: self.compiled(function)}
 
+    def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the derivative of a scalar function by its first argument, to be called many times."""
+        raise NotImplementedError
+
     def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
         """Return the derivative of a scalar function at ``x``."""
-        raise NotImplementedError
+        return self.derivative(function)(x)
 
     def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         """Return a sparse array of rows; a row that occurs twice counts as the sum."""
@@ -113,6 +119,7 @@ class NumPyReadOnly(Framework):
     """Read-only arrays whose memory is not contiguous."""
 
     name = "numpy-readonly"
+    eager = False
     writes = False
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
@@ -176,10 +183,10 @@ class MLX(Framework):
     def owns(self, array: Any) -> bool:
         return type(array).__module__.startswith("mlx")
 
-    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+    def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import mlx.core as mx
 
-        return mx.grad(function)(x)
+        return mx.grad(function)
 
 
 class Dask(Framework):
@@ -268,11 +275,16 @@ class Torch(Framework):
         with torch.autograd.set_detect_anomaly(True, check_nan=True):
             yield
 
-    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+    def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(self.run(function, x), x)[0]
+        compiled = self.compiled(function)
+
+        def slope(x: Any, *rest: Any) -> Any:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(compiled(x, *rest), x)[0]
+
+        return slope
 
     def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         import torch
@@ -288,6 +300,7 @@ class TorchCompile(Torch):
     """PyTorch under ``torch.compile(fullgraph=True)``: a graph break is an error."""
 
     name = "torch.compile"
+    eager = False
     cost = 50
     same_objects = False
     raises = False
@@ -337,16 +350,16 @@ class TensorFlow(Framework):
         finally:
             tf.debugging.disable_check_numerics()
 
-    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+    def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import tensorflow as tf
 
-        def derivative(x: Any) -> Any:
+        def slope(x: Any, *rest: Any) -> Any:
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                y = function(x)
+                y = function(x, *rest)
             return tape.gradient(y, x)
 
-        return self.run(derivative, x)
+        return self.compiled(slope)
 
     def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         import tensorflow as tf
@@ -366,6 +379,7 @@ class TensorFlowFunction(TensorFlow):
     """TensorFlow in ``tf.function``."""
 
     name = "tf.function"
+    eager = False
     cost = 20
     same_objects = False
     raises = False
@@ -450,10 +464,10 @@ class JAX(Framework):
         with jax.debug_nans(True), jax.debug_infs(True):
             yield
 
-    def gradient(self, function: Callable[[Any], Any], x: Any) -> Any:
+    def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import jax
 
-        return self.run(jax.grad(function), x)
+        return self.compiled(jax.grad(function))
 
     def sparse(self, shape: tuple[int, int], rows: list[int], values: Any, dtype: str = "float32") -> Any:
         from jax.experimental import sparse
@@ -471,6 +485,7 @@ class JAXJit(JAX):
     """JAX inside jit."""
 
     name = "jax.jit"
+    eager = False
     cost = 20
     same_objects = False
     raises = False
@@ -508,3 +523,21 @@ KNOWN = {
 
 CHOSEN = [KNOWN[name]() for name in os.environ.get("UNICLIP_FRAMEWORKS", "numpy numpy-readonly").split()]
 """The frameworks this run is for; one that is not installed fails its tests, none is skipped."""
+
+EAGER = ("eager",)
+"""For what no compiler changes: it compiles nothing, or repeats a promise, which is checked in every way."""
+ROUNDED = (*EAGER, "tf.function", "jax.jit", "jax.jit-x64")
+"""For what the arithmetic of a compiler may change; ``torch.compile`` runs the kernels of eager code here."""
+COMPILED = (*ROUNDED, "torch.compile")
+"""For what being traced may change."""
+
+
+def some_of(*ways: str, without: str | None = None) -> list[Framework]:
+    """Return those that a test is for, by their names or as the eager ones; all of a family that has none of them.
+
+    One family can be left out, where others are tested.
+    """
+    some = [one for one in CHOSEN if one.name in ways or ("eager" in ways and one.eager)]
+    families = {one.family for one in some}
+    every = [one for one in CHOSEN if one in some or one.family not in families]
+    return [one for one in every if one.family != without] or every

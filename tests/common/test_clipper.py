@@ -19,7 +19,9 @@ import optree
 import pytest
 
 import uniclip as uc
-from frameworks import CHOSEN, KNOWN, Framework
+from frameworks import COMPILED, EAGER, KNOWN, Framework
+
+pytestmark = pytest.mark.ways(*EAGER, without="Dask")  # which takes long, and the tests of rules have it
 
 NUMPY = KNOWN["numpy"]()
 
@@ -72,13 +74,6 @@ RULES = {
     "no memory": uc.by_norm(1.0),
 }
 SOME = ["autoclip", "zclip", "spam", "own"]
-
-
-@pytest.fixture(params=[one for one in CHOSEN if one.family != "Dask"] or CHOSEN, ids=lambda one: one.name)
-def fw(request: pytest.FixtureRequest) -> Iterator[Framework]:
-    """Each framework this run is for, but Dask if others are, too: it takes long, and the tests of rules have it."""
-    with request.param.context():
-        yield request.param
 
 
 @pytest.fixture(params=RULES)
@@ -728,6 +723,7 @@ def test_init(fw: Framework) -> None:
         same(fw, train(again, steps[3:]), train(clipper, steps[3:]))
 
 
+@pytest.mark.ways(*COMPILED, "tensorflow-graph")
 def test_compiled_code(fw: Framework) -> None:
     """A clipper that remembers refuses code that is being compiled, and says what to use there; that works."""
     grads, rule = {"w": fw.array([3.0, 4.0])}, uc.norm_growth(1.5)

@@ -1,4 +1,7 @@
-"""Fifteen defects found in other libraries, by their numbers D1 to D15: right here, wherever they apply."""
+"""Fifteen defects found in other libraries, by their numbers D1 to D15: right here, wherever they apply.
+
+What a compiler may change of them is promised, and tested in every way of running (``tests/promises.py``).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 import oracle
 import uniclip as uc
-from frameworks import CHOSEN, Framework
+from frameworks import EAGER, Framework, some_of
 from promises import PROMISES, Last, close, derivative, sparse
 
 
@@ -94,9 +97,6 @@ def d9_a_limit_that_is_none_is_refused(fw: Framework) -> None:
         for make in (uc.by_global_norm, uc.by_norm, uc.by_average_norm, uc.by_block_rms):
             with pytest.raises(ValueError, match=rf"must be 0 or more.*{limit}"):
                 make(limit)
-    if not fw.raises:  # a value that cannot be read: the gradient becomes NaN, and never turns round
-        [clipped], _ = fw.run(lambda g, c: uc.clip_by_global_norm(g, c), [fw.array([3.0])], fw.array(-1.0))
-        assert np.isnan(fw.numpy(clipped)).all()
 
 
 def d10_no_epsilon_scales_what_is_below_the_limit(fw: Framework) -> None:
@@ -187,7 +187,7 @@ def reason(fw: Framework, number: str) -> str | None:
 
 CASES = [
     pytest.param(framework, defect, id=f"{framework.name}: {defect.__name__}")
-    for framework in CHOSEN
+    for framework in some_of(*EAGER)
     for defect in DEFECTS
     if reason(framework, defect.__name__.partition("_")[0]) is None
 ]

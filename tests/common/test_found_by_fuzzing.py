@@ -6,9 +6,12 @@ import json
 import math
 
 import numpy as np
+import pytest
 
 import uniclip as uc
-from frameworks import Framework
+from frameworks import ROUNDED, Framework
+
+pytestmark = pytest.mark.ways(*ROUNDED)
 
 
 def numbers(fw: Framework, *leaves: object) -> list[float]:

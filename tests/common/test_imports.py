@@ -20,6 +20,7 @@ uc.clip_by_value([np.ones(3)], -1, 1)
 """
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("code", ["import uniclip", USE])
 def test_no_framework_is_imported(code: str) -> None:
     """Neither importing uniclip nor using it on NumPy arrays imports a framework."""
@@ -30,6 +31,7 @@ def test_no_framework_is_imported(code: str) -> None:
     assert {"numpy", "uniclip"} <= loaded
 
 
+@pytest.mark.everywhere
 def test_importing_loads_little() -> None:
     """Importing uniclip loads its own modules, and none beyond those that NumPy and two small libraries need."""
     code = "import sys, numpy, array_api_compat, optree\nbefore = set(sys.modules)\nimport uniclip\n"

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import uniclip as uc
-from frameworks import Framework
+from frameworks import EAGER, Framework
+
+pytestmark = pytest.mark.ways(*EAGER)
 
 LONGEST = 1000
 """How long a message may be."""

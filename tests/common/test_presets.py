@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import uniclip as uc
-from frameworks import CHOSEN, Framework
+from frameworks import CHOSEN, EAGER, ROUNDED, Framework
 from uniclip.backends import backend_of
 from uniclip.limits.averages import Averages
 from uniclip.limits.zscores import Moments
+
+pytestmark = pytest.mark.ways(*EAGER)
 
 CLOSE = 1e-5  # of golden numbers that are printed with so many digits
 
@@ -389,6 +391,7 @@ def test_groups_with_limits_of_their_own(fw: Framework) -> None:
         uc.clip({"c": fw.array([1.0])}, uc.by_group_norm({"a": 1.0}, label))
 
 
+@pytest.mark.everywhere
 def test_init_of_parameters() -> None:
     """The state can be made from what the framework calls parameters, not only from gradients."""
     if "torch" in {fw.family.lower().removeprefix("py") for fw in CHOSEN}:
@@ -424,40 +427,42 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize("name", CURVES)
-def test_curves(fw: Framework, name: str) -> None:
+@pytest.mark.ways(*ROUNDED)
+def test_curves(fw: Framework) -> None:
     """Each curve is its formula, as far as float32 reaches; a limit of 0 and a norm of 0 give numbers."""
-    curve, formula = CURVES[name]
-    call = fw.compiled(lambda g, c: uc.clip(g, uc.by_global_norm(c, curve=curve)))
+    call = fw.compiled(
+        lambda g, c: {name: uc.clip(g, uc.by_global_norm(c, curve=curve)) for name, (curve, _) in CURVES.items()}
+    )
 
-    def clip(norm: float, limit: float) -> tuple[float, float]:
-        result, report = call(fw.array([norm]), fw.array(limit))
-        return float(fw.numpy(result)[0]), float(fw.numpy(report.factors))
+    def clip(norm: float, limit: float) -> dict[str, tuple[float, float]]:
+        results = call(fw.array([norm]), fw.array(limit))
+        return {name: (float(fw.numpy(g)[0]), float(fw.numpy(report.factors))) for name, (g, report) in results.items()}
 
     for norm, limit in [(2.0, 1.0), (1.0, 1.0), (0.3, 1.0), (1e-20, 1e10), (1e20, 1e-10), (3e38, 1.0), (1e-3, 1e30)]:
-        wanted = formula(norm / limit)
-        result, factor = clip(norm, limit)
-        if 1e-37 < wanted < 1e37 and norm * wanted > 1e-37:
-            np.testing.assert_allclose([factor, result], [wanted, norm * wanted], rtol=3e-6)
+        for name, (result, factor) in clip(norm, limit).items():
+            wanted = CURVES[name][1](norm / limit)
+            if 1e-37 < wanted < 1e37 and norm * wanted > 1e-37:
+                np.testing.assert_allclose([factor, result], [wanted, norm * wanted], rtol=3e-6, err_msg=name)
     for norm, limit in [(0.0, 1.0), (0.0, 0.0), (5.0, 0.0)]:
-        assert clip(norm, limit)[0] == 0.0
-    assert clip(5.0, math.inf) == (5.0, 1.0)
+        assert {result for result, _ in clip(norm, limit).values()} == {0.0}
+    assert set(clip(5.0, math.inf).values()) == {(5.0, 1.0)}
 
 
 @pytest.mark.parametrize("name", ["soft", "smooth", "tanh", "normalize", "skip"])
+@pytest.mark.ways("torch", "tensorflow", "jax.jit")
 def test_derivatives_of_curves(fw: Framework, name: str) -> None:
     """The derivative through every curve is finite, at zero and at the limit too."""
-    if fw.family in {"PyTorch", "TensorFlow", "JAX"} and not fw.traced:
-        rule = uc.by_global_norm(1.0, curve=CURVES[name][0])
+    if fw.family in {"PyTorch", "TensorFlow", "JAX"}:
+        slope = fw.derivative(partial(_product, uc.by_global_norm(1.0, curve=CURVES[name][0])))
         for values in ([0.0, 0.0], [0.6, 0.8], [3.0, 4.0], [1e-4, 0.0]):
-            slope = fw.gradient(partial(_product, rule), fw.array(values))
-            assert np.isfinite(fw.numpy(slope)).all(), values
+            assert np.isfinite(fw.numpy(slope(fw.array(values)))).all(), values
 
 
 @pytest.mark.parametrize("name", ["adagc", "adagn", "zclip", "autoclip", "log_zscore", "by_example_layer_norm"])
+@pytest.mark.ways("torch", "tensorflow", "jax.jit")
 def test_derivatives_through_limits(fw: Framework, name: str) -> None:
     """The derivative is finite also where the limit depends on the norm: at a step in the warm-up, and at a spike."""
-    if fw.family in {"PyTorch", "TensorFlow", "JAX"} and not fw.traced:
+    if fw.family in {"PyTorch", "TensorFlow", "JAX"}:
         rule = {
             "adagc": uc.adagc(warmup=3),
             "adagn": uc.adagn(),
@@ -466,12 +471,13 @@ def test_derivatives_through_limits(fw: Framework, name: str) -> None:
             "log_zscore": uc.log_zscore(z=0.5),
             "by_example_layer_norm": uc.by_example_layer_norm(1.0),
         }[name]
+        update = fw.compiled(rule.update)
+        slope = fw.derivative(lambda x, state: backend_of(x).xp.sum(rule.update(x, state)[0] * x))
         state = rule.init(fw.array([[1.0, 1.0]]))
         for values in ([[1.0, 1.0]], [[1.1, 0.9]], [[0.0, 0.0]], [[1.0, 1.1]], [[50.0, 1.0]]):
             old = state
-            _, state, _ = rule.update(fw.array(values), old)
-            slope = fw.gradient(lambda x, old=old: backend_of(x).xp.sum(rule.update(x, old)[0] * x), fw.array(values))
-            assert np.isfinite(fw.numpy(slope)).all(), values
+            _, state, _ = update(fw.array(values), old)
+            assert np.isfinite(fw.numpy(slope(fw.array(values), old))).all(), values
 
 
 def _product(rule: uc.Rule, x: Any) -> Any:

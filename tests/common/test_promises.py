@@ -22,6 +22,7 @@ def test_promise(framework: Framework, promise: Promise) -> None:
         promise.check(framework)
 
 
+@pytest.mark.everywhere
 def test_something_is_promised_for_every_framework() -> None:
     """An environment that names a framework runs checks on it."""
     assert {case.values[0].name for case in CASES} == {framework.name for framework in CHOSEN}

@@ -13,7 +13,9 @@ import oracle_rules as by_hand
 import pytest
 
 import uniclip as uc
-from frameworks import Framework
+from frameworks import CHOSEN, ROUNDED, Framework, some_of
+
+pytestmark = pytest.mark.ways(*ROUNDED)
 
 RULES: dict[str, tuple[uc.Rule, Callable[[], Any]]] = {
     "autoclip": (uc.autoclip(window=1000), lambda: by_hand.AutoClip(10)),
@@ -55,6 +57,12 @@ def norms(steps: int, seed: int = 0) -> np.ndarray:
     return values
 
 
+def steps_of(fw: Framework) -> int:
+    """Return how many steps there are: eagerly fewer, where they are slow and the same steps are compiled as well."""
+    compiled = any(one.family == fw.family and one.name in ROUNDED for one in CHOSEN)
+    return min(fw.steps, 200) if compiled and not fw.traced else fw.steps
+
+
 def tolerances(fw: Framework) -> tuple[str, float]:
     """Return the dtype of a trace and how far it may be off: single precision loses digits in a thousand steps."""
     if fw.family == "MLX":  # whose functions are of single precision, also for doubles
@@ -62,26 +70,38 @@ def tolerances(fw: Framework) -> tuple[str, float]:
     return ("float64", SAME) if "float64" in fw.dtypes else ("float32", 30 * SAME)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_long_training(fw: Framework, name: str) -> None:
+TRIED = [
+    pytest.param(one, tuple(RULES) if name == "together" else (name,), id=f"{one.name}-{name}")
+    for one in some_of(*ROUNDED)
+    for name in (["together"] if one.traced else RULES)
+]
+"""Where rules are compiled, they are so together."""
+
+
+@pytest.mark.parametrize(("fw", "names"), TRIED, indirect=["fw"])
+def test_a_long_training(fw: Framework, names: tuple[str, ...]) -> None:
     """Every factor, and what was learned, is what the paper's formula gives; NaN and ∞ teach nothing."""
-    rule, make = RULES[name]
-    (dtype, rtol), expected = tolerances(fw), make()
-    shape = (1, 1) if name.startswith("by_example_quantile") else (1,)
-    step = fw.compiled(lambda grads, state: rule.update(grads, state)[1:])
-    state, factors = rule.init([fw.array(np.ones(shape), dtype)]), []
-    shapes = [(tuple(a.shape), a.dtype) for a in optree.tree_leaves(state)]
-    for norm in norms(fw.steps):
-        state, report = step([fw.array(np.full(shape, norm), dtype)], state)
-        factors.append(report.factors[0] if isinstance(report.factors, list) else report.factors)
-    wanted = [expected.step(abs(norm)) for norm in norms(fw.steps)]
-    np.testing.assert_allclose([fw.numpy(x).item() for x in factors], wanted, rtol=rtol, atol=1e-9)
-    known = [fw.numpy(a).ravel() for a in optree.tree_leaves(state)]
-    learned = expected.known()
-    filled = np.concatenate([a[(a != -1) & (a < np.finfo(np.float32).max)] for a in known])
-    if learned:
-        np.testing.assert_allclose(filled, learned, rtol=rtol, atol=rtol)
-    assert [(tuple(a.shape), a.dtype) for a in optree.tree_leaves(state)] == shapes
+    (dtype, rtol), steps = tolerances(fw), steps_of(fw)
+    array = lambda values: fw.array([[values]], dtype)  # one example, where a rule has examples
+    rules = {name: RULES[name][0] for name in names}
+    train = fw.compiled(lambda g, states: {name: rule.update([g], states[name])[1:] for name, rule in rules.items()})
+    states, factors = {name: rule.init([array(1.0)]) for name, rule in rules.items()}, {name: [] for name in names}
+    shapes = [(tuple(a.shape), a.dtype) for a in optree.tree_leaves(states)]
+    for norm in norms(steps):
+        results = train(array(norm), states)
+        for name, (state, report) in results.items():
+            states[name] = state
+            factors[name].append(report.factors[0] if isinstance(report.factors, list) else report.factors)
+    for name in names:
+        expected = RULES[name][1]()
+        wanted = [expected.step(abs(norm)) for norm in norms(steps)]
+        found = [fw.numpy(x).item() for x in factors[name]]
+        np.testing.assert_allclose(found, wanted, rtol=rtol, atol=1e-9, err_msg=name)
+        known = [fw.numpy(a).ravel() for a in optree.tree_leaves(states[name])]
+        filled = np.concatenate([a[(a != -1) & (a < np.finfo(np.float32).max)] for a in known])
+        if learned := expected.known():
+            np.testing.assert_allclose(filled, learned, rtol=rtol, atol=rtol, err_msg=name)
+    assert [(tuple(a.shape), a.dtype) for a in optree.tree_leaves(states)] == shapes
 
 
 def test_adagc_in_a_long_training(fw: Framework) -> None:
@@ -89,7 +109,7 @@ def test_adagc_in_a_long_training(fw: Framework) -> None:
     (dtype, rtol), expected, rule = tolerances(fw), by_hand.AdaGC(2), uc.adagc()
     step = fw.compiled(lambda grads, state: rule.update(grads, state)[1:])
     state, factors = rule.init([fw.array(np.ones(2), dtype), fw.array(1.0, dtype)]), []
-    series = list(zip(norms(fw.steps), norms(fw.steps, 1), strict=True))
+    series = list(zip(norms(steps_of(fw)), norms(steps_of(fw), 1), strict=True))
     for one, two in series:
         state, report = step([fw.array([0.6 * one, 0.8 * one], dtype), fw.array(two, dtype)], state)
         factors.append(report.factors)
@@ -103,7 +123,7 @@ def test_adagc_in_a_long_training(fw: Framework) -> None:
 
 def test_all_of_history_in_a_histogram(fw: Framework) -> None:
     """Without a window the percentile is that of all norms, to half a percent."""
-    (dtype, _), rule, steps = tolerances(fw), uc.autoclip(75, window=None), min(fw.steps, 300)
+    (dtype, _), rule, steps = tolerances(fw), uc.autoclip(75, window=None), min(steps_of(fw), 300)
     step = fw.compiled(lambda grads, state: rule.update(grads, state)[1:])
     state, seen = rule.init(fw.array([1.0], dtype)), []
     for norm in norms(steps):

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import uniclip as uc
-from frameworks import Framework
+from frameworks import EAGER, Framework
+
+pytestmark = pytest.mark.ways(*EAGER)
 
 
 class Pair(NamedTuple):
