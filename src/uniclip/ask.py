@@ -59,7 +59,7 @@ class Asked(NamedTuple):
         if limit.memory:
             if absent_everywhere:  # a step without gradients teaches nothing
                 return [math.inf] * len(norms), state
-            _check_state(rule, self.given.backend, self.layout, state)
+            _check_state(rule, self.given, self.layout, state)
         states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
         answers = [self._of_block(*pair) for pair in zip(self.contexts(norms), states, strict=True)]
         limits = [_checked(self.backend, one, n) for (one, _), n in zip(answers, norms, strict=True)]
@@ -187,7 +187,7 @@ def refuse_shape(name: str, array: Any, norms: Any) -> None:
         raise ValueError(msg)
 
 
-def _check_state(rule: Choices, own: Backend, layout: Layout, state: Any) -> None:
+def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> None:
     """Refuse a state that is none, one of another rule, or one for another number of norms."""
     limit = rule.limit
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
@@ -198,8 +198,11 @@ def _check_state(rule: Choices, own: Backend, layout: Layout, state: Any) -> Non
         msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
         raise TypeError(msg)
     for part, block in zip(parts, layout.blocks, strict=True) if known else ():
-        single = block.dtype == own.xp.float32
-        rows = len(part) if isinstance(limit, PerGroup) else _fitting(rule, part, block.kept, single=single)
+        if isinstance(limit, PerGroup):
+            rows: int | None = len(part)
+        else:
+            _refuse_unfit(rule, given, block, part)
+            rows = next((array.shape[0] for array in part if len(array.shape)), None)
         if rows not in {None, len(block.groups)}:
             msg = (
                 f"the state of {short(rule)} is for {rows} norms, but there are {len(block.groups)}: it was made for "
@@ -208,19 +211,19 @@ def _check_state(rule: Choices, own: Backend, layout: Layout, state: Any) -> Non
             raise ValueError(msg)
 
 
-def _fitting(rule: Choices, state: Any, kept: int | None, *, single: bool) -> int | None:
-    """Return how many rows a state has, ``None`` if all of it is shared by all rows; refuse one of another rule."""
-    limit, shapes = rule.limit, [tuple(array.shape) for array in state]
-    fields, wanted = state._fields, None
-    if limit.host and kept is not None:
-        fields, wanted = _state_of(limit, kept, np.float32 if single else np.float64)
-    if state._fields == fields and (wanted is None or all(map(_fits, shapes, wanted))):
-        return next((shape[0] for shape in shapes if shape), None)
-    msg = (
-        f"the state has {', '.join(state._fields)} of shapes {shapes}, which is not a state of {short(rule)}: it was "
-        "made by another rule, or for other gradients"
-    )
-    raise ValueError(msg)
+def _refuse_unfit(rule: Choices, given: Opened, block: Any, state: Any) -> None:
+    """Refuse a state whose arrays are not those of the limit, outside of traced code."""
+    if not rule.limit.host or block.kept is None or given.backend.traced(given.first):
+        return
+    dtype = np.float32 if block.dtype == given.backend.xp.float32 else np.float64
+    fields, wanted = _state_of(rule.limit, block.kept, dtype)
+    shapes = [tuple(array.shape) for array in state]
+    if state._fields != fields or not all(map(_fits, shapes, wanted)):
+        msg = (
+            f"the state has {', '.join(state._fields)} of shapes {shapes}, which is not a state of {short(rule)}: it "
+            "was made by another rule, or for other gradients"
+        )
+        raise ValueError(msg)
 
 
 @lru_cache(maxsize=256)

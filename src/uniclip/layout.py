@@ -84,14 +84,14 @@ class Opened(NamedTuple):
             msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
             raise ValueError(msg)
         used = [theirs.leaves[numbers[path]] for path in paths]
-        if scope.join is not None:  # a parameter without a gradient shares no norm
+        if absent and scope.join is not None:  # a parameter without a gradient shares no norm
             used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
         tree = Tree(used, self.tree.rebuild, self.tree.paths, "params")
         if used and backend_for(tree) is not self.backend:
             msg = f"{tree.place(0)} is of another framework than {self.tree.place(0)}"
             raise TypeError(msg)
         for number, (param, leaf) in enumerate(zip(used, self.tree.leaves, strict=True)):
-            if tuple(param.shape) != tuple(leaf.shape) and id(leaf) not in absent:
+            if tuple(param.shape) != tuple(leaf.shape) and not (absent and id(leaf) in absent):
                 msg = (
                     f"{tree.place(number)} has shape {tuple(param.shape)}, {self.tree.place(number)} "
                     f"{tuple(leaf.shape)}"

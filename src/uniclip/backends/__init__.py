@@ -59,7 +59,7 @@ def compiling() -> bool:
 
 def plain_backend_of(leaves: list[Any]) -> Backend | None:
     """Return the backend of all leaves, if a quick look shows that they are dense arrays of floating point."""
-    backend = backend_of(leaves[0]) if leaves else None
+    backend = backend_of(leaves[0]) if leaves and leaves[0] is not None else None
     return backend if backend is not None and backend.plain(leaves) else None
 
 

@@ -59,7 +59,15 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
 
 
-namespace = SimpleNamespace(**(vars(compat) | {"asarray": _asarray, "result_type": _result_type}))
+def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002 - the standard's names
+    """Clip by one operation where bounds are numbers; array-api-compat, which also takes arrays, does more."""
+    numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
+    return torch.clamp(x, min, max) if numbers and x.is_floating_point() else compat.clip(x, min, max)
+
+
+namespace = SimpleNamespace(
+    **(vars(compat) | {"asarray": _asarray, "clip": _clip, "result_type": _result_type, "where": torch.where})
+)
 
 _COMPRESSED = {
     torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
