@@ -66,6 +66,12 @@ def _clip(x: Array, min: Any = None, max: Any = None) -> Array:  # noqa: A002 - 
     return x if max is None else tf.minimum(x, _asarray(max, dtype=x.dtype))
 
 
+def _where(condition: Array, x: Any, y: Any, /) -> Array:
+    """Choose; a number becomes as wide as the array beside it."""
+    x = x if hasattr(x, "dtype") else tf.constant(x, y.dtype)
+    return tf.where(condition, x, y if hasattr(y, "dtype") else tf.constant(y, x.dtype))
+
+
 def _reduction(reduce: Callable[..., Array]) -> Callable[..., Array]:
     def reduction(x: Array, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Array:
         return reduce(x, axis=axis if axis is None or isinstance(axis, int) else list(axis), keepdims=keepdims)
@@ -156,7 +162,7 @@ namespace = SimpleNamespace(
     sum=_reduction(tf.reduce_sum),
     take=lambda x, indices, /, *, axis: tf.gather(x, indices, axis=axis),
     tanh=tf.tanh,
-    where=tf.where,
+    where=_where,
     zeros=lambda shape, /, *, dtype=tf.float32: tf.zeros(shape, dtype),
     zeros_like=tf.zeros_like,
 )
