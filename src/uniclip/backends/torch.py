@@ -166,7 +166,8 @@ class _Torch(Backend):
         return squares_here(groups)
 
     def squares_along(self, array: Array, axes: tuple[int, ...]) -> Array | None:
-        view = self.viewed(array) if array.dtype in _REAL and not array.is_neg() else None
+        readable = array.dtype in _REAL and not tracing() and not array.is_neg()
+        view = self.viewed(array) if readable else None
         return None if view is None else squares_along(view, axes)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
