@@ -196,7 +196,8 @@ def share_of_steps(name: str, draw: Draw) -> float:
     if family(name) == "relative":
         rule = {"cowclip": uc.cowclip(np.ones(5)), "agc": uc.agc(axis=0)}.get(name) or made(name)
         params = [np.ones((5, 10)), np.ones((5, 10))]
-        limit, norm = (_flat(rule.measure(grads, (), params)[1][i] for grads in early[:100]) for i in (1, 0))
+        reports = [rule.measure(grads, (), params)[1] for grads in early[:100]]
+        limit, norm = _flat(report.limits for report in reports), _flat(report.norms for report in reports)
         params = [np.median(norm) / np.median(limit) * 2 * w for w in params]
         return float(np.mean([bool(rule.measure(grads, (), params)[1].clipped) for grads in late]))
     if name == "by_value":
