@@ -42,6 +42,18 @@ def lstm() -> Iterator[Shape]:
     yield from linear(64, 128)
 
 
+def mlp() -> Iterator[Shape]:
+    """Yield the shapes of five linear layers: 32 inputs, four layers of 64 units, 10 classes."""
+    for into, out in pairwise([32, 64, 64, 64, 64, 10]):
+        yield from linear(into, out)
+
+
+def convolutions() -> Iterator[Shape]:
+    """Yield the shapes of ten convolutions of 3 x 3 without a bias, as a small residual network has them."""
+    for into, out in pairwise([3, 16, 16, 16, 16, 32, 32, 32, 64, 64, 64]):
+        yield (out, into, 3, 3)
+
+
 def convolution(into: int, out: int, size: int) -> list[Shape]:
     """Return the shapes of a convolution without a bias and of the batch norm behind it."""
     return [(out, into, size, size), (out,), (out,)]
@@ -54,6 +66,7 @@ def linear(into: int, out: int) -> list[Shape]:
 
 RESNET, GPT, LSTM = "ResNet-50", "GPT-2 small", "LSTM"
 TINY, BIG, SMALL = "1,000 leaves of 16", "one leaf of 25 M", "one leaf of 16"
+MLP, TEN, FIFTY, CONVOLUTIONS = "MLP", "10 leaves of 16", "50 leaves of 64", "10 convolutions"
 TREES: dict[str, list[Shape]] = {
     RESNET: list(resnet50()),
     GPT: list(gpt2()),
@@ -61,7 +74,12 @@ TREES: dict[str, list[Shape]] = {
     TINY: [(16,)] * 1000,
     BIG: [(25_000_000,)],
     SMALL: [(16,)],
+    MLP: list(mlp()),
+    TEN: [(16,)] * 10,
+    FIFTY: [(64,)] * 50,
+    CONVOLUTIONS: list(convolutions()),
 }
+"""Shapes in PyTorch's order of axes, output units first."""
 LARGE = [RESNET, GPT, BIG]
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from contenders import NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ
+from contenders import ALL_OURS, NATIVE, NATIVE_IN_PLACE, OURS, READ
 from gradient_trees import TREES, entries
-from targets import Row, Verdict, judged
+from targets import COUNTS, Row, Verdict, case, judged, per_leaf, tree_of
+from training_steps import BASES
 
 TITLES = {"numpy": "NumPy", "torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
-ORDER = [NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ]
+ORDER = [NATIVE, NATIVE_IN_PLACE, *ALL_OURS, READ]
 CASE = ["called", "gradients", "clipped"]
 Results = dict[str, Any]
 
@@ -24,15 +25,18 @@ def report(results: Results) -> str:
 def parts(results: Results) -> dict[str, str]:
     """Return the parts of the page on performance, by name; one that was not measured is empty."""
     rows = results.get("rows", [])
-    verdicts = list(judged(rows))
+    verdicts = list(judged(results))
     return {
         "versions": versions(results["about"]),
         "ratios": by_framework(rows, speeds),
         "memory": by_framework(rows, memory),
         "compiling": by_framework(rows, compiling),
         "targets": by_framework(verdicts, aims),
-        "missed": missed(verdicts) if rows else "",
+        "missed": missed(verdicts) if verdicts else "",
         "slower": slower(rows),
+        "steps": by_framework(results.get("steps", []), training),
+        "rules-compiling": rules_compiling(results.get("compiling", [])),
+        "per-leaf": growth(results.get("scaling", [])),
         "scaling": by_framework(results.get("scaling", []), curves),
     }
 
@@ -55,17 +59,7 @@ def by_framework(items: list[Any], make: Any) -> str:
 
 def framework_of(item: Row | Verdict) -> str:
     """Return the framework that something was measured on."""
-    return item.target.framework if isinstance(item, Verdict) else item["framework"]
-
-
-def case(row: Row) -> list[str]:
-    """Return what a row is about."""
-    return [row["way"], tree_of(row), "yes" if row["clipped"] else "no"]
-
-
-def tree_of(row: Row) -> str:
-    """Return the gradients of a row, with their type if it is not the usual one."""
-    return row["tree"] if row["dtype"] == "float32" else f"{row['tree']}, {row['dtype']}"
+    return item.framework if isinstance(item, Verdict) else item["framework"]
 
 
 def present(rows: list[Row]) -> list[str]:
@@ -76,19 +70,21 @@ def present(rows: list[Row]) -> list[str]:
 def speeds(rows: list[Row]) -> str:
     """Return the ratios, then the times."""
     names = present(rows)
-    ours = [name for name in (OURS, OURS_IN_PLACE) if name in names]
+    ours = [name for name in ALL_OURS if name in names]
     heads = [*CASE, *(f"native / {name}" for name in ours), *names]
     return table(heads, (case(row) + ratios(row, ours) + times(row, names) for row in rows))
 
 
 def ratios(row: Row, names: list[str]) -> list[str]:
-    """Return how far uniclip is ahead."""
-    return [spread(row["contenders"][name]["ratio"]) for name in names]
+    """Return how far uniclip is ahead; nothing for a contender that the row lacks."""
+    found = row["contenders"]
+    return [spread(found[name]["ratio"]) if name in found else "" for name in names]
 
 
 def times(row: Row, names: list[str]) -> list[str]:
     """Return the medians of the times."""
-    return [duration(row["contenders"][name]["us"]) for name in names]
+    found = row["contenders"]
+    return [duration(found[name]["us"]) if name in found else "" for name in names]
 
 
 def memory(rows: list[Row]) -> str:
@@ -99,7 +95,9 @@ def memory(rows: list[Row]) -> str:
 
 
 def extra(row: Row, name: str) -> str:
-    """Return the extra memory of one contender."""
+    """Return the extra memory of one contender, if the row has it."""
+    if name not in row["contenders"]:
+        return ""
     size = entries(TREES[row["tree"]]) * (4 if row["dtype"] == "float32" else 2)
     count = row["contenders"][name]["extra_bytes"]
     return f"{count / size:.2f} × ({count / 2**20:,.1f} MiB)"  # noqa: RUF001 - times
@@ -113,9 +111,50 @@ def compiling(rows: list[Row]) -> str:
     return table([*CASE[:2], *names], lines)
 
 
+def rules_compiling(rows: list[Row]) -> str:
+    """Return how long each rule takes to compile, in seconds and in times of the native loop."""
+    lines = (
+        [
+            TITLES[row["framework"]],
+            row["way"],
+            name,
+            spread(found["s"]),
+            spread(found["times"]) if name != NATIVE else "",
+        ]
+        for row in rows
+        for name, found in row["contenders"].items()
+    )
+    return table(["framework", "called", "what", "seconds", "times the native loop"], lines)
+
+
+def training(rows: list[Row]) -> str:
+    """Return the times of steps of training."""
+    lines = (
+        [
+            row["kind"],
+            name,
+            spread(in_ms(found["us"])),
+            spread(in_ms(found["above"])) if name != BASES[row["kind"]] else "",
+        ]
+        for row in rows
+        for name, found in row["contenders"].items()
+    )
+    return table(["step", "rule", "ms", "ms more"], lines)
+
+
+def growth(rows: list[Row]) -> str:
+    """Return the times per leaf."""
+    lines = (
+        [TITLES[framework], rule, name, *map(duration, times)]
+        for (framework, rule), found in per_leaf(rows).items()
+        for name, times in found.items()
+    )
+    return table(["framework", "rule", "what", *(f"{count:,} leaves" for count in COUNTS)], lines)
+
+
 def aims(verdicts: list[Verdict]) -> str:
     """Return each target beside what was measured."""
-    heads = ["called", "gradients", "clipped", "what", "wanted", "measured", "reached"]
+    heads = [*CASE, "what", "wanted", "measured", "reached"]
     return table(heads, map(aim, verdicts))
 
 
@@ -128,17 +167,15 @@ def missed(verdicts: list[Verdict]) -> str:
 
 def aim(verdict: Verdict) -> list[str]:
     """Return a target as texts."""
-    target = verdict.target
-    what = target.measure.text.replace("uniclip", target.name)
-    wanted = f"{'at least' if target.measure.sign > 0 else 'at most'} {verdict.bound:g}"
-    clipped, reached = "yes" if target.clipped else "no", "yes" if verdict.reached else "**no**"
-    return [target.way, verdict.tree, clipped, what, wanted, spread(verdict.quartiles), reached]
+    wanted = f"{'at least' if verdict.sign > 0 else 'at most'} {verdict.bound:g}"
+    reached = "yes" if verdict.reached else "**no**"
+    return [*verdict.case, verdict.what, wanted, spread(verdict.quartiles), reached]
 
 
 def slower(rows: list[Row]) -> str:
     """Return where uniclip takes longer than what it is compared with."""
     found: dict[str, list[str]] = {}
-    for row, name in ((row, name) for row in rows for name in (OURS, OURS_IN_PLACE) if name in row["contenders"]):
+    for row, name in ((row, name) for row in rows for name in ALL_OURS if name in row["contenders"]):
         ratio = row["contenders"][name]["ratio"]
         if round(ratio[1], 2) < 1:
             state = "clipped" if row["clipped"] else "not clipped"
@@ -149,8 +186,9 @@ def slower(rows: list[Row]) -> str:
 
 def curves(rows: list[Row]) -> str:
     """Return the times over leaves and entries."""
-    heads = ["called", "leaves", "entries", NATIVE, OURS]
-    lines = ([r["way"], f"{r['leaves']:,}", f"{r['entries']:,}", *map(duration, r["us"].values())] for r in rows)
+    heads = ["called", "rule", "leaves", "entries", NATIVE, OURS]
+    counts = ([f"{row['leaves']:,}", f"{row['entries']:,}"] for row in rows)
+    lines = ([r["way"], r["rule"], *n, *map(duration, r["us"].values())] for r, n in zip(rows, counts, strict=True))
     return table(heads, lines)
 
 
@@ -158,6 +196,11 @@ def spread(quartiles: list[float]) -> str:
     """Return a median and the quartiles around it."""
     low, middle, high = (f"{x:.2f}" for x in quartiles)
     return f"{middle} ({low}-{high})" if low != high else middle
+
+
+def in_ms(us: list[float]) -> list[float]:
+    """Return microseconds in milliseconds."""
+    return [x / 1e3 for x in us]
 
 
 def duration(us: float) -> str:

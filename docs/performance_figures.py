@@ -14,16 +14,19 @@ from matplotlib.patches import Patch
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from contenders import EAGER, NATIVE, OURS, OURS_IN_PLACE
-from speed_tables import TITLES, tree_of
+from contenders import DROP_IN, EAGER, GLOBAL, NATIVE, OURS, OURS_IN_PLACE
+from speed_tables import TITLES
+from targets import tree_of
 
 Row = dict[str, Any]
 Look = tuple[str, float, str]
 LOOKS: dict[tuple[str, bool], Look] = {
     (OURS, False): (BLUE, 1.0, "not clipped"),
     (OURS_IN_PLACE, False): (BLUE, 0.45, "not clipped, in place"),
+    (DROP_IN, False): (GREEN, 1.0, "not clipped, drop-in"),
     (OURS, True): (ORANGE, 1.0, "clipped"),
     (OURS_IN_PLACE, True): (ORANGE, 0.45, "clipped, in place"),
+    (DROP_IN, True): (RED, 1.0, "clipped, drop-in"),
 }
 """The color, the opacity and the label of a contender, unclipped and clipped."""
 COLORS = dict(zip(TITLES, [GRAY, RED, ORANGE, BLUE], strict=True))
@@ -78,7 +81,8 @@ def plain_ticks(ax: Any, values: list[float]) -> None:
 
 
 def scaling(points: list[Row]) -> Figure:
-    """Draw the time over the number of leaves, and over the number of entries."""
+    """Draw the time of the global norm over the number of leaves, and over the number of entries."""
+    points = [point for point in points if point["rule"] == GLOBAL]
     figure = Figure(figsize=(5.6, 7.6))
     top, bottom = figure.subplots(2, 1)
     for framework, way in dict.fromkeys((point["framework"], point["way"]) for point in points):

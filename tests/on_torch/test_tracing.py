@@ -43,6 +43,16 @@ def test_one_graph() -> None:
     assert counter.frame_count == 1
 
 
+def test_units() -> None:
+    """The norms of units are measured in one graph, too."""
+    torch._dynamo.reset()
+    rule, params = uc.agc(), [torch.ones(3, 2, 2, 2), torch.ones(3)]
+    clip = torch.compile(lambda g, p: uc.clip(g, rule, p)[0], fullgraph=True, backend="aot_eager", dynamic=False)
+    for by in (1.0, 1e-3):
+        grads = [by * torch.arange(1.0, 25.0).reshape(3, 2, 2, 2), by * torch.arange(3.0)]
+        same(clip(grads, params), uc.clip(grads, rule, params)[0])
+
+
 def test_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled before uniclip has seen any tensor is not compiled again after it has."""
     monkeypatch.setattr("uniclip.backends._CACHE", {})
