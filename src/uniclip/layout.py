@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from uniclip._checks import check
 from uniclip._repr import stable
+from uniclip.backends import backend_of
 from uniclip.backends.base import cast, unchanged
 from uniclip.scopes import Scope, everything
 from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
@@ -76,18 +77,21 @@ class Opened(NamedTuple):
         TypeError
             If the parameters are of another framework.
         """
-        theirs = flatten(params, "params")
-        numbers = {path: number for number, path in enumerate(theirs.paths())}
-        paths = self.tree.paths()
-        missing = [path for path in paths if path not in numbers]
-        if missing:
-            msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
-            raise ValueError(msg)
-        used = [theirs.leaves[numbers[path]] for path in paths]
+        theirs, backend = flatten(params, "params"), self.backend
+        used = theirs.leaves
+        if theirs.spec is None or theirs.spec != self.tree.spec:
+            numbers = {path: number for number, path in enumerate(theirs.paths())}
+            paths = self.tree.paths()
+            missing = [path for path in paths if path not in numbers]
+            if missing:
+                msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
+                raise ValueError(msg)
+            used = [theirs.leaves[numbers[path]] for path in paths]
         if absent and scope.join is not None:  # a parameter without a gradient shares no norm
             used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
-        tree = Tree(used, self.tree.rebuild, self.tree.paths, "params")
-        if used and backend_for(tree) is not self.backend:
+        tree = Tree(used, self.tree.rebuild, self.tree.paths, "params", None, self.tree.spec)
+        same = all([backend_of(leaf) is backend for leaf in used])
+        if not same and backend_for(tree) is not backend:
             msg = f"{tree.place(0)} is of another framework than {self.tree.place(0)}"
             raise TypeError(msg)
         for number, (param, leaf) in enumerate(zip(used, self.tree.leaves, strict=True)):
@@ -97,7 +101,11 @@ class Opened(NamedTuple):
                     f"{tuple(leaf.shape)}"
                 )
                 raise ValueError(msg)
-        return _opened(self.backend, tree)
+        values = list(map(backend.detached, used)) if same else used
+        if backend.plain(values):
+            return Opened(backend, tree, values)
+        backend_for(tree)  # refuses what is no array of numbers
+        return _opened(backend, tree)
 
 
 class Block(NamedTuple):

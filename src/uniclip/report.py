@@ -133,6 +133,9 @@ class Late(Report):
         self._make = make
         self._found: dict[str, Any] = {}
 
+    def __getitem__(self, number: int | slice) -> Any:
+        return tuple(self)[number]
+
     def __getattr__(self, name: str) -> Any:
         if name not in FIELDS:
             raise AttributeError(name)

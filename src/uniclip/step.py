@@ -192,13 +192,13 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     # A limit sees ∞ as NaN: as a limit, ∞ would leave alone. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
     limits, new_state = Asked(rule, given, layout, backend, step).limits(seen, state)
-    decided = rule.nonfinite in {"raise", "skip"} or new_state is not state
+    decided = rule.nonfinite in {"raise", "skip"} or rule.limit.memory
     fine = finite(backend, sound, faults) if decided else None
     if rule.nonfinite == "raise":
         refuse(given, backend, fine)
     measured = zip(norms, limits, faults, strict=True)
     factors = [factors_of(backend, rule, n, limit, fault, fine) for n, limit, fault in measured]
-    if new_state is not state:
+    if rule.limit.memory:
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine)
     return Decision(given, layout, backend, norms, limits, factors, faults, sound, skipped, state)

@@ -21,9 +21,6 @@ from uniclip.limits.base import (
 )
 from uniclip.norms import L2
 
-_LEAST = 1e-36
-"""Less than the sum of the squares of norms in units of the largest, if one of them is above 0."""
-
 
 class Averages(NamedTuple):
     """A running average of each norm, and how many steps were taken: by all rows (`Ema`), or by each."""
@@ -94,7 +91,7 @@ class Ema(Remembers):
         dtype, top = unit.dtype, unlimited(xp, unit)  # the joint norm may be beyond the dtype of these norms
         total = context.total(lambda one: (cast(xp, one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
         # The joint norm is the root times the unit, of which neither leaves the range.
-        root = context.asarray(xp.sqrt(xp.clip(total, _LEAST, top)), dtype)
+        root = context.asarray(xp.sqrt(xp.clip(total, float(xp.finfo(dtype).smallest_normal), top)), dtype)
         unit, own = context.asarray(unit, dtype), cast(xp, norms, dtype)
         above = unit * root > most
         # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.

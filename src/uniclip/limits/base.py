@@ -233,10 +233,10 @@ def unlimited(xp: Any, n: Array) -> float:
 def unit_of(xp: Any, top: Array) -> Array:
     """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or close to it.
 
-    Its reciprocal, by which compilers multiply, is a normal number.
+    Its reciprocal, by which compilers multiply, is a normal number, and so is the square of that: a second derivative.
     """
     numbers = xp.finfo(top.dtype)
-    return xp.clip(top, float(numbers.smallest_normal), float(numbers.max) / 4)
+    return xp.clip(top, 2 * float(numbers.smallest_normal) ** 0.5, float(numbers.max) / 4)
 
 
 def at_most(xp: Any, norms: Array, bound: Array | float) -> Array:
