@@ -253,7 +253,8 @@ def _rounded_down(xp: Any, array: Any) -> Any:
         return xp.astype(xp.astype(xp.floor(x), xp.int32), array.dtype)
 
     power = 2 ** whole(xp.log2(array))
-    return power * (whole(array / power * 2**20) / 2**20)
+    # A compiler that divides the power first would leave the range; with the 1 it cannot.
+    return power * (1 + whole((array / power - 1) * 2**20) / 2**20)
 
 
 def _euclidean(ruler: _Ruler) -> Blocks:

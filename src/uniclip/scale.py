@@ -11,7 +11,7 @@ import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.base import cast, finite_or_zero, spread, upcast
-from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, normalize
+from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, hard, normalize
 from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant, Limit
 from uniclip.limits.base import Vectorized
@@ -83,10 +83,13 @@ def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: 
     if measures(rule.limit):
         return Factors(None, _kept(backend, rule, norms, xp.ones_like(norms), finite))
     if isinstance(limits, NUMBERS):
-        unlimited, limits = bool(limits >= top), xp.asarray(limits, dtype=norms.dtype)
+        unlimited: Any = bool(limits >= top)
+        limits = xp.asarray(limits, dtype=norms.dtype)
     else:
         limits = cast(xp, backend.to_device_of(norms, limits), norms.dtype)
-        unlimited, fault = limits >= top, fault + (limits - limits)
+        unlimited = None if rule.curve in WITHIN else limits >= top
+        if rule.curve is not hard:  # which makes NaN of NaN itself
+            fault = fault + (limits - limits)
         if not (isinstance(rule.limit, Vectorized) and rule.limit.host):  # whose limits are 0 or more
             # 0, or NaN for what is refused where it can be read.
             fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
@@ -94,7 +97,7 @@ def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: 
         power, rest = None, xp.ones_like(norms)
     else:
         power, rest = _curved(backend, rule.curve, norms, limits, top)
-    if not isinstance(unlimited, bool) and rule.curve not in WITHIN:
+    if not (unlimited is None or isinstance(unlimited, bool)):
         power = None if power is None else xp.where(unlimited, 1.0, power)
         rest = xp.where(unlimited, 1.0, rest)
     rest = rest + fault

@@ -109,6 +109,59 @@ def test_no_reads_in_the_functions() -> None:
         close(found, wanted)
 
 
+VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "unbind", "unsqueeze", "view"}
+"""Operations that start no kernel."""
+FAST = {"_foreach_norm", "_foreach_mul.Tensor", "_foreach_mul.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"}
+"""Those on many arrays for which CUDA has one kernel; with a factor for each array it has one for each."""
+KERNELS = {
+    "global": (uc.by_global_norm(1.0), 16, 0),
+    "by_norm": (uc.by_norm(1.0), 15, 1),
+    "zclip": (uc.zclip(), 60, 0),
+    "adagc": (uc.adagc(), 60, 1),
+    "agc": (uc.agc(), 60, 4),
+}
+"""Rules, and how many kernels a step may start: so many, and so many for each leaf."""
+
+
+class Kernels(TorchDispatchMode):
+    """Count the kernels that operations start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, way = func.overloadpacket.__name__, f"{func.overloadpacket.__name__}.{func._overloadname}"
+        on_the_host = not any(isinstance(arg, (torch.Tensor, list, tuple)) for arg in args)  # a number becomes a tensor
+        if name not in VIEWS | {"promote_types"} and not on_the_host:
+            self.count += len(args[0]) if name.startswith("_foreach") and not {name, way} & FAST else 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["functional", "in place"])
+@pytest.mark.parametrize("leaves", [2, 20])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name: str, leaves: int, in_place: bool) -> None:
+    """A step starts a few dozen kernels, whatever the number of norms: beside scaling nothing goes leaf by leaf."""
+    rule, fixed, of_each = KERNELS[name]
+    grads, params = ([torch.randn(8, 4 + number) for number in range(leaves)] for _ in range(2))
+    with on_an_accelerator():
+        state = rule.init(grads)
+        with Kernels() as kernels:
+            rule.update(grads, state, params, in_place=in_place)
+    assert kernels.count <= fixed + of_each * leaves
+
+
+def test_kernels_are_counted() -> None:
+    """An operation, views of its result, and one on many arrays with one factor and with a factor for each."""
+    three = [torch.ones(2), torch.ones(3), torch.ones(4)]
+    with Kernels() as kernels:
+        (three[1] + 1).view(3, 1)[0].detach()
+        torch._foreach_mul(three, 2.0)
+        torch._foreach_mul(three, [1.0, 2.0, 3.0])
+    assert kernels.count == 1 + 1 + len(three)
+
+
 class WithoutCUDA(TorchFunctionMode):
     """Slice and copy by PyTorch's operators: its methods ask for the library of CUDA, which need not be here."""
 

@@ -77,27 +77,30 @@ class Ema(Remembers):
         """Compare with the averages, then learn from what is left."""
         xp, averages = context.xp, state.averages
         warm, unknown = state.count < self.warmup, averages < 0
-        limits = xp.where(unknown, unlimited(xp, norms), self.ratio * averages)
+        free, limits = unknown, self.ratio * averages
         if self.warmup:
-            limits = xp.where(warm, self._together(norms, context), limits)
-        left, first = at_most(xp, norms, limits), warm | unknown
-        least = xp.where(unknown, left, at_most(xp, left, averages))
+            within, together = self._together(norms, context)
+            free, limits = xp.where(warm, within, unknown), xp.where(warm, together, limits)
+        limits = xp.where(free, unlimited(xp, norms), limits)
+        left, first = xp.minimum(norms, limits), warm | unknown
+        least = xp.where(unknown, left, xp.minimum(left, averages))
         moved = xp.where(first, least, self.decay * averages + (1 - self.decay) * left)
         return limits, Averages(xp.where(first & (norms <= 0), averages, moved), state.count + 1)
 
-    def _together(self, norms: Array, context: Context) -> Array:
-        """Return limits that scale all norms to the joint norm ``warmup_norm``, where they are above it."""
+    def _together(self, norms: Array, context: Context) -> tuple[Array, Array]:
+        """Return whether the joint norm is within ``warmup_norm``, and the limits that scale all norms to it."""
         xp, unit, most = context.xp, unit_of(context.xp, context.largest(lambda one: one.norms)), self.warmup_norm
-        dtype, top = unit.dtype, unlimited(xp, unit)  # the joint norm may be beyond the dtype of these norms
+        dtype = unit.dtype  # the joint norm may be beyond the dtype of these norms
         total = context.total(lambda one: (cast(xp, one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
         # The joint norm is the root times the unit, of which neither leaves the range.
-        root = context.asarray(xp.sqrt(xp.clip(total, float(xp.finfo(dtype).smallest_normal), top)), dtype)
+        # The sum is 1 or more, but for zeros, where a root has no derivative.
+        root = context.asarray(xp.sqrt(xp.clip(total, 0.5, unlimited(xp, unit))), dtype)
         unit, own = context.asarray(unit, dtype), cast(xp, norms, dtype)
-        above = unit * root > most
+        within = xp.logical_not(unit * root > most)  # of NaN, too: other leaves are not limited
         # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
-        high = xp.where(above, xp.clip(own, most, top), unit) / unit
-        low = xp.clip(own, 0.0, most) / xp.where(above, root, 1.0)
-        return xp.where(above, cast(xp, high * low, norms.dtype), unlimited(xp, norms))
+        high = xp.where(within, unit, xp.clip(own, most, unlimited(xp, unit))) / unit
+        low = xp.clip(own, 0.0, most) / xp.where(within, 1.0, root)
+        return within, cast(xp, high * low, norms.dtype)
 
 
 @dataclass(frozen=True, repr=False)

@@ -231,12 +231,12 @@ def unlimited(xp: Any, n: Array) -> float:
 
 
 def unit_of(xp: Any, top: Array) -> Array:
-    """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or close to it.
+    """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or a little less.
 
-    Its reciprocal, by which compilers multiply, is a normal number, and so is the square of that: a second derivative.
+    Its reciprocal, by which compilers multiply, is a normal number; that of zeros has a square, a second derivative.
     """
     numbers = xp.finfo(top.dtype)
-    return xp.clip(top, 2 * float(numbers.smallest_normal) ** 0.5, float(numbers.max) / 4)
+    return xp.where(top > 0, xp.clip(top, float(numbers.smallest_normal), float(numbers.max) / 4), 2.0**-30)
 
 
 def at_most(xp: Any, norms: Array, bound: Array | float) -> Array:
