@@ -24,7 +24,6 @@ from uniclip.clipper import Clipper
 from uniclip.combine import Chain, Masked, chain, masked
 from uniclip.curves import NonMonotonic, Regularized, hard, normalize, skip, smooth, soft, tanh
 from uniclip.limits import (
-    Block,
     Constant,
     Context,
     Ema,
@@ -91,7 +90,6 @@ __all__ = [
     "L2",
     "MEAN",
     "RMS",
-    "Block",
     "ByValue",
     "Chain",
     "Clipper",

@@ -40,7 +40,7 @@ class Block(NamedTuple):
 class Context:
     """What a limit may ask for beside the norms of a block.
 
-    Most steps have one block; a limit is called once for each, and `total` and `largest` look at all of them.
+    Most steps have one block; a limit is called once for each, and ``total`` and ``largest`` look at all of them.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Context:
 
     @property
     def xp(self) -> Any:
-        """The array API namespace of the norms: NumPy's where the host can read them at no cost."""
+        """The array API namespace of the norms, NumPy's where the host can read them at no cost."""
         return self._backend.xp
 
     @property
@@ -143,7 +143,7 @@ class Limit:
     memory: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What it looks at beside the norms: ``"params"``, ``"sizes"`` and ``"loss"``, which cost time to find.
+    """What it looks at beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``, which cost time to find.
 
     For the loss every process takes part in joining their losses."""
     host: ClassVar[bool] = False
