@@ -185,6 +185,8 @@ def _changed(given: Opened, layout: Layout, factors: list[Factors], skip: bool) 
     """Return the leaves, each multiplied by its factor."""
     new: list[Any] = list(given.tree.leaves)
     left: list[tuple[int, int, int]] = []
+    if given.ways is None and not given.clean and all([_all_one(some.rest) for some in factors]):
+        return new
     for number, (block, some) in enumerate(zip(layout.blocks, factors, strict=True)):
         known = _known(given.backend, some.rest)
         for row, group in enumerate(block.groups):
@@ -200,6 +202,11 @@ def _changed(given: Opened, layout: Layout, factors: list[Factors], skip: bool) 
     for (leaf, _, _), result in zip(left, results, strict=True):
         new[leaf] = result
     return new
+
+
+def _all_one(factors: Any) -> bool:
+    """Whether all factors of a block are known to be 1."""
+    return isinstance(factors, np.ndarray) and bool((factors == 1).all())
 
 
 def _known(backend: Backend, factors: Any) -> list[bool] | None:

@@ -43,8 +43,6 @@ class Decision(NamedTuple):
     norms: list[Any]
     limits: list[Any]
     factors: list[Factors]
-    faults: list[Any]
-    """0, and NaN where a norm is not finite."""
     sound: list[Any]
     """Whether all entries are finite, where they were looked at."""
     skipped: Any
@@ -64,8 +62,7 @@ class Decision(NamedTuple):
         given, own = self.given, self.given.backend
         seen = _Seen(
             own, self.backend, self.layout, given.tree._replace(leaves=[]), own.device(given.first), self.norms,
-            self.limits, [some.product(self.backend.xp) for some in self.factors], self.faults,
-            self.sound, self.skipped,
+            self.limits, [some.product(self.backend.xp) for some in self.factors], self.sound, self.skipped,
         )  # fmt: skip
         if given.tree.spec is None or own.traced(given.first):  # a way back that may hold the gradients
             return Made(*[seen.field(name) for name in Made._fields])
@@ -83,7 +80,6 @@ class _Seen(NamedTuple):
     norms: list[Any]
     limits: list[Any]
     factors: list[Any]
-    faults: list[Any]
     sound: list[Any]
     skipped: Any
 
@@ -95,7 +91,7 @@ class _Seen(NamedTuple):
                 same = self.backend.all_of([xp.all(xp.equal(some, 1.0)) for some in self.factors])
                 return self._own(xp.logical_not(same))
             if name == "finite":
-                return self._own(finite(self.backend, self.sound, self.faults))
+                return self._own(finite(self.backend, self.sound, self.norms))
             if name == "skipped":
                 return self._own(self.skipped)
             blocks = getattr(self, name)
@@ -132,9 +128,7 @@ class Single(NamedTuple):
         """Return the same in arrays."""
         norms, limits, factors = (np.asarray([one]) for one in (self.norms, self.limits, self.factors))
         layout = layout_of(self.given, rule.scope)
-        return Decision(
-            self.given, layout, DEFAULT, [norms], [limits], [Factors(None, factors)], [0 * norms], [], None, self.state
-        )
+        return Decision(self.given, layout, DEFAULT, [norms], [limits], [Factors(None, factors)], [], None, self.state)
 
     def report(self) -> Report:
         """Return the report."""
@@ -193,7 +187,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
     limits, new_state = Asked(rule, given, layout, backend, step).limits(seen, state)
     decided = rule.nonfinite in {"raise", "skip"} or rule.limit.memory
-    fine = finite(backend, sound, faults) if decided else None
+    fine = finite(backend, sound, norms) if decided else None
     if rule.nonfinite == "raise":
         refuse(given, backend, fine)
     measured = zip(norms, limits, faults, strict=True)
@@ -201,7 +195,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     if rule.limit.memory:
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine)
-    return Decision(given, layout, backend, norms, limits, factors, faults, sound, skipped, state)
+    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state)
 
 
 def first_state(rule: Choices, given: Opened) -> Any:
@@ -212,9 +206,9 @@ def first_state(rule: Choices, given: Opened) -> Any:
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def finite(backend: Backend, sound: list[Any], faults: list[Any]) -> Any:
+def finite(backend: Backend, sound: list[Any], norms: list[Any]) -> Any:
     """Return whether all entries (where they were looked at) and all norms are finite."""
-    return backend.all_of([*sound, *[backend.xp.all(fault >= 0) for fault in faults]])
+    return backend.all_of([*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in norms]])
 
 
 def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:

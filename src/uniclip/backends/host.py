@@ -20,8 +20,8 @@ _REAL = {"e", "E", "f", "d"}  # E is the bfloat16 of ml_dtypes
 _ROW = 512
 """How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
 processors keep few partial sums: 512 squares are off by 3e-7 at most with each of them, 1,024 by 5e-7."""
-SMALL = 2**14
-"""Up to how many entries it is faster to copy arrays into one than to look at each."""
+_COPIED, _TINY = 2**14, 2**6
+"""Up to how many entries arrays are copied into one: together, or each of many."""
 _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added one by one: the errors of so few are small, even if they have one sign."""
@@ -32,6 +32,11 @@ def few(arrays: list[Any], size: int) -> bool:
     return len(arrays) <= _FEW and size <= PIECE
 
 
+def small(sizes: list[int]) -> bool:
+    """Whether it is faster to copy arrays of these sizes into one than to look at each; none of them is empty."""
+    return sum(sizes) <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
+
+
 def squares(groups: Sequence[Sequence[View]]) -> View | None:
     """Return ``Σx²`` over the arrays of each group, ``None`` if one is not of real floating point."""
     kinds = {array.dtype.char for group in groups for array in group}
@@ -39,8 +44,9 @@ def squares(groups: Sequence[Sequence[View]]) -> View | None:
         return None
     arrays = [array for group in groups for array in group]
     sizes = [array.size for array in arrays]
-    if len(arrays) > 1 and kinds <= {"f", "d"} and sum(sizes) <= SMALL and all(sizes):
-        counts = [sum([array.size for array in group]) for group in groups]
+    if len(arrays) > 1 and kinds <= {"f", "d"} and small(sizes):
+        alone = len(groups) == len(arrays)
+        counts = sizes if alone else [sum([array.size for array in group]) for group in groups]
         return squares_of_joined(np.concatenate([array.ravel() for array in arrays]), counts)
     totals = [sum([_squares(array) for array in group]) for group in groups]
     return np.array(totals, np.float64 if "d" in kinds else np.float32)
@@ -79,9 +85,7 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
     ordered = array.transpose(*kept, *axes)
     if ordered.flags.c_contiguous:
         rows = ordered.reshape(math.prod(shape), -1)
-        whole = rows.shape[1] - rows.shape[1] % _ROW
-        parts = [rows[:, start : start + _ROW] for start in range(0, whole, _ROW)] + [rows[:, whole:]]
-        total = sum(np.vecdot(part, part).astype(np.float64) for part in parts)
+        total = np.vecdot(rows, rows) if rows.shape[1] <= _ROW else _of_long_rows(rows)
     elif array.transpose(*axes, *kept).flags.c_contiguous:
         columns = array.transpose(*axes, *kept).reshape(-1, math.prod(shape))
         whole = len(columns) - len(columns) % _FEW_ROWS
@@ -91,6 +95,14 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
     else:
         return None
     return np.asarray(total, array.dtype).reshape(shape)
+
+
+def _of_long_rows(rows: View) -> View:
+    whole = rows.shape[1] - rows.shape[1] % _ROW
+    parts, rest = rows[:, :whole].reshape(len(rows), -1, _ROW), rows[:, whole:]
+    total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
+    total += np.vecdot(rest, rest)
+    return total
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:

@@ -59,6 +59,11 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
 
 
+def _isfinite(x: torch.Tensor, /) -> torch.Tensor:
+    """Ask in two operations, where PyTorch takes four."""
+    return x - x == 0
+
+
 def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002 - the standard's names
     """Clip by one operation where bounds are numbers; array-api-compat, which also takes arrays, does more."""
     numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
@@ -66,7 +71,10 @@ def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
 
 
 namespace = SimpleNamespace(
-    **(vars(compat) | {"asarray": _asarray, "clip": _clip, "result_type": _result_type, "where": torch.where})
+    **(
+        vars(compat)
+        | {"asarray": _asarray, "clip": _clip, "isfinite": _isfinite, "result_type": _result_type, "where": torch.where}
+    )
 )
 
 _COMPRESSED = {

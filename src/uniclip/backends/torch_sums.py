@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from uniclip.backends.base import PIECE
-from uniclip.backends.host import SMALL, few, squares, squares_of_joined
+from uniclip.backends.host import few, small, squares, squares_of_joined
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 
@@ -20,6 +20,8 @@ _ROW = 256
 """How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
 _SHORT = 2**11
 """Up to how many entries a copy in double precision takes no longer than norms of rows."""
+_SMALL = 2**14
+"""Up to how many entries it is faster to copy arrays into one than to look at each."""
 _KEPT = 2**22
 """Of how many entries, about, norms of rows are kept before these are added: the memory for them is limited."""
 
@@ -38,7 +40,7 @@ def squares_here(groups: Groups) -> Any:
     arrays = [array for group in groups for array in group]
     dtype, wide = arrays[0].dtype, torch.float64 if arrays[0].dtype is torch.float64 else torch.float32
     sizes = [array.numel() for array in arrays]
-    if dtype in {torch.float32, torch.float64} and sum(sizes) <= SMALL and all(sizes):
+    if dtype in {torch.float32, torch.float64} and small(sizes):
         flat = torch._utils._flatten_dense_tensors(arrays)  # noqa: SLF001
         counts = [sum(sizes)] if len(groups) == 1 else [sum([array.numel() for array in group]) for group in groups]
         return squares_of_joined(flat.detach().numpy(), counts)
@@ -69,7 +71,7 @@ def _vectors(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> Iterator[torc
     entries = 0
     for array in arrays:
         size = array.numel()
-        if size > SMALL:
+        if size > _SMALL:
             flat = _flat(array)
             if flat is None:
                 yield None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from numbers import Number
 from typing import Any
 
@@ -22,8 +21,12 @@ from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
-from uniclip.rules import clip_known, measured
+from uniclip.rules import Rule, clip_known, measured
 from uniclip.verbs import clip_
+
+_RULES: dict[tuple[float, float, bool], Rule] = {}
+"""Rules of `clip_grad_norm_`, which is called with the same numbers again and again."""
+_KEPT = 64
 
 
 def clip_grad_norm_(
@@ -86,11 +89,14 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    grads, limit, order = _whole_grads(parameters), _limit("max_norm", max_norm), _order(norm_type)
+    grads, rule = _whole_grads(parameters), _rule(max_norm, norm_type, error_if_nonfinite)
     if not _any(grads):
         return torch.tensor(0.0)
-    with torch.no_grad(), _runtime_error():
-        return clip_(grads, by_global_norm(limit, ord=order, nonfinite=_policy(error_if_nonfinite))).norms
+    try:
+        with torch.no_grad():
+            return clip_known(rule, grads, None, in_place=True)[1]
+    except FloatingPointError as error:
+        raise _as_pytorch_raises(error) from error
 
 
 def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = None) -> None:
@@ -158,14 +164,16 @@ def get_total_norm(
     tensor(13.)
     """
     given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True, level=3)}
-    order = _order(norm_type)
+    rule = _rule(math.inf, norm_type, error_if_nonfinite)
     refuse_parts(given.values(), "tensors")
     once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
     if not _any(once):
         return torch.tensor(0.0)
-    rule = by_global_norm(math.inf, ord=order, nonfinite=_policy(error_if_nonfinite))
-    with torch.no_grad(), _runtime_error():
-        return measured(rule, once, NoState())[1].norms
+    try:
+        with torch.no_grad():
+            return measured(rule, once, NoState())[1].norms
+    except FloatingPointError as error:
+        raise _as_pytorch_raises(error) from error
 
 
 def clip_grads_with_norm_(
@@ -207,6 +215,22 @@ def clip_grads_with_norm_(
     clip_known(rule, grads, _known(total_norm), in_place=True)
 
 
+def _rule(max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> Rule:
+    """Return the rule of `clip_grad_norm_`, one that was made before if there is one."""
+    key = (max_norm, norm_type, error_if_nonfinite)
+    numbers = type(max_norm) is float and type(norm_type) is float and type(error_if_nonfinite) is bool
+    keep = numbers and not torch.compiler.is_compiling()
+    rule = _RULES.get(key) if keep else None
+    if rule is None:
+        policy: NonFinite = "raise" if error_if_nonfinite else "propagate"
+        rule = by_global_norm(_limit("max_norm", max_norm), ord=_order(norm_type), nonfinite=policy)
+        if keep:
+            if len(_RULES) >= _KEPT:
+                _RULES.clear()
+            _RULES[key] = rule
+    return rule
+
+
 def grad_of(parameter: Any) -> Any:
     """Return the gradient of a parameter; zeros for a distributed one without, as other processes may have one."""
     grad = parameter.grad
@@ -216,22 +240,27 @@ def grad_of(parameter: Any) -> Any:
 
 
 def _grads(parameters: Any) -> list[Any]:
-    """Return the gradient of each parameter, ``None`` for one that has none; refuse what can have none."""
-    tensors = _tensors(parameters, "parameters")
+    """Return the gradient of each parameter, ``None`` for one that has none."""
+    return _grads_of(_tensors(parameters, "parameters"))
+
+
+def _grads_of(tensors: list[Any]) -> list[Any]:
+    """Return the gradient of each tensor, ``None`` for one that has none; refuse tensors that can have none."""
     if tensors and not any(map(_can_have_grad, tensors)):
         msg = (
             "parameters holds tensors that can have no gradient: pass the parameters, as in model.parameters(), whose "
             ".grad is clipped; to clip tensors that are gradients, uc.clip_(tensors, uc.by_global_norm(max_norm))"
         )
         raise TypeError(msg)
-    return [grad_of(tensor) for tensor in tensors]
+    grads = [tensor.grad for tensor in tensors]
+    return [grad_of(tensor) for tensor in tensors] if any([grad is None for grad in grads]) else grads
 
 
 def _whole_grads(parameters: Any) -> list[Any]:
     """Return the gradients of parameters; refuse those whose norm is that of a part."""
     tensors = _tensors(parameters, "parameters")
     refuse_parts(tensors, "parameters")
-    return _grads(tensors)
+    return _grads_of(tensors)
 
 
 def _can_have_grad(tensor: Any) -> bool:
@@ -310,15 +339,6 @@ def _order(norm_type: Any) -> float:
     return order
 
 
-def _policy(error_if_nonfinite: bool) -> NonFinite:
-    return "raise" if error_if_nonfinite else "propagate"
-
-
-@contextmanager
-def _runtime_error() -> Iterator[None]:
-    """Raise what PyTorch raises where a gradient is not finite."""
-    try:
-        yield
-    except FloatingPointError as error:
-        msg = f"{error}; pass error_if_nonfinite=False to go on with NaN"
-        raise RuntimeError(msg) from error
+def _as_pytorch_raises(error: FloatingPointError) -> RuntimeError:
+    """Return what PyTorch raises where a gradient is not finite."""
+    return RuntimeError(f"{error}; pass error_if_nonfinite=False to go on with NaN")
