@@ -203,7 +203,7 @@ def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> No
         else:
             _refuse_unfit(rule, given, block, part)
             rows = next((array.shape[0] for array in part if len(array.shape)), None)
-        if rows not in {None, len(block.groups)}:
+        if rows is not None and rows != len(block.groups):
             msg = (
                 f"the state of {short(rule)} is for {rows} norms, but there are {len(block.groups)}: it was made for "
                 "other gradients"
@@ -213,7 +213,7 @@ def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> No
 
 def _refuse_unfit(rule: Choices, given: Opened, block: Any, state: Any) -> None:
     """Refuse a state whose arrays are not those of the limit, outside of traced code."""
-    if not rule.limit.host or block.kept is None or given.backend.traced(given.first):
+    if given.backend.traced(given.first) or not rule.limit.host or block.kept is None:
         return
     dtype = np.float32 if block.dtype == given.backend.xp.float32 else np.float64
     fields, wanted = _state_of(rule.limit, block.kept, dtype)

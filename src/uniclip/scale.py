@@ -90,7 +90,8 @@ def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: 
         unlimited = None if rule.curve in WITHIN else limits >= top
         if rule.curve is not hard:  # which makes NaN of NaN itself
             fault = fault + (limits - limits)
-        if not (isinstance(rule.limit, Vectorized) and rule.limit.host):  # whose limits are 0 or more
+        own = isinstance(rule.limit, Vectorized) and not backend.traced(norms)  # a compiler knows no `host`
+        if not (own and rule.limit.host):  # whose limits are 0 or more
             # 0, or NaN for what is refused where it can be read.
             fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
     if unlimited is True:
