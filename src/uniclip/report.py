@@ -79,20 +79,7 @@ class Report:
         {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
         """
         norms, limits, factors = map(_arrays_of, (self.norms, self.limits, self.factors))
-        if not norms:
-            return {}
-        backend = backend_of(norms[0]) or DEFAULT
-        xp = backend.xp
-        least = _over(backend, xp.min, factors)
-        values = [
-            _over(backend, xp.max, norms),
-            _over(backend, xp.min, limits),
-            least,
-            _share_changed(backend, factors),
-        ]
-        if self.skipped is not None:
-            values.append(xp.asarray(self.skipped, dtype=least.dtype))
-        return dict(zip(LOGGED, values, strict=False))
+        return scalars_of(backend_of(norms[0]) or DEFAULT, norms, limits, factors, self.skipped) if norms else {}
 
     def __repr__(self) -> str:
         """Say that the norms are those before clipping."""
@@ -125,13 +112,26 @@ class Made(_Fields, Report):
 
 
 class Late(Report):
-    """A report whose fields are arranged when somebody looks: it holds small arrays, and no gradient."""
+    """A report whose fields are arranged when somebody looks: it holds small arrays, and no gradient.
 
-    __slots__ = ("_found", "_make")
+    Parameters
+    ----------
+    make : callable
+        Makes the field of a name.
+    scalars : callable
+        Makes the scalars, ``None`` if they have to be made of the fields.
+    """
 
-    def __init__(self, make: Callable[[str], Any]) -> None:
-        self._make = make
+    __slots__ = ("_found", "_make", "_scalars")
+
+    def __init__(self, make: Callable[[str], Any], scalars: Callable[[], dict[str, Any] | None]) -> None:
+        self._make, self._scalars = make, scalars
         self._found: dict[str, Any] = {}
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what a logger shows, under the same names for every rule."""
+        found = self._scalars()
+        return super().scalars() if found is None else found
 
     def __getitem__(self, number: int | slice) -> Any:
         return tuple(self)[number]
@@ -155,6 +155,19 @@ def closed(_: None, fields: Iterable[Any]) -> Made:
 
 
 optree.register_pytree_node(Late, opened, closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
+
+
+def scalars_of(
+    backend: Backend, norms: list[Any], limits: list[Any], factors: list[Any], skipped: Any
+) -> dict[str, Any]:
+    """Return the scalars of arrays that hold all norms, limits and factors."""
+    xp = backend.xp
+    least = _over(backend, xp.min, factors)
+    largest, lowest = _over(backend, xp.max, norms), _over(backend, xp.min, limits)
+    values = [largest, lowest, least, _share_changed(backend, factors)]
+    if skipped is not None:
+        values.append(xp.asarray(skipped, dtype=least.dtype))
+    return dict(zip(LOGGED, values, strict=False))
 
 
 def _arrays_of(values: Any) -> list[Any]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from uniclip.limits import Constant
 from uniclip.measure import in_range, measure, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.norms import L2
-from uniclip.report import Late, Made, Report
+from uniclip.report import Late, Made, Report, scalars_of
 from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
 from uniclip.scopes import everything
 
@@ -66,7 +65,7 @@ class Decision(NamedTuple):
         )  # fmt: skip
         if given.tree.spec is None or own.traced(given.first):  # a way back that may hold the gradients
             return Made(*[seen.field(name) for name in Made._fields])
-        return Late(seen.field)
+        return Late(seen.field, seen.scalars)
 
 
 class _Seen(NamedTuple):
@@ -94,10 +93,20 @@ class _Seen(NamedTuple):
                 return self._own(finite(self.backend, self.sound, self.norms))
             if name == "skipped":
                 return self._own(self.skipped)
-            blocks = getattr(self, name)
-            if name == "limits":
-                blocks = [xp.zeros_like(n) + limit for n, limit in zip(self.norms, blocks, strict=True)]
+            blocks = self._limits() if name == "limits" else getattr(self, name)
             return self.layout.arranged(self.tree, list(map(self._own, blocks)))
+
+    def scalars(self) -> dict[str, Any] | None:
+        """Return the scalars, of NumPy's arrays where there are; ``None`` if some rows are of absent gradients."""
+        if not self.norms or not all(self.layout.groups) or any([0 in n.shape for n in self.norms]):
+            return None
+        with self.own.quiet():
+            found = scalars_of(self.backend, self.norms, self._limits(), self.factors, self.skipped)
+            return {name: self._own(value) for name, value in found.items()}
+
+    def _limits(self) -> list[Any]:
+        xp = self.backend.xp
+        return [xp.zeros_like(n) + limit for n, limit in zip(self.norms, self.limits, strict=True)]
 
     def _own(self, value: Any) -> Any:
         host = isinstance(value, (bool, np.ndarray, np.generic))
@@ -132,14 +141,31 @@ class Single(NamedTuple):
 
     def report(self) -> Report:
         """Return the report."""
-        values = {"norms": self.norms, "limits": self.limits, "factors": self.factors, "finite": True}
-        values["clipped"] = self.factors != 1
-        return Late(partial(_of_single, self.given.backend, self.given.backend.device(self.given.first), values))
+        names = ("norms", "limits", "factors")
+        values = dict(zip(names, map(np.asarray, (self.norms, self.limits, self.factors)), strict=True))
+        values |= {"finite": np.asarray(True), "clipped": np.asarray(self.factors != 1)}  # noqa: FBT003 - a value
+        one = _OfOne(self.given.backend, self.given.backend.device(self.given.first), values)
+        return Late(one.field, one.scalars)
 
 
-def _of_single(backend: Backend, device: Any, values: dict[str, Any], name: str) -> Any:
-    """Return a field of a report, in arrays of the gradients' framework."""
-    return backend.from_host(np.asarray(values[name]), device) if name in values else None
+class _OfOne(NamedTuple):
+    """What the report on one norm is made of."""
+
+    own: Backend
+    device: Any
+    values: dict[str, Any]
+
+    def field(self, name: str) -> Any:
+        """Return a field of the report, in an array of the gradients' framework."""
+        return self._own(self.values[name]) if name in self.values else None
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the scalars."""
+        norms, limits, factors = ([self.values[name]] for name in ("norms", "limits", "factors"))
+        return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors, None).items()}
+
+    def _own(self, value: Any) -> Any:
+        return self.own.from_host(np.asarray(value), self.device)
 
 
 def _single(rule: Choices, given: Opened, state: Any) -> Single | None:

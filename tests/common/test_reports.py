@@ -175,9 +175,9 @@ def test_no_field_is_made_before_somebody_looks(
 ) -> None:
     """A step makes no field of its report; each is made once, when it is asked for."""
     made: list[str] = []
-    several, single = step._Seen.field, step._of_single
+    several, single = step._Seen.field, step._OfOne.field
     monkeypatch.setattr(step._Seen, "field", lambda seen, field: made.append(field) or several(seen, field))
-    monkeypatch.setattr(step, "_of_single", lambda *given: made.append(given[-1]) or single(*given))
+    monkeypatch.setattr(step._OfOne, "field", lambda seen, field: made.append(field) or single(seen, field))
     with framework.context():
         clipper = uc.Clipper(RULES[name])
         for _ in range(2):
