@@ -101,11 +101,11 @@ class _Ruler(NamedTuple):
         # All processes join one dtype, whatever their way was.
         return found if self.all_reduce is None else self._shared(_own(given, found, block.dtype), "sum")
 
-    def totals(self, block: Block, norm: Norm | None = None, scales: Any = None, *, gather: bool = False) -> Any:
-        """Return Σ|x·scale|ᵖ by row, the largest modulus for p = ∞; small arrays may be gathered into one."""
+    def totals(self, block: Block, norm: Norm | None = None, units: Any = None, *, gather: bool = False) -> Any:
+        """Return Σ|x/unit|ᵖ by row, the largest modulus for p = ∞; small arrays may be gathered into one."""
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
         gathered = [self._gathered(group) if gather else list(group) for group in groups]
-        plain = norm.p == 2 and not self.given.clean and self.all_reduce is None and scales is None  # noqa: PLR2004
+        plain = norm.p == 2 and not self.given.clean and self.all_reduce is None and units is None  # noqa: PLR2004
         along = self._along(block, groups) if block.kept and plain else {}
 
         def part(row: int, number: Any) -> Any:
@@ -113,9 +113,9 @@ class _Ruler(NamedTuple):
             if not whole and along.get(number) is not None:
                 return along[number]
             array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
-            scale = None if scales is None else spread(self.backend, scales[row, ...], array, axes, block.dtype)
-            own, scale, whole_of = self.backend.own_part(array, scale, axes, norm.op)
-            return whole_of(self._part(own, axes, norm, block.dtype, scale))
+            unit = None if units is None else spread(self.backend, units[row, ...], array, axes, block.dtype)
+            own, unit, whole_of = self.backend.own_part(array, unit, axes, norm.op)
+            return whole_of(self._part(own, axes, norm, block.dtype, unit))
 
         parts = [part(row, number) for row, numbers in enumerate(gathered) for number in numbers]
         if not all([isinstance(part, np.ndarray) for part in parts]):
@@ -144,7 +144,7 @@ class _Ruler(NamedTuple):
         normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
         low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
         unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), 1.0)))
-        return unit * self.norm.root(xp, self.totals(block, scales=1 / unit, gather=True))
+        return unit * self.norm.root(xp, self.totals(block, units=unit, gather=True))
 
     def sizes(self, block: Block) -> Any:
         """Return the number of entries that each norm covers, 1 if there is none."""
@@ -186,23 +186,23 @@ class _Ruler(NamedTuple):
         flat = [backend.xp.reshape(backend.to_device_of(arrays[0], array), (-1,)) for array in arrays]
         return backend.xp.concat(flat, axis=0)
 
-    def _part(self, array: Any, axes: tuple[int, ...] | None, norm: Norm, dtype: Any, scale: Any) -> Any:
-        """Return Σ|x·scale|ᵖ of an array (the largest modulus for p = ∞) in ``dtype`` or wider, piece by piece."""
+    def _part(self, array: Any, axes: tuple[int, ...] | None, norm: Norm, dtype: Any, unit: Any) -> Any:
+        """Return Σ|x/unit|ᵖ of an array (the largest modulus for p = ∞) in ``dtype`` or wider, piece by piece."""
         backend, xp = self.backend, self.backend.xp
 
-        def total(piece: Any, scale: Any) -> Any:
+        def total(piece: Any, unit: Any) -> Any:
             cleaned = finite_or_zero(xp, piece) if self.given.clean else piece
             wide = cast(xp, cleaned, xp.result_type(piece.dtype, dtype))
-            return norm.total(backend, wide if scale is None else wide * cast(xp, scale, wide.dtype), axes)
+            return norm.total(backend, wide if unit is None else wide / cast(xp, unit, wide.dtype), axes)
 
         if not backend.large(array):
-            return total(array, scale)
+            return total(array, unit)
         if axes is None:
-            return self.reduce([total(piece, scale) for piece in backend.pieces(array)], norm.op)
+            return self.reduce([total(piece, unit) for piece in backend.pieces(array)], norm.op)
         rows = row_slices(array.shape)
         if 0 in axes:
-            return self.reduce([total(array[some], scale) for some in rows], norm.op)
-        return xp.concat([total(array[some], scale if scale is None else scale[some]) for some in rows], axis=0)
+            return self.reduce([total(array[some], unit) for some in rows], norm.op)
+        return xp.concat([total(array[some], unit if unit is None else unit[some]) for some in rows], axis=0)
 
     def reduce(self, parts: list[Any], op: Op) -> Any:
         """Return the sum or the maximum of parts of one shape, in the widest of their dtypes."""

@@ -146,12 +146,12 @@ class Backend:
     def own_part(
         self,
         array: Array,
-        scale: Array | None,
+        unit: Array | None,
         axes: tuple[int, ...] | None,  # noqa: ARG002
         op: Literal["sum", "max"],  # noqa: ARG002
     ) -> tuple[Array, Array | None, Callable[[Array], Array]]:
-        """Return what is here of an array and of its scale, and what to call on the total along ``axes`` of these."""
-        return array, scale, unchanged
+        """Return what is here of an array and of its unit, and what to call on the total along ``axes`` of these."""
+        return array, unit, unchanged
 
     def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:  # noqa: ARG002
         """Return totals, of which some may be parts, as totals of all processes."""

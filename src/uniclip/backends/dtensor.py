@@ -44,9 +44,9 @@ def unsummed(like: Any, tensor: Any) -> Any:
 
 
 def own_part(
-    tensor: Any, scale: Any, axes: tuple[int, ...] | None, op: Literal["sum", "max"]
+    tensor: Any, unit: Any, axes: tuple[int, ...] | None, op: Literal["sum", "max"]
 ) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """Return what this process holds of a tensor and of its scale, and a function that marks a total as a part."""
+    """Return what this process holds of a tensor and of its unit, and a function that marks a total as a part."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     kept = [] if axes is None else [axis for axis in range(tensor.ndim) if axis not in axes]
@@ -67,11 +67,9 @@ def own_part(
         shape=shape.shape,
         stride=shape.stride(),
     )
-    if scale is not None:
-        scale = scale.redistribute(
-            placements=[Replicate() if axis is None else Shard(axis) for axis in along]
-        ).to_local()
-    return tensor.to_local(), scale, whole
+    if unit is not None:
+        unit = unit.redistribute(placements=[Replicate() if axis is None else Shard(axis) for axis in along]).to_local()
+    return tensor.to_local(), unit, whole
 
 
 def joined(parts: list[Any], op: Literal["sum", "max"]) -> list[Any]:

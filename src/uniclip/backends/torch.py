@@ -274,9 +274,9 @@ class _Torch(Backend):
         return super().stored(leaf)
 
     def own_part(
-        self, array: Array, scale: Array | None, axes: tuple[int, ...] | None, op: Literal["sum", "max"]
+        self, array: Array, unit: Array | None, axes: tuple[int, ...] | None, op: Literal["sum", "max"]
     ) -> tuple[Array, Array | None, Callable[[Array], Array]]:
-        return dtensor.own_part(array, scale, axes, op) if is_dtensor(array) else (array, scale, unchanged)
+        return dtensor.own_part(array, unit, axes, op) if is_dtensor(array) else (array, unit, unchanged)
 
     def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:
         return dtensor.joined(parts, op) if any([is_dtensor(part) for part in parts]) else parts
