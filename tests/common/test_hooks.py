@@ -20,7 +20,7 @@ from uniclip.backends import backend_of
 from uniclip.backends.base import Backend
 
 HOOKS = (
-    "plain", "apart", "viewed", "squares", "scaled", "unless", "pieces", "sum", "large", "once",
+    "plain", "apart", "viewed", "squares", "squares_along", "scaled", "unless_one", "pieces", "sum", "large", "once",
 )  # fmt: skip
 SMALL = [(3, 4), (5,), (2, 1, 2)]
 LARGE = [(140_001,), (400, 350)]
