@@ -142,7 +142,7 @@ class Layout(NamedTuple):
         values: list[Any] = [None] * len(self.groups)
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, group in enumerate(block.groups):
-                values[group] = array[row, ...]
+                values[group] = array[row] if len(array.shape) == 1 else array[row, ...]
         return values
 
     def arranged(self, tree: Tree, blocks: Sequence[Any]) -> Any:
