@@ -238,7 +238,7 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
     whole = flatten(tree.rebuild(tree.leaves), none_is_leaf=True) if remembers else tree
     groups: dict[Hashable, list[int]] = {}
     for place_, (path, leaf) in enumerate(zip(whole.paths(), whole.leaves, strict=True)):
-        label = place_ if scope.join is None else _label(scope.join, path, leaf)
+        label = place_ if scope.join is None else _label(scope.join, path, leaf, place(tree.name, path))
         groups.setdefault(label, []).extend([] if leaf is None else [next(numbers)])
     if scope.join is None:
         return groups
@@ -246,9 +246,15 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
     return dict(sorted(groups.items(), key=lambda item: stable(repr(item[0]))))
 
 
-def _label(join: Callable[..., Hashable], path: Any, leaf: Any) -> Hashable:
+def _label(join: Callable[..., Hashable], path: Any, leaf: Any, where: str) -> Hashable:
     """Return the label of a leaf's group; refuse what cannot be looked up: an array may differ from an equal one."""
-    found: Any = join(path, leaf)
+    try:
+        found: Any = join(path, leaf)
+    except AttributeError as error:
+        if leaf is not None:
+            raise
+        msg = f"{where} is absent (None), and a rule that remembers asks for its group: label it by its path alone"
+        raise TypeError(msg) from error
     try:
         fits = not hasattr(found, "dtype") or isinstance(found, (Number, str)) or found in {True, False}
         hash(found)

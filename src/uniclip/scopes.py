@@ -159,7 +159,8 @@ def unit(axis: int | None = None) -> Scope:
 def groups(label: Label) -> Scope:
     """Give one norm to the leaves for which ``label(path, leaf)`` is equal.
 
-    ``path`` is the tuple of keys that leads to the leaf, and the label must be hashable.
+    ``path`` is the tuple of keys that leads to the leaf, and the label must be hashable. A rule that remembers asks for
+    the groups of absent gradients, too: there the leaf is ``None``, so that their labels have to follow from the path.
     """
     check("label", label, callable(label), "a function of (path, leaf) that names the group of a leaf")
     return Scope(join=label)

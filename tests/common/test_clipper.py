@@ -501,6 +501,13 @@ def test_other_leaves_of_a_joint_norm(fw: Framework) -> None:
         )
 
 
+def test_labels_of_absent_gradients() -> None:
+    """A label that looks at an absent leaf is an error that names it."""
+    clipper = uc.Clipper(uc.Rule(uc.Ema(1.5, 0.9), scope=uc.groups(lambda path, leaf: leaf.ndim)))
+    with pytest.raises(TypeError, match=r"\['b'\] is absent \(None\).*by its path alone"):
+        clipper({"a": np.ones(2), "b": None})
+
+
 def test_labels_that_differ_only_in_their_addresses() -> None:
     """Groups by such objects are in the order of the tree, wherever the objects lie."""
 
