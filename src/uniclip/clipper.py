@@ -211,7 +211,7 @@ class Clipper:
         return clipped, report
 
     def _refuse_traced(self, state: Any) -> None:
-        if any(_traced(array) for array in optree.tree_leaves(state)):
+        if any(map(_traced, optree.tree_leaves(state)[:1])):  # all arrays of a state follow from the norms
             msg = (
                 f"Clipper({short(self.rule)}) would remember values of code that is being compiled, which runs once: "
                 "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"

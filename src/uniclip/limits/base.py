@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from uniclip._repr import Printed
@@ -190,7 +191,7 @@ class Limit:
 class Vectorized(Printed, Limit):
     """A limit of uniclip's own, for which NumPy arrays will do unless it was given a framework's."""
 
-    @property
+    @cached_property
     def host(self) -> bool:  # type: ignore[override]
         """Whether no number of its own is an array."""
         return not any(hasattr(value, "shape") for value in vars(self).values())
