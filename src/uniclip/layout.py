@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from uniclip._checks import check
 from uniclip._repr import stable
-from uniclip.backends import backend_of
 from uniclip.backends.base import cast, unchanged
 from uniclip.scopes import Scope, everything
 from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
@@ -90,8 +89,8 @@ class Opened(NamedTuple):
         if absent and scope.join is not None:  # a parameter without a gradient shares no norm
             used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
         tree = Tree(used, self.tree.rebuild, self.tree.paths, "params", None, self.tree.spec)
-        same = all([backend_of(leaf) is backend for leaf in used])
-        if not same and backend_for(tree) is not backend:
+        plain = backend.plain(used)
+        if used and not plain and backend_for(tree) is not backend:
             msg = f"{tree.place(0)} is of another framework than {self.tree.place(0)}"
             raise TypeError(msg)
         for number, (param, leaf) in enumerate(zip(used, self.tree.leaves, strict=True)):
@@ -101,11 +100,10 @@ class Opened(NamedTuple):
                     f"{tuple(leaf.shape)}"
                 )
                 raise ValueError(msg)
-        values = list(map(backend.detached, used)) if same else used
-        if backend.plain(values):
-            return Opened(backend, tree, values)
-        backend_for(tree)  # refuses what is no array of numbers
-        return _opened(backend, tree)
+        found = _opened(backend, tree)
+        values = list(map(backend.detached, found.arrays))
+        dense = all([way is unchanged for way in found.ways or ()]) and backend.plain(values)
+        return Opened(backend, tree, values) if dense else found
 
 
 class Block(NamedTuple):
