@@ -10,6 +10,7 @@ import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
 from uniclip.backends import DEFAULT, backend_of
+from uniclip.backends.base import NODES
 from uniclip.tree import flatten
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def closed(_: None, fields: Iterable[Any]) -> Made:
 
 
 optree.register_pytree_node(Late, opened, closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
+NODES.append((Late, opened, closed))
 
 
 def scalars_of(

@@ -13,6 +13,8 @@ import numpy as np
 Array: TypeAlias = Any
 Rebuild: TypeAlias = Callable[[Array], Any]
 
+NODES: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
+"""Classes of uniclip's own that a library of trees is to open, and how it takes them apart and makes them again."""
 PIECE = 2**17
 """How many entries of a large array are worked on at a time; they fit a cache."""
 _BLOCK = 16

@@ -15,9 +15,8 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec
 
-from uniclip.backends.base import Array, Backend, Rebuild, both, on_accelerator, sum_dtype
+from uniclip.backends.base import NODES, Array, Backend, Rebuild, both, on_accelerator, sum_dtype
 from uniclip.backends.host import few, squares, squares_along
-from uniclip.report import Late, closed, opened
 
 
 def _abs(x: Array, /) -> Array:
@@ -234,4 +233,5 @@ class _JAX(Backend):
 
 
 BACKEND = _JAX(namespace)
-jax.tree_util.register_pytree_node(Late, opened, closed)
+for _node in NODES:
+    jax.tree_util.register_pytree_node(*_node)
