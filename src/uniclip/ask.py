@@ -143,7 +143,6 @@ def _params(rule: Choices, given: Opened, step: Step) -> Blocks:
         msg = f"{short(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
     theirs = given.matching(step.params, rule.scope, step.absent)
-    theirs = theirs._replace(arrays=list(map(given.backend.detached, theirs.arrays)))
     return measure(theirs, layout_of(theirs, rule.scope, remembers=rule.limit.memory), rule.norm, step.all_reduce)
 
 

@@ -67,7 +67,7 @@ class Opened(NamedTuple):
         return self.way(number)(self.arrays[number]) if integers else leaf
 
     def matching(self, params: Any, scope: Scope, absent: frozenset[int]) -> Opened:
-        """Return the parameters of the leaves here.
+        """Return the parameters of the leaves here, without the computation that they came from.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class Opened(NamedTuple):
         found = _opened(backend, tree)
         values = list(map(backend.detached, found.arrays))
         dense = all([way is unchanged for way in found.ways or ()]) and backend.plain(values)
-        return Opened(backend, tree, values) if dense else found
+        return found._replace(arrays=values, ways=None if dense else found.ways)
 
 
 class Block(NamedTuple):
