@@ -104,11 +104,9 @@ class Asked(NamedTuple):
 
     def _in(self, array: Any) -> Any:
         """Return an array as one of the backend in which the step is worked out."""
-        own = self.given.backend
-        if self.backend is own:
-            host = isinstance(array, np.ndarray)
-            return own.from_host(array, own.device(self.given.first)) if host else array
-        return array if isinstance(array, np.ndarray) else own.viewed(array)
+        if self.backend is self.given.backend:
+            return self.given.own(array)
+        return array if isinstance(array, np.ndarray) else self.given.backend.viewed(array)
 
     def _remembered(self, array: Any) -> Any:
         """Return an array of the state, through which no derivative goes."""
@@ -116,10 +114,7 @@ class Asked(NamedTuple):
 
     def _back(self, array: Any) -> Any:
         """Return an array of a new state as one of the gradients' framework, without the computation it came from."""
-        own = self.given.backend
-        if self.backend is own:
-            return own.detached(array)
-        return own.from_host(np.asarray(array), own.device(self.given.first))
+        return self.backend.detached(array) if self.backend is self.given.backend else self.given.own(np.asarray(array))
 
 
 def on_host(own: Backend, limit: Any) -> bool:

@@ -13,6 +13,8 @@ from functools import reduce
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from uniclip._checks import check
 from uniclip._repr import stable
 from uniclip.backends.base import cast, unchanged
@@ -45,6 +47,12 @@ class Opened(NamedTuple):
     def first(self) -> Any:
         """The first array, ``None`` if there is none."""
         return self.arrays[0] if self.arrays else None
+
+    def own(self, array: Any) -> Any:
+        """Return an array, which the host may have, as one of the gradients' framework, on their device."""
+        return (
+            self.backend.from_host(array, self.backend.device(self.first)) if isinstance(array, np.ndarray) else array
+        )
 
     def put(self, number: int, function: Callable[..., Any], *operands: Any) -> Any:
         """Return a leaf of ``function(array, *operands)``; it is the leaf itself if it is changed in place."""

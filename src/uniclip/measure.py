@@ -312,7 +312,7 @@ def _host_dtype(ruler: _Ruler, block: Block) -> Any:
 
 def _own(given: Opened, array: Any, dtype: Any = None) -> Any:
     """Return an array of the host as one of the gradients' framework."""
-    own = given.backend.from_host(array, given.backend.device(given.first)) if isinstance(array, np.ndarray) else array
+    own = given.own(array)
     return own if dtype is None else cast(given.backend.xp, own, dtype)
 
 

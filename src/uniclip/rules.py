@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from uniclip._checks import check, flag, one_of, refuse_in_step, settle
 from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
 from uniclip._repr import Printed
@@ -225,9 +223,7 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
     with given.backend.quiet(given.first):
         layout = layout_of(given, scope)
         norms = measure(given, layout, norm)
-        device = given.backend.device(given.first)
-        own = [given.backend.from_host(n, device) if isinstance(n, np.ndarray) else n for n in norms]
-        return layout.arranged(given.tree, own)
+        return layout.arranged(given.tree, list(map(given.own, norms)))
 
 
 def as_rule(rule: Any) -> Any:

@@ -267,14 +267,7 @@ def _one_by_one(
 
 def own_parts(given: Opened, factors: list[Factors]) -> list[list[Any]]:
     """Return the parts of factors as arrays of the gradients' framework."""
-    backend = given.backend
-    return [
-        [
-            backend.from_host(part, backend.device(given.first)) if isinstance(part, np.ndarray) else part
-            for part in some.parts()
-        ]
-        for some in factors
-    ]
+    return [list(map(given.own, some.parts())) for some in factors]
 
 
 def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int) -> list[Any]:

@@ -207,7 +207,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     )
     backend, sound = (DEFAULT, [own.viewed(flag) for flag in sound]) if host else (own, sound)
     if not host:
-        norms = [own.from_host(n, own.device(given.first)) if isinstance(n, np.ndarray) else n for n in norms]
+        norms = list(map(given.own, norms))
     faults = [n - n for n in norms]
     # A limit sees ∞ as NaN: as a limit, ∞ would leave alone. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]

@@ -49,7 +49,17 @@ def test_the_algorithm_names_no_framework() -> None:
     named = re.compile("numpy|torch|tensorflow|jax|keras|optax|flax|mlx|dask", re.IGNORECASE)
     allowed = {
         name: {"numpy"}
-        for name in ("step.py", "ask.py", "measure.py", "scale.py", "rules.py", "base.py", "fixed.py", "percentiles.py")
+        for name in (
+            "step.py",
+            "ask.py",
+            "layout.py",
+            "measure.py",
+            "scale.py",
+            "rules.py",
+            "base.py",
+            "fixed.py",
+            "percentiles.py",
+        )
     } | {
         "tree.py": {"numpy", "torch", "tensorflow", "jax", "flax"},
         "_mistakes.py": {"optax", "flax"},
