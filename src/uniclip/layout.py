@@ -17,6 +17,7 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import stable
+from uniclip.backends import backend_of
 from uniclip.backends.base import cast, unchanged
 from uniclip.scopes import Scope, everything
 from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
@@ -97,7 +98,9 @@ class Opened(NamedTuple):
         if absent and scope.join is not None:  # a parameter without a gradient shares no norm
             used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
         tree = Tree(used, self.tree.rebuild, self.tree.paths, "params", None, self.tree.spec)
-        plain = backend.plain(used)
+        alike = all([backend_of(leaf) is backend for leaf in used])
+        values = list(map(backend.detached, used)) if alike else used
+        plain = alike and backend.plain(values)
         if used and not plain and backend_for(tree) is not backend:
             msg = f"{tree.place(0)} is of another framework than {self.tree.place(0)}"
             raise TypeError(msg)
@@ -108,6 +111,8 @@ class Opened(NamedTuple):
                     f"{tuple(leaf.shape)}"
                 )
                 raise ValueError(msg)
+        if plain:
+            return Opened(backend, tree, values)
         found = _opened(backend, tree)
         values = list(map(backend.detached, found.arrays))
         dense = all([way is unchanged for way in found.ways or ()]) and backend.plain(values)

@@ -28,6 +28,8 @@ Blocks: TypeAlias = list[Any]
 
 _SMALL = 2**12
 """Up to how many entries arrays are joined in compiled code."""
+_MANY = 32
+"""Up to how many leaves none are joined: XLA works on large buffers in threads, which takes longer than it saves."""
 _SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157e308)
 """Between smallest normal number / eps² and the largest number no sum of squares has lost anything."""
 
@@ -89,9 +91,12 @@ class _Ruler(NamedTuple):
     def backend(self) -> Backend:
         return self.given.backend
 
-    def squares(self, block: Block) -> Any:
+    def squares(self, block: Block, along: dict[int, Any]) -> Any:
         """Return Σ|x|² by row, by the backend's short way if there is one."""
         given, groups = self.given, [self.layout.groups[group] for group in block.groups]
+        if block.kept and along:
+            rows = [along.get(group[0]) if len(group) == 1 else None for group in groups]
+            return self.totals(block, along=along) if any([row is None for row in rows]) else self.backend.stacked(rows)
         if given.ways is not None or given.clean or block.kept or not all(groups):
             return self.totals(block)
         arrays = [[given.arrays[number] for number in group] for group in groups]
@@ -101,16 +106,19 @@ class _Ruler(NamedTuple):
         # All processes join one dtype, whatever their way was.
         return found if self.all_reduce is None else self._shared(_own(given, found, block.dtype), "sum")
 
-    def totals(self, block: Block, norm: Norm | None = None, units: Any = None, *, gather: bool = False) -> Any:
-        """Return Σ|x/unit|ᵖ by row, the largest modulus for p = ∞; small arrays may be gathered into one."""
+    def totals(
+        self, block: Block, norm: Norm | None = None, units: Any = None, *, gather: bool = False, along: Any = None
+    ) -> Any:
+        """Return Σ|x/unit|ᵖ by row, the largest modulus for p = ∞; small arrays may be gathered into one.
+
+        ``along`` holds what is known of leaves already.
+        """
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
         gathered = [self._gathered(group) if gather else list(group) for group in groups]
-        plain = norm.p == 2 and not self.given.clean and self.all_reduce is None and units is None  # noqa: PLR2004
-        along = self._along(block, groups) if block.kept and plain else {}
 
         def part(row: int, number: Any) -> Any:
             whole = not isinstance(number, int)  # several small arrays as one
-            if not whole and along.get(number) is not None:
+            if along and not whole and along.get(number) is not None:
                 return along[number]
             array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
             unit = None if units is None else spread(self.backend, units[row, ...], array, axes, block.dtype)
@@ -127,13 +135,17 @@ class _Ruler(NamedTuple):
             rows.append(self.reduce(own, norm.op) if own else _at_home(self.given, self._zero(block)))
         return self._shared(self.backend.stacked(rows), norm.op)
 
-    def _along(self, block: Block, groups: Sequence[Sequence[int]]) -> dict[int, Any]:
+    def along(self) -> dict[int, Any]:
         """Return Σ|x|² along the axes that norms cover, of those leaves for which there is a short way."""
-        numbers = [n for group in groups for n in group if self.given.arrays[n].dtype == block.dtype]
+        layout, arrays = self.layout, self.given.arrays
+        if layout.axes is None or self.given.clean or self.all_reduce is not None:
+            return {}
+        kept = [(block.dtype, layout.groups[group]) for block in layout.blocks if block.kept for group in block.groups]
+        numbers = [number for dtype, group in kept for number in group if arrays[number].dtype == dtype]
         if not numbers:
             return {}
-        arrays, axes = [self.given.arrays[n] for n in numbers], [self.layout.axes_of(n) for n in numbers]
-        return dict(zip(numbers, self.backend.squares_along(arrays, axes), strict=True))
+        axes = [layout.axes[number] for number in numbers]
+        return dict(zip(numbers, self.backend.squares_along([arrays[n] for n in numbers], axes), strict=True))
 
     def in_units(self, block: Block) -> Any:
         """Return the norms, measured in units of the largest modulus (nearly)."""
@@ -169,7 +181,7 @@ class _Ruler(NamedTuple):
 
     def _gathered(self, group: Sequence[int]) -> list[Any]:
         """Return a group's leaves, small ones that are plain joined into one array: compilers take time for each."""
-        if self.given.ways is not None or self.layout.axes is not None:
+        if self.given.ways is not None or self.layout.axes is not None or len(group) <= _MANY:
             return list(group)
         backend = self.backend
         small: dict[Hashable, list[int]] = {}
@@ -260,7 +272,8 @@ def _rounded_down(xp: Any, array: Any) -> Any:
 def _euclidean(ruler: _Ruler) -> Blocks:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
     backend, layout, given = ruler.backend, ruler.layout, ruler.given
-    totals = backend.together([ruler.squares(block) for block in layout.blocks])
+    along = ruler.along()
+    totals = backend.together([ruler.squares(block, along) for block in layout.blocks])
     if all(isinstance(total, np.ndarray) for total in totals):
         norms = [_on_host(ruler, *pair) for pair in zip(layout.blocks, totals, strict=True)]
         if all(n is not None for n in norms):
@@ -295,6 +308,8 @@ def _on_host(ruler: _Ruler, block: Block, totals: Any) -> Any:
     """
     fine = in_range(totals, totals.dtype == np.float32)
     norms = np.sqrt(totals).astype(_host_dtype(ruler, block), copy=False)
+    if fine.all():
+        return norms
     for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
         again = ruler.in_units(block._replace(groups=block.groups[row : row + 1]))
         view = ruler.backend.viewed(again)

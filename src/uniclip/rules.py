@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from uniclip._checks import check, flag, one_of, refuse_in_step, settle
@@ -13,6 +14,7 @@ from uniclip._repr import Printed
 from uniclip.absent import Filled, filled
 from uniclip.arraywise import Function
 from uniclip.ask import Step
+from uniclip.backends import compiling
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
 from uniclip.limits import Limit, NoState, as_limit
@@ -23,6 +25,8 @@ from uniclip.norms import L2, Norm
 from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves
 from uniclip.step import Decision, Single, decide, first_state
+
+_PLAIN = {float, int, bool, str, type(None)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,6 +228,17 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
         layout = layout_of(given, scope)
         norms = measure(given, layout, norm)
         return layout.arranged(given.tree, list(map(given.own, norms)))
+
+
+def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
+    """Let a function that makes a rule keep those of plain numbers: it is called with the same ones at every step."""
+    kept = lru_cache(maxsize=64, typed=True)(make)
+
+    def rule(*choices: Any) -> Rule:
+        plain = all([type(choice) in _PLAIN for choice in choices]) and not compiling()
+        return kept(*choices) if plain else make(*choices)
+
+    return rule
 
 
 def as_rule(rule: Any) -> Any:

@@ -228,29 +228,37 @@ def _at_once(
     left: list[tuple[int, int, int]],
     skip: bool,  # noqa: FBT001
 ) -> list[Any] | None:
-    """Return the products of arrays and single numbers by the backend's short way, ``None`` if there is none."""
+    """Return the products of arrays and factors by the backend's short way, ``None`` if there is none."""
     host = all(isinstance(some.rest, np.ndarray) for some in factors)
-    if given.ways is not None or given.clean or layout.axes is not None or (skip and not host):
+    if given.ways is not None or given.clean or (not host and (skip or given.backend.traced(given.first))):
         return None
+    if skip and any([bool((some.rest == 0).any()) for some in factors]):
+        return None
+    powers = any([some.power is not None for some in factors])
+    along = layout.axes is not None
+    # An array of factors may be too wide for a leaf, and a power beyond what the leaf can hold.
+    unlike = [given.arrays[leaf].dtype != layout.blocks[block].dtype for leaf, block, _ in left]
+    if (along and powers) or ((along or powers) and any(unlike)):
+        return None
+    arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
+    if along:
+        by = [_beside(given, layout, leaf, factors[block].rest[row, ...]) for leaf, block, row in left]
+        return given.backend.scaled(arrays, by, in_place=given.in_place)
     parts = [
         [part.tolist() if host else [part[row, ...] for row in range(len(block.groups))] for part in some.parts()]
         for some, block in zip(factors, layout.blocks, strict=True)
     ]
-    arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
-    for number, some in enumerate(parts):
-        wide = layout.blocks[number].dtype
-        if len(some) > 1 and any(_wide(given, leaf) != wide for leaf, block, _ in left if block == number):
-            return None  # the power is beyond what some of them can hold
-    if skip and any(parts[number][0][row] == 0 for _, number, row in left):
-        return None
-    for part in (1, 0) if any([len(some) > 1 for some in parts]) else (0,):  # the power first
+    for part in (1, 0) if powers else (0,):  # the power first
         by = [parts[number][part][row] if part < len(parts[number]) else 1.0 for _, number, row in left]
         arrays = None if arrays is None else given.backend.scaled(arrays, by, in_place=given.in_place)
     return arrays  # type: ignore[no-any-return]
 
 
-def _wide(given: Opened, leaf: int) -> Any:
-    return given.backend.xp.result_type(given.arrays[leaf].dtype, given.backend.xp.float32)
+def _beside(given: Opened, layout: Layout, leaf: int, factors: Any) -> Any:
+    """Return factors with the dimensions of a leaf."""
+    axes = layout.axes_of(leaf)
+    shape = tuple([1 if axes is None or axis in axes else n for axis, n in enumerate(given.arrays[leaf].shape)])
+    return factors.reshape(shape) if isinstance(factors, np.ndarray) else given.backend.xp.reshape(factors, shape)
 
 
 def _one_by_one(

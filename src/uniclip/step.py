@@ -141,10 +141,8 @@ class Single(NamedTuple):
 
     def report(self) -> Report:
         """Return the report."""
-        names = ("norms", "limits", "factors")
-        values = dict(zip(names, map(np.asarray, (self.norms, self.limits, self.factors)), strict=True))
-        values |= {"finite": np.asarray(True), "clipped": np.asarray(self.factors != 1)}  # noqa: FBT003 - a value
-        one = _OfOne(self.given.backend, self.given.backend.device(self.given.first), values)
+        own = self.given.backend
+        one = _OfOne(own, own.device(self.given.first), self.norms, self.limits, self.factors)
         return Late(one.field, one.scalars)
 
 
@@ -153,15 +151,20 @@ class _OfOne(NamedTuple):
 
     own: Backend
     device: Any
-    values: dict[str, Any]
+    norms: Any
+    limits: Any
+    factors: Any
 
     def field(self, name: str) -> Any:
         """Return a field of the report, in an array of the gradients' framework."""
-        return self._own(self.values[name]) if name in self.values else None
+        if name == "skipped":
+            return None
+        value = self.factors != 1 if name == "clipped" else True if name == "finite" else getattr(self, name)
+        return self._own(value)
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars."""
-        norms, limits, factors = ([self.values[name]] for name in ("norms", "limits", "factors"))
+        norms, limits, factors = ([np.asarray(value)] for value in (self.norms, self.limits, self.factors))
         return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors, None).items()}
 
     def _own(self, value: Any) -> Any:

@@ -19,7 +19,7 @@ from uniclip.measure import AllReduce
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
 from uniclip.report import Report
-from uniclip.rules import Rule, as_rule, clip_known, norm_of, taken
+from uniclip.rules import Rule, as_rule, clip_known, made_once, norm_of, taken
 from uniclip.scopes import all_leaves
 from uniclip.step import Decision, Single
 
@@ -244,7 +244,7 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
            [0.3, 0.4]])
     """
     in_order("uc.clip_by_norm(grads, max_norm)", grads, max_norm)
-    return clip(grads, by_norm(nonnegatives("max_norm", max_norm, LIMIT), axis=axis, ord=ord))[0]
+    return clip(grads, _by_norm(max_norm, axis, ord))[0]
 
 
 def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
@@ -320,8 +320,9 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
     in_order("uc.clip_by_global_norm(grads, max_norm)", grads, max_norm)
-    rule = by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
-    return clip_known(rule, grads, norm if norm is None else real("norm", norm, "a number or a 0-d array"))
+    return clip_known(
+        _by_global_norm(max_norm, ord), grads, norm if norm is None else real("norm", norm, "a number or a 0-d array")
+    )
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
@@ -352,6 +353,16 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     13.0
     """
     return norm_of(grads, all_leaves, Norm(ord))
+
+
+@made_once
+def _by_norm(max_norm: Any, axis: Any, ord: Any) -> Rule:
+    return by_norm(nonnegatives("max_norm", max_norm, LIMIT), axis=axis, ord=ord)
+
+
+@made_once
+def _by_global_norm(max_norm: Any, ord: Any) -> Rule:
+    return by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
 
 
 def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[Any, Report]:

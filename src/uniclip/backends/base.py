@@ -97,7 +97,8 @@ class Backend:
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         """Return each array multiplied by its factor, in its own dtype; ``None`` if there is no short way.
 
-        The factors are Python's numbers, or 0-d arrays.
+        The factors are Python's numbers, or 0-d arrays; or arrays of the same dtype that broadcast against theirs, of
+        NumPy where the host can read them.
         """
         return None
 

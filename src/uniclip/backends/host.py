@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -47,7 +48,7 @@ def squares(groups: Sequence[Sequence[View]]) -> View | None:
     if len(arrays) > 1 and kinds <= {"f", "d"} and small(sizes):
         alone = len(groups) == len(arrays)
         counts = sizes if alone else [sum([array.size for array in group]) for group in groups]
-        return squares_of_joined(np.concatenate([array.ravel() for array in arrays]), counts)
+        return squares_of_joined(np.concatenate(arrays, axis=None), counts)
     totals = [sum([_squares(array) for array in group]) for group in groups]
     return np.array(totals, np.float64 if "d" in kinds else np.float32)
 
@@ -71,38 +72,52 @@ def _squares(array: View) -> float:
 def _of_rows(flat: View) -> float:
     if flat.size <= _ROW:
         return float(flat.dot(flat))
-    whole = flat.size - flat.size % _ROW
-    rows, rest = flat[:whole].reshape(-1, _ROW), flat[whole:]
-    return float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(rest.dot(rest))
+    over = flat.size % _ROW
+    rows = (flat[:-over] if over else flat).reshape(-1, _ROW)
+    total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
+    return total + float(flat[-over:].dot(flat[-over:])) if over else total
 
 
 def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
     """Return ``Σx²`` along axes; ``None`` if they do not lie together in memory, first or last, or are narrow."""
-    kept = tuple(axis for axis in range(array.ndim) if axis not in axes)
-    if array.dtype.char not in "fd" or not array.size or not axes or not kept:
+    way = _way_along(array.shape, axes) if array.dtype.char in "fd" else None
+    if way is None:
         return None
-    shape = tuple(array.shape[axis] for axis in kept)
-    ordered = array.transpose(*kept, *axes)
+    shape, rows, columns, count, length = way
+    ordered = array.transpose(rows)
     if ordered.flags.c_contiguous:
-        rows = ordered.reshape(math.prod(shape), -1)
-        total = np.vecdot(rows, rows) if rows.shape[1] <= _ROW else _of_long_rows(rows)
-    elif array.transpose(*axes, *kept).flags.c_contiguous:
-        columns = array.transpose(*axes, *kept).reshape(-1, math.prod(shape))
-        whole = len(columns) - len(columns) % _FEW_ROWS
-        blocks = columns[:whole].reshape(-1, _FEW_ROWS, columns.shape[1])
+        flat = ordered.reshape(count, -1)
+        total = np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length)
+    elif (ordered := array.transpose(columns)).flags.c_contiguous:
+        flat = ordered.reshape(-1, count)
+        whole = len(flat) - len(flat) % _FEW_ROWS
+        blocks = flat[:whole].reshape(-1, _FEW_ROWS, count)
         total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
-        total = total + np.einsum("ij,ij->j", columns[whole:], columns[whole:])
+        total = total + np.einsum("ij,ij->j", flat[whole:], flat[whole:])
     else:
         return None
     return np.asarray(total, array.dtype).reshape(shape)
 
 
-def _of_long_rows(rows: View) -> View:
-    whole = rows.shape[1] - rows.shape[1] % _ROW
-    parts, rest = rows[:, :whole].reshape(len(rows), -1, _ROW), rows[:, whole:]
+@lru_cache(maxsize=1024)
+def _way_along(
+    shape: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int] | None:
+    """Return the shape of what is kept, the orders of axes with it first and last, its size, and a length of rows."""
+    kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
+    if not axes or not kept or 0 in shape:
+        return None
+    lengths = tuple([shape[axis] for axis in kept])
+    count, covered = math.prod(lengths), math.prod([shape[axis] for axis in axes])
+    length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)  # so that nothing is left
+    return lengths, (*kept, *axes), (*axes, *kept), count, length
+
+
+def _of_long_rows(rows: View, length: int) -> View:
+    whole = rows.shape[1] - rows.shape[1] % length
+    parts, rest = rows[:, :whole].reshape(len(rows), -1, length), rows[:, whole:]
     total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
-    total += np.vecdot(rest, rest)
-    return total
+    return total + np.vecdot(rest, rest) if rest.size else total
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:

@@ -87,7 +87,7 @@ def _sums(totals: Array, sizes: tuple[int, ...]) -> Array:
 
 
 @_compiled
-def _scaled(arrays: list[Array], factors: Array) -> list[Array]:
+def _scaled(arrays: list[Array], factors: Any) -> list[Array]:
     return [(array * factors[number]).astype(array.dtype) for number, array in enumerate(arrays)]
 
 
@@ -127,7 +127,11 @@ class _JAX(Backend):
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not arrays or not _together(arrays):
             return None if arrays else []
-        by = np.asarray(factors, self._wide(arrays)) if isinstance(factors[0], float) else jnp.stack(list(factors))
+        by: Any = factors
+        if isinstance(factors[0], float):
+            by = np.asarray(factors, self._wide(arrays))
+        elif not factors[0].ndim:
+            by = jnp.stack(list(factors))
         ends = range(0, len(arrays), _TOGETHER)
         return [new for i in ends for new in _scaled(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import mul
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,8 @@ def _isdtype(dtype: Any, kind: str) -> bool:
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
-def _scaled(array: Array, factor: float, *, in_place: bool) -> Array:
-    if array.itemsize >= WIDE:  # a number of Python's leaves the dtype as it is
+def _scaled(array: Array, factor: Any, *, in_place: bool) -> Array:
+    if array.itemsize >= WIDE:
         return np.multiply(array, factor, out=array if in_place else None)
     array = array if in_place else array.copy("K")  # no wide copy of all of it
     with walk([array], "readwrite") as pieces:
@@ -71,6 +72,8 @@ class _NumPy(Backend):
         return list(map(squares_along, arrays, axes))
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
+        if not in_place and all([array.itemsize >= WIDE for array in arrays]):
+            return list(map(mul, arrays, factors))  # a number of Python's leaves the dtype as it is
         return [_scaled(array, factor, in_place=in_place) for array, factor in zip(arrays, factors, strict=True)]
 
     def large(self, array: Array) -> bool:

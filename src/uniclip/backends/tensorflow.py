@@ -212,6 +212,8 @@ class _TensorFlow(Backend):
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
             return None
+        if isinstance(factors[0], np.ndarray):
+            return list(map(tf.multiply, arrays, factors))
         if not all(isinstance(factor, float) for factor in factors):
             return None
         by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}

@@ -133,6 +133,17 @@ def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     return operand.clone() if same else operand
 
 
+def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
+    """Return factors as ``torch._foreach_mul`` takes them, a single one if all arrays have the same."""
+    first = factors[0]
+    if isinstance(first, np.ndarray):
+        return list(map(torch.from_numpy, factors))
+    same = all([one is first if isinstance(first, torch.Tensor) else one == first for one in factors])
+    if isinstance(first, float) and any([array.dtype in _HALVES for array in arrays]):
+        factors = torch.tensor(factors, dtype=torch.float64).unbind()  # numbers of Python's become as narrow first
+    return factors[0] if same else list(factors)
+
+
 class _Torch(Backend):
     output_axis = 0
 
@@ -198,17 +209,12 @@ class _Torch(Backend):
         return squares_along_elsewhere(arrays, axes)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
-        first, host = factors[0], isinstance(factors[0], float)
-        if host:
+        if not isinstance(factors[0], torch.Tensor):
             if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
                 return None
         elif tracing() or any(map(recorded, (*factors, *arrays))) or len({a.device for a in (*factors, *arrays)}) > 1:
             return None
-        same = all([one == first for one in factors]) if host else all([one is first for one in factors])
-        by: Any = [first] if same else list(factors)
-        if host and any([array.dtype in _HALVES for array in arrays]):  # numbers of Python's become as narrow first
-            by = list(torch.tensor(by, dtype=torch.float64).unbind())
-        by = by[0] if same else by
+        by = _operands(arrays, factors)
         if not in_place:
             new = torch._foreach_mul(arrays, by)  # noqa: SLF001
             # 0-d ones have become as wide as the factor.

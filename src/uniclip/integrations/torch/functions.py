@@ -21,12 +21,8 @@ from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
-from uniclip.rules import Rule, clip_known, measured
+from uniclip.rules import Rule, clip_known, made_once, measured
 from uniclip.verbs import clip_
-
-_RULES: dict[tuple[float, float, bool], Rule] = {}
-"""Rules of `clip_grad_norm_`, which is called with the same numbers again and again."""
-_KEPT = 64
 
 
 def clip_grad_norm_(
@@ -215,20 +211,11 @@ def clip_grads_with_norm_(
     clip_known(rule, grads, _known(total_norm), in_place=True)
 
 
+@made_once
 def _rule(max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> Rule:
-    """Return the rule of `clip_grad_norm_`, one that was made before if there is one."""
-    key = (max_norm, norm_type, error_if_nonfinite)
-    numbers = type(max_norm) is float and type(norm_type) is float and type(error_if_nonfinite) is bool
-    keep = numbers and not torch.compiler.is_compiling()
-    rule = _RULES.get(key) if keep else None
-    if rule is None:
-        policy: NonFinite = "raise" if error_if_nonfinite else "propagate"
-        rule = by_global_norm(_limit("max_norm", max_norm), ord=_order(norm_type), nonfinite=policy)
-        if keep:
-            if len(_RULES) >= _KEPT:
-                _RULES.clear()
-            _RULES[key] = rule
-    return rule
+    """Return the rule of `clip_grad_norm_`."""
+    policy: NonFinite = "raise" if error_if_nonfinite else "propagate"
+    return by_global_norm(_limit("max_norm", max_norm), ord=_order(norm_type), nonfinite=policy)
 
 
 def grad_of(parameter: Any) -> Any:
