@@ -67,3 +67,12 @@ def test_no_numbers(leaf: np.ndarray) -> None:
             with pytest.raises(TypeError, match=r"grads\[1\] is a numpy.ndarray of dtype .* not an array of numbers"):
                 clip([first, leaf], rule)
     assert first.tolist() == [3, 4]
+
+
+def test_warming_up_to_a_subnormal_norm() -> None:
+    """The joint norm of subnormal norms is theirs; TensorFlow and JAX take such numbers for 0."""
+    rule = uc.adagc(warmup_norm=3.5e-43)
+    for norm, left in ((2.1e-43, 2.1e-43), (7e-43, 3.5e-43)):
+        grads = [np.asarray([0.6 * norm, 0.8 * norm], np.float32), np.zeros(1, np.float32)]
+        clipped = rule.update(grads, rule.init(grads))[0]
+        np.testing.assert_allclose(clipped[0], [0.6 * left, 0.8 * left], rtol=0, atol=5e-45)

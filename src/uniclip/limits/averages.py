@@ -93,8 +93,9 @@ class Ema(Remembers):
         dtype = unit.dtype  # the joint norm may be beyond the dtype of these norms
         total = context.total(lambda one: (cast(xp, one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
         # The joint norm is the root times the unit, of which neither leaves the range.
-        # The sum is 1 or more, but for zeros, where a root has no derivative.
-        root = context.asarray(xp.sqrt(xp.clip(total, 0.5, unlimited(xp, unit))), dtype)
+        # Of zeros, a root has no derivative.
+        total = xp.where(total <= 0, 1.0, xp.clip(total, 0.0, unlimited(xp, unit)))
+        root = context.asarray(xp.sqrt(total), dtype)
         unit, own = context.asarray(unit, dtype), cast(xp, norms, dtype)
         within = xp.logical_not(unit * root > most)  # of NaN, too: other leaves are not limited
         # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
