@@ -218,7 +218,7 @@ def clip_known(rule: Rule, grads: Any, norm: Any, *, in_place: bool = False) -> 
     given = opened(grads, in_place=in_place)
     with given.backend.quiet(given.first):
         decision = decide(rule, given, NoState(), Step(norm=norm))
-        return decision.clipped(rule), decision.report().norms
+        return decision.clipped(rule), decision.total()
 
 
 def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:

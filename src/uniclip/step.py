@@ -56,6 +56,10 @@ class Decision(NamedTuple):
         """Return the sum (or the mean) of the clipped gradients along their first axis."""
         return reduced(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip", mean=mean)
 
+    def total(self) -> Any:
+        """Return the norms of the report."""
+        return self.report().norms
+
     def report(self) -> Report:
         """Return the report: its fields where code is traced, else what makes them when somebody looks."""
         given, own = self.given, self.given.backend
@@ -139,6 +143,11 @@ class Single(NamedTuple):
         layout = layout_of(self.given, rule.scope)
         return Decision(self.given, layout, DEFAULT, [norms], [limits], [Factors(None, factors)], [], None, self.state)
 
+    def total(self) -> Any:
+        """Return the norm of the report."""
+        own = self.given.backend
+        return own.from_host(np.asarray(self.norms), own.device(self.given.first))
+
     def report(self) -> Report:
         """Return the report."""
         own = self.given.backend
@@ -182,7 +191,7 @@ def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     own = given.backend
     total = own.squares([given.arrays]) if own.readable(given.first) and not own.watched() else None
     total = total if total is None else own.together([total])[0]
-    if not isinstance(total, np.ndarray) or not in_range(total[0], total.dtype == np.float32):
+    if not isinstance(total, np.ndarray) or not in_range(float(total[0]), total.dtype == np.float32):
         return None
     n, most, one = np.sqrt(total[0]), total.dtype.type(limit.value), total.dtype.type(1)
     return Single(given, state, n, most, one if n <= most else most / n) if n * _NEAR <= most else None

@@ -28,7 +28,7 @@ _FEW_ROWS = 16
 """How many squares are added one by one: the errors of so few are small, even if they have one sign."""
 
 
-def few(arrays: list[Any], size: int) -> bool:
+def few(arrays: Sequence[Any], size: int) -> bool:
     """Whether calls take longer than arithmetic for so many arrays of so many entries together."""
     return len(arrays) <= _FEW and size <= PIECE
 
@@ -40,17 +40,23 @@ def small(sizes: list[int]) -> bool:
 
 def squares(groups: Sequence[Sequence[View]]) -> View | None:
     """Return ``Σx²`` over the arrays of each group, ``None`` if one is not of real floating point."""
-    kinds = {array.dtype.char for group in groups for array in group}
+    arrays = list(groups[0]) if len(groups) == 1 else [array for group in groups for array in group]
+    kinds = {array.dtype.char for array in arrays}
     if not kinds <= _REAL or (len(kinds) > 1 and "d" in kinds):  # squares that one can hold and the other cannot
         return None
-    arrays = [array for group in groups for array in group]
     sizes = [array.size for array in arrays]
     if len(arrays) > 1 and kinds <= {"f", "d"} and small(sizes):
-        alone = len(groups) == len(arrays)
-        counts = sizes if alone else [sum([array.size for array in group]) for group in groups]
-        return squares_of_joined(np.concatenate(arrays, axis=None), counts)
+        return squares_of_joined(np.concatenate(arrays, axis=None), totals_of(groups, sizes))
     totals = [sum([_squares(array) for array in group]) for group in groups]
     return np.array(totals, np.float64 if "d" in kinds else np.float32)
+
+
+def totals_of(groups: Sequence[Sequence[Any]], sizes: list[int]) -> list[int]:
+    """Return how many entries each group has, of how many each of its arrays has."""
+    if len(groups) in {1, len(sizes)}:
+        return [sum(sizes)] if len(groups) == 1 else sizes
+    each = iter(sizes)
+    return [sum([next(each) for _ in group]) for group in groups]
 
 
 def squares_of_joined(flat: View, counts: Sequence[int]) -> View:

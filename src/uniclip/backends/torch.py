@@ -182,10 +182,10 @@ class _Torch(Backend):
         return here if device == _CPU else here.to(device)
 
     def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
-        arrays = [array for group in groups for array in group]
-        first = arrays[0]
         if tracing():
             return squares_in_double(groups)
+        arrays = groups[0] if len(groups) == 1 else [array for group in groups for array in group]
+        first = arrays[0]
         dtype, cpu = first.dtype, first.is_cpu
         if dtype.is_complex or in_forward_mode():
             return None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from uniclip.backends.base import PIECE
-from uniclip.backends.host import few, small, squares, squares_of_joined
+from uniclip.backends.host import few, small, squares, squares_of_joined, totals_of
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 
@@ -37,13 +37,12 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
 
 def squares_here(groups: Groups) -> Any:
     """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
-    arrays = [array for group in groups for array in group]
+    arrays = groups[0] if len(groups) == 1 else [array for group in groups for array in group]
     dtype, wide = arrays[0].dtype, torch.float64 if arrays[0].dtype is torch.float64 else torch.float32
     sizes = [array.numel() for array in arrays]
     if dtype in {torch.float32, torch.float64} and small(sizes):
         flat = torch._utils._flatten_dense_tensors(arrays)  # noqa: SLF001
-        counts = [sum(sizes)] if len(groups) == 1 else [sum([array.numel() for array in group]) for group in groups]
-        return squares_of_joined(flat.detach().numpy(), counts)
+        return squares_of_joined(flat.detach().numpy(), totals_of(groups, sizes))
     if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
         return squares([[array.detach().numpy() for array in group] for group in groups])
     totals = [_total(group, wide) for group in groups]
