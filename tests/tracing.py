@@ -77,6 +77,20 @@ class Count(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Largest(uc.Limit):
+    """A limit of one's own: half the largest norm so far; its state is a dict."""
+
+    memory: ClassVar[bool] = True
+
+    def init(self, norms: Any, context: uc.Context) -> Any:
+        return {"largest": 0 * norms}
+
+    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+        largest = context.xp.where(norms > state["largest"], norms, state["largest"])
+        return 0.5 * largest, {"largest": largest}
+
+
+@dataclass(frozen=True)
 class Halving(uc.Limit):
     """Allow half as much at every step."""
 

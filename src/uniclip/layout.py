@@ -17,7 +17,6 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import stable
-from uniclip.backends import backend_of
 from uniclip.backends.base import cast, unchanged
 from uniclip.scopes import Scope, everything
 from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
@@ -98,9 +97,7 @@ class Opened(NamedTuple):
         if absent and scope.join is not None:  # a parameter without a gradient shares no norm
             used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
         tree = Tree(used, self.tree.rebuild, self.tree.paths, "params", None, self.tree.spec)
-        alike = all([backend_of(leaf) is backend for leaf in used])
-        values = list(map(backend.detached, used)) if alike else used
-        plain = alike and backend.plain(values)
+        plain = backend.plain(used, gradient=False)
         if used and not plain and backend_for(tree) is not backend:
             msg = f"{tree.place(0)} is of another framework than {self.tree.place(0)}"
             raise TypeError(msg)
@@ -112,7 +109,7 @@ class Opened(NamedTuple):
                 )
                 raise ValueError(msg)
         if plain:
-            return Opened(backend, tree, values)
+            return Opened(backend, tree, list(map(backend.detached, used)))
         found = _opened(backend, tree)
         values = list(map(backend.detached, found.arrays))
         dense = all([way is unchanged for way in found.ways or ()]) and backend.plain(values)
@@ -291,11 +288,15 @@ def _axes(given: Opened, scope: Scope, number: int) -> tuple[int, ...] | None:
 
 def _kept(backend: Backend, array: Any, axes: tuple[int, ...] | None) -> Hashable:
     """Return what has to be equal for norms with axes to be copied into one array, ``None`` if they must not be."""
-    if axes is None or backend.traced(array) or not backend.undivided(array):
+    traced = backend.traced(array)
+    if axes is None or not backend.undivided(array) or (traced and not backend.stacks_traced):
         return None
     kept = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
+    if traced and not all([type(n) is int for n in array.shape]):
+        return None
     size = math.prod(kept)
-    return None if size > _STACKED or size == math.prod(array.shape) > 1 else (kept, backend.device(array))
+    alone = size > _STACKED or size == math.prod(array.shape) > 1
+    return None if alone else (kept, backend.device(array), backend.kind([array]))
 
 
 def _axes_kept(given: Opened, axes: Any, group: Sequence[int]) -> int | None:

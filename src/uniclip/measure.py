@@ -109,16 +109,18 @@ class _Ruler(NamedTuple):
     def totals(
         self, block: Block, norm: Norm | None = None, units: Any = None, *, gather: bool = False, along: Any = None
     ) -> Any:
-        """Return Σ|x/unit|ᵖ by row, the largest modulus for p = ∞; small arrays may be gathered into one.
+        """Return Σ|x/unit|ᵖ by row, the largest modulus for p = ∞.
 
-        ``along`` holds what is known of leaves already.
+        In compiled code, and where told to, small arrays are gathered. ``along`` holds what is known of leaves already.
         """
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
+        gather = gather or self.backend.traced(self.given.first)
+        along = along or (self._alike(block, norm, units) if gather else {})
         gathered = [self._gathered(group) if gather else list(group) for group in groups]
 
         def part(row: int, number: Any) -> Any:
             whole = not isinstance(number, int)  # several small arrays as one
-            if along and not whole and along.get(number) is not None:
+            if not whole and along.get(number) is not None:
                 return along[number]
             array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
             unit = None if units is None else spread(self.backend, units[row, ...], array, axes, block.dtype)
@@ -180,18 +182,41 @@ class _Ruler(NamedTuple):
         return self.backend.xp.zeros((), dtype=block.dtype)
 
     def _gathered(self, group: Sequence[int]) -> list[Any]:
-        """Return a group's leaves, small ones that are plain joined into one array: compilers take time for each."""
+        """Return a group's leaves, small ones joined into one array: compilers take time for each."""
         if self.given.ways is not None or self.layout.axes is not None or len(group) <= _MANY:
             return list(group)
-        backend = self.backend
         small: dict[Hashable, list[int]] = {}
         for number in group:
             array = self.given.arrays[number]
-            shape = array.shape
-            known = getattr(shape, "rank", 0) is not None and all(isinstance(n, int) for n in shape)
-            few = known and math.prod(shape) <= _SMALL
-            small.setdefault(array.dtype if few and backend.undivided(array) else number, []).append(number)
+            small.setdefault(array.dtype if self._few(array) else number, []).append(number)
         return [self._as_one(some) if len(some) > 1 else some[0] for some in small.values()]
+
+    def _alike(self, block: Block, norm: Norm, units: Any) -> dict[int, Any]:
+        """Return Σ|x/unit|ᵖ of small leaves of one shape that share no norm: compilers take time for each."""
+        given, layout, backend = self.given, self.layout, self.backend
+        if given.ways is not None or len(block.groups) <= _MANY:
+            return {}
+        shapes: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for row, group in enumerate(block.groups):
+            for number in layout.groups[group]:
+                array, axes = given.arrays[number], layout.axes_of(number)
+                if self._few(array) and len(array.shape) and axes != ():
+                    shapes.setdefault((array.dtype, tuple(array.shape), axes), []).append((row, number))
+        found: dict[int, Any] = {}
+        for (_, shape, axes), some in shapes.items():
+            arrays = backend.stacked([given.arrays[number] for _, number in some])
+            along = tuple([axis + 1 for axis in (range(len(shape)) if axes is None else axes)])
+            own = None if units is None else backend.stacked([units[row, ...] for row, _ in some])
+            own = own if own is None else spread(backend, own, arrays, along, block.dtype)
+            total = self._part(arrays, along, norm, block.dtype, own)
+            found |= {number: total[place, ...] for place, (_, number) in enumerate(some)}
+        return found
+
+    def _few(self, array: Any) -> bool:
+        """Whether an array is known to be small and whole."""
+        shape = array.shape
+        known = getattr(shape, "rank", 0) is not None and all(isinstance(n, int) for n in shape)
+        return known and math.prod(shape) <= _SMALL and self.backend.undivided(array)
 
     def _as_one(self, numbers: list[int]) -> Any:
         arrays, backend = [self.given.arrays[number] for number in numbers], self.backend

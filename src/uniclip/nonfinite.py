@@ -22,11 +22,12 @@ def all_finite(given: Opened, all_reduce: AllReduce | None = None) -> Any:
     """Whether every entry is finite, also those of other devices."""
     xp = given.backend.xp
     here = given.backend.all_of([_finite(given, array) for array in given.arrays])
-    here = given.backend.agreed(given.arrays, here)
-    if all_reduce is None:
+    added = given.backend.added(given.arrays)
+    if added is None and all_reduce is None:
         return here
     faults = xp.where(here, xp.asarray(0.0, dtype=xp.float32), xp.asarray(1.0, dtype=xp.float32))
-    return all_reduce(faults, "max") < 1
+    faults = faults if added is None else added(faults)
+    return (faults if all_reduce is None else all_reduce(faults, "max")) < 1
 
 
 def _finite(given: Opened, array: Any) -> Any:

@@ -26,6 +26,8 @@ NUMBERS = (float, int, np.float32, np.bool_)
 """What is a limit by itself (and float64, which is a float); longdouble is wider."""
 _FAR = (2.0**-126, 2.0**-1022)
 """How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
+_MANY = 32
+"""For how many leaves at most compilers may work out factors again."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
 
@@ -269,13 +271,15 @@ def _one_by_one(
     skip: bool,  # noqa: FBT001
 ) -> list[Any]:
     """Return the products of arrays and factors, whatever these are."""
-    function, own = partial(_times, given.backend, skip, given.clean), own_parts(given, factors)
+    function, own = partial(_times, given.backend, skip, given.clean), own_parts(given, layout, factors)
     return [given.put(leaf, function, *operands(given, layout, own, leaf, block, row)) for leaf, block, row in left]
 
 
-def own_parts(given: Opened, factors: list[Factors]) -> list[list[Any]]:
+def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[list[Any]]:
     """Return the parts of factors as arrays of the gradients' framework."""
-    return [list(map(given.own, some.parts())) for some in factors]
+    own = [list(map(given.own, some.parts())) for some in factors]
+    few = [len(block.groups) <= _MANY for block in layout.blocks]
+    return [some if alone else list(map(given.backend.once, some)) for some, alone in zip(own, few, strict=True)]
 
 
 def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int) -> list[Any]:
@@ -287,7 +291,7 @@ def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, b
 
 def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool, mean: bool) -> Any:
     """Return the sum (or the mean) of the gradients, each multiplied by its factor, along their first axis."""
-    backend, new, own = given.backend, list(given.tree.leaves), own_parts(given, factors)
+    backend, new, own = given.backend, list(given.tree.leaves), own_parts(given, layout, factors)
     xp = backend.xp
     _refuse_reduced(given, layout)
     for number, block in enumerate(layout.blocks):

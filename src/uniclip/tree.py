@@ -79,9 +79,9 @@ def backend_for(tree: Tree) -> Backend:
         backend = backend_of(leaf)
         if backend is None:
             raise TypeError(_no_array(tree.place(number), leaf))
-        advice = backend.unfit(leaf) or (backend.advice(leaf) if tree.name == "grads" else None)
-        if advice:
-            msg = f"{tree.place(number)} is a {describe(leaf)}: {advice}"
+        why = backend.unfit(leaf, gradient=tree.name == "grads")
+        if why:
+            msg = f"{tree.place(number)} is a {describe(leaf)}: {why}"
             raise TypeError(msg)
         chosen = chosen or backend
         if backend is not chosen:

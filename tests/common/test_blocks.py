@@ -84,6 +84,15 @@ def scaled(grads: dict[str, Any], factors: list[float], pieces: Any) -> dict[str
     return out
 
 
+def clipped_by(rule: uc.Rule, steps: list[Any], all_reduce: Any) -> list[Any]:
+    """Return the clipped gradients of each step."""
+    state, found = rule.init(steps[0]), []
+    for grads in steps:
+        clipped, state, _ = rule.update(grads, state, all_reduce=all_reduce)
+        found.append(clipped)
+    return found
+
+
 @pytest.mark.parametrize("wide", [None, "c"], ids=["one dtype", "two dtypes"])
 @pytest.mark.parametrize("name", SCOPES)
 @EAGER
@@ -111,12 +120,7 @@ def test_a_warm_up_over_two_parts(framework: Framework, name: str) -> None:
     rule = uc.Rule(uc.Ema(1.05, 0.9, warmup=3, warmup_norm=0.7), scope=scope())
 
     def run(part: int, all_reduce: Any) -> list[Any]:
-        steps = [halves(framework, grads)[part] for grads in STEPS]
-        state, found = rule.init(steps[0]), []
-        for grads in steps:
-            clipped, state, _ = rule.update(grads, state, all_reduce=all_reduce)
-            found.append(clipped)
-        return found
+        return clipped_by(rule, [halves(framework, grads)[part] for grads in STEPS], all_reduce)
 
     with framework.context():
         found, expected = together(framework, [0, 1], run), AdaGC(count, 1.05, 0.9, 3, 0.7)
@@ -184,11 +188,7 @@ def test_limits_of_groups_over_units(framework: Framework) -> None:
 
     def run(part: int | None, all_reduce: Any) -> list[Any]:
         steps = [arrays(framework, g) if part is None else halves(framework, g)[part] for g in STEPS[:5]]
-        state, found = rule.init(steps[0]), []
-        for grads in steps:
-            clipped, state, _ = rule.update(grads, state, all_reduce=all_reduce)
-            found.append(clipped)
-        return found
+        return clipped_by(rule, steps, all_reduce)
 
     with framework.context():
         alone, parts = run(None, None), together(framework, [0, 1], run)

@@ -20,6 +20,7 @@ import pytest
 
 import uniclip as uc
 from frameworks import COMPILED, EAGER, KNOWN, Framework
+from tracing import Largest
 
 pytestmark = pytest.mark.ways(*EAGER, without="Dask")  # which takes long, and the tests of rules have it
 
@@ -39,20 +40,6 @@ def weight(path: Any, leaf: Any) -> bool:
 def first_key(path: Any, leaf: Any) -> Any:
     """Return the label of a leaf."""
     return path[0]
-
-
-@dataclass(frozen=True)
-class Largest(uc.Limit):
-    """A limit of one's own: half the largest norm so far; its state is a dict."""
-
-    memory: ClassVar[bool] = True
-
-    def init(self, norms: Any, context: uc.Context) -> Any:
-        return {"largest": 0 * norms}
-
-    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
-        largest = context.xp.where(norms > state["largest"], norms, state["largest"])
-        return 0.5 * largest, {"largest": largest}
 
 
 RULES = {

@@ -16,6 +16,7 @@ import pytest
 
 import uniclip as uc
 from frameworks import CHOSEN, KNOWN, Framework
+from tracing import Largest
 
 RTOL = 2e-5
 """How far compiled code may be off: it adds in another order, and rules learn from what they did."""
@@ -54,20 +55,6 @@ class Beside(uc.Limit):
 
     def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
         return 0.1 * context.params, state
-
-
-@dataclass(frozen=True)
-class Largest(uc.Limit):
-    """A limit of one's own: half the largest norm so far; its state is a dict."""
-
-    memory: ClassVar[bool] = True
-
-    def init(self, norms: Any, context: uc.Context) -> Any:
-        return {"largest": 0 * norms}
-
-    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
-        largest = context.xp.where(norms > state["largest"], norms, state["largest"])
-        return 0.5 * largest, {"largest": largest}
 
 
 FIXED = {

@@ -32,6 +32,8 @@ class Backend:
 
     output_axis = -1
     """The axis of a weight that counts its output units."""
+    stacks_traced = False
+    """Whether norms with axes are copied into one array in code that is traced, too: shapes are known there."""
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
@@ -40,12 +42,8 @@ class Backend:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
         return True
 
-    def advice(self, leaf: Any) -> str | None:  # noqa: ARG002
-        """Return what to pass instead of a leaf that is surely no gradient."""
-        return None
-
-    def unfit(self, leaf: Any) -> str | None:  # noqa: ARG002
-        """Return why an array of this kind cannot be measured, and what to convert it with; ``None`` if it can."""
+    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:  # noqa: ARG002
+        """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead; else ``None``."""
         return None
 
     def traced(self, array: Array) -> bool:  # noqa: ARG002
@@ -66,8 +64,11 @@ class Backend:
 
     # For speed: each has a default that leaves the work to the algorithm, which is written in the array API.
 
-    def plain(self, leaves: list[Any]) -> bool:  # noqa: ARG002
-        """Whether a quick look shows that all are dense floating-point arrays of this backend, and nothing special."""
+    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
+        """Whether a quick look shows that all are dense floating-point arrays of this backend that need no care.
+
+        What is no ``gradient`` may be a parameter.
+        """
         return False
 
     def apart(self, leaves: list[Any]) -> bool:  # noqa: ARG002
@@ -144,7 +145,7 @@ class Backend:
         """Return what is equal of arrays whose 0-d norms can be stacked."""
         return None
 
-    # For arrays of which each process holds a part: libraries that have such arrays override all five.
+    # For arrays of which each process holds a part: libraries that have such arrays override all four.
 
     def own_part(
         self,
@@ -159,10 +160,6 @@ class Backend:
     def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:  # noqa: ARG002
         """Return totals, of which some may be parts, as totals of all processes."""
         return parts
-
-    def agreed(self, arrays: list[Array], flag: Array) -> Array:  # noqa: ARG002
-        """Return whether a flag holds in all processes that the arrays are split among."""
-        return flag
 
     def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:  # noqa: ARG002
         """Return what adds values up over all processes that the arrays are split among, ``None`` if they are not."""

@@ -114,16 +114,6 @@ def added(meshes: Iterable[Any], values: Any) -> Any:
     return values
 
 
-def agreed(meshes: Iterable[Any], flag: Any) -> Any:
-    """Return whether a flag holds in every process of the meshes."""
-    from torch.distributed.tensor import Partial
-
-    fault = flag.logical_not().to(torch.float32)
-    for mesh in meshes:
-        fault = _whole(fault, mesh, [Partial("max")] * mesh.ndim, ())
-    return fault < 1
-
-
 def replicated(like: Any, array: Any) -> Any:
     """Return a plain tensor, the same in every process, as a distributed one that can be combined with another."""
     from torch.distributed.tensor import DTensor, Replicate

@@ -97,7 +97,9 @@ def _scaled(arrays: list[Array], factors: Any) -> list[Array]:
 
 
 class _JAX(Backend):
-    def plain(self, leaves: list[Any]) -> bool:
+    stacks_traced = True
+
+    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
         return all(isinstance(leaf, jax.Array) and leaf.dtype in _FLOATS for leaf in leaves)
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
@@ -152,7 +154,7 @@ class _JAX(Backend):
         # A format of exponents alone has neither zero nor negative numbers.
         return leaf.dtype in _FLOATS or (jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu")
 
-    def unfit(self, leaf: Any) -> str | None:
+    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:  # noqa: ARG002
         if isinstance(leaf, sparse.JAXSparse) and not isinstance(leaf, sparse.BCOO):
             return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
         return None

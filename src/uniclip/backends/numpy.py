@@ -45,7 +45,7 @@ class _NumPy(Backend):
         floats = "float" in name and not name.endswith("e8m0fnu")
         return leaf.dtype.kind in "iufc" or floats
 
-    def plain(self, leaves: list[Any]) -> bool:
+    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
         return all([type(leaf) is np.ndarray and leaf.dtype.kind in "fc" and leaf.dtype.isnative for leaf in leaves])
 
     def apart(self, leaves: list[Any]) -> bool:
@@ -61,9 +61,6 @@ class _NumPy(Backend):
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:  # noqa: ARG002
         return array[()] if array.ndim == 0 else array
-
-    def together(self, arrays: list[Array]) -> list[Array]:
-        return list(map(np.asarray, arrays))
 
     def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
         return squares(groups)

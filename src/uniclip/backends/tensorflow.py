@@ -174,12 +174,12 @@ class _TensorFlow(Backend):
             leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer
         )
 
-    def advice(self, leaf: Any) -> str | None:
-        if not isinstance(leaf, tf.Variable):
+    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
+        if not (gradient and isinstance(leaf, tf.Variable)):
             return None
         return "not a gradient; pass the gradients without their variables (to clip the weights, v.value())"
 
-    def plain(self, leaves: list[Any]) -> bool:
+    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
         return all(isinstance(leaf, tf.Tensor) and leaf.dtype in _FLOATS for leaf in leaves)
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:

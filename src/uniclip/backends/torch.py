@@ -81,6 +81,7 @@ _COMPRESSED = {
     torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
     torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
+_TENSOR, _TENSOR_OR_PARAMETER = {torch.Tensor}, {torch.Tensor, torch.nn.Parameter}
 _HALVES = {torch.float16, torch.bfloat16}
 _DOUBLE = {torch.float64, torch.complex128}
 _FLOATS = {*SINGLE, *_DOUBLE, torch.complex64}
@@ -147,9 +148,10 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
 class _Torch(Backend):
     output_axis = 0
 
-    def plain(self, leaves: list[Any]) -> bool:
+    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:
+        kinds = _TENSOR if gradient else _TENSOR_OR_PARAMETER
         for leaf in leaves:
-            if type(leaf) is not torch.Tensor or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
+            if type(leaf) not in kinds or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
                 return False
             if leaf.is_nested:
                 return False
@@ -228,14 +230,11 @@ class _Torch(Backend):
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
-    def unfit(self, leaf: Any) -> str | None:
+    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
         for holds, why in _UNFIT:
             if holds(leaf):
                 return why.format(leaf)
-        return None
-
-    def advice(self, leaf: Any) -> str | None:
-        if not isinstance(leaf, torch.nn.Parameter):
+        if not (gradient and isinstance(leaf, torch.nn.Parameter)):
             return None
         return "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the weights, p.detach())"
 
@@ -286,10 +285,6 @@ class _Torch(Backend):
 
     def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:
         return dtensor.joined(parts, op) if any([is_dtensor(part) for part in parts]) else parts
-
-    def agreed(self, arrays: list[Array], flag: Array) -> Array:
-        meshes = dtensor.meshes(arrays)
-        return dtensor.agreed(meshes, flag) if meshes else flag
 
     def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:
         meshes = dtensor.meshes(arrays)
