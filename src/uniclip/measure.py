@@ -99,8 +99,8 @@ class _Ruler(NamedTuple):
             return self.totals(block, along=along) if any([row is None for row in rows]) else self.backend.stacked(rows)
         if given.ways is not None or given.clean or block.kept or not all(groups):
             return self.totals(block)
-        arrays = [[given.arrays[number] for number in group] for group in groups]
-        found = self.backend.squares(arrays)
+        arrays = [given.arrays[number] for group in groups for number in group]
+        found = self.backend.squares(arrays, list(map(len, groups)))
         if found is None:
             return self.totals(block)
         # All processes join one dtype, whatever their way was.

@@ -238,9 +238,10 @@ def _at_once(
         return None
     powers = any([some.power is not None for some in factors])
     along = layout.axes is not None
+    if along and powers:
+        return None
     # An array of factors may be too wide for a leaf, and a power beyond what the leaf can hold.
-    unlike = [given.arrays[leaf].dtype != layout.blocks[block].dtype for leaf, block, _ in left]
-    if (along and powers) or ((along or powers) and any(unlike)):
+    if (along or powers) and any([given.arrays[leaf].dtype != layout.blocks[n].dtype for leaf, n, _ in left]):
         return None
     arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
     if along:

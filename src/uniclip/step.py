@@ -189,7 +189,7 @@ def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     if not (constant and alone and usual):
         return None
     own = given.backend
-    total = own.squares([given.arrays]) if own.readable(given.first) and not own.watched() else None
+    total = own.squares(given.arrays, [len(given.arrays)]) if own.readable(given.first) and not own.watched() else None
     total = total if total is None else own.together([total])[0]
     if not isinstance(total, np.ndarray) or not in_range(float(total[0]), total.dtype == np.float32):
         return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -87,11 +88,12 @@ class Backend:
         """Return a NumPy array as one of this library."""
         return self.xp.asarray(array)
 
-    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:  # noqa: ARG002
+    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:  # noqa: ARG002
         """Return ``Σ|x|²`` over all entries of each group of arrays, ``(k,)``; ``None`` if there is no short way.
 
-        It is a NumPy array where the host can read it, of the dtype of the norm or a wider one, in which no square of
-        the arrays' own dtype leaves the range.
+        Arrays of one group follow each other, as many as its length says. The result is a NumPy array where the host
+        can read it, of the dtype of the norm or a wider one, in which no square of the arrays' own dtype leaves the
+        range.
         """
         return None
 
@@ -261,6 +263,11 @@ def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -
 def on_accelerator(self: Backend, norm: Array) -> bool:
     """Do `Backend.one_pass` for a framework with accelerators: there is a value, and reading it costs time."""
     return not self.traced(norm) and not self.readable(norm)
+
+
+def in_groups(values: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[Any]]:
+    """Return values, which follow each other, by group."""
+    return [values[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
 def unchanged(array: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip.backends.base import PIECE
+from uniclip.backends.base import PIECE, in_groups
 
 View: TypeAlias = np.ndarray[Any, Any]
 
@@ -38,25 +38,21 @@ def small(sizes: list[int]) -> bool:
     return sum(sizes) <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
 
 
-def squares(groups: Sequence[Sequence[View]]) -> View | None:
+def squares(arrays: list[View], lengths: list[int]) -> View | None:
     """Return ``Σx²`` over the arrays of each group, ``None`` if one is not of real floating point."""
-    arrays = list(groups[0]) if len(groups) == 1 else [array for group in groups for array in group]
     kinds = {array.dtype.char for array in arrays}
     if not kinds <= _REAL or (len(kinds) > 1 and "d" in kinds):  # squares that one can hold and the other cannot
         return None
     sizes = [array.size for array in arrays]
     if len(arrays) > 1 and kinds <= {"f", "d"} and small(sizes):
-        return squares_of_joined(np.concatenate(arrays, axis=None), totals_of(groups, sizes))
-    totals = [sum([_squares(array) for array in group]) for group in groups]
+        return squares_of_joined(np.concatenate(arrays, axis=None), sums_of(sizes, lengths))
+    totals = sums_of(list(map(_squares, arrays)), lengths)
     return np.array(totals, np.float64 if "d" in kinds else np.float32)
 
 
-def totals_of(groups: Sequence[Sequence[Any]], sizes: list[int]) -> list[int]:
-    """Return how many entries each group has, of how many each of its arrays has."""
-    if len(groups) in {1, len(sizes)}:
-        return [sum(sizes)] if len(groups) == 1 else sizes
-    each = iter(sizes)
-    return [sum([next(each) for _ in group]) for group in groups]
+def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
+    """Return the sum of the values of each group."""
+    return values if len(lengths) == len(values) else [sum(some) for some in in_groups(values, lengths)]
 
 
 def squares_of_joined(flat: View, counts: Sequence[int]) -> View:

@@ -117,17 +117,16 @@ class _JAX(Backend):
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         return jnp.asarray(array) if device is None else jax.device_put(array, device)
 
-    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
-        arrays = [array for group in groups for array in group]
+    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if not _together(arrays):
             return None
         if few(arrays, sum([array.size for array in arrays])) and self.readable(arrays[0]):
-            total = squares([[np.asarray(array) for array in group] for group in groups])
+            total = squares(list(map(np.asarray, arrays)), lengths)
             if total is not None:
                 return total
         totals = [_squares(some) for some in _in_parts(arrays)]
         each = totals[0] if len(totals) == 1 else jnp.concatenate(totals)
-        return each if len(each) == len(groups) else _sums(each, tuple([len(group) for group in groups]))
+        return each if len(each) == len(lengths) else _sums(each, tuple(lengths))
 
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
         if not all([self.readable(array) for array in arrays]):

@@ -62,8 +62,8 @@ class _NumPy(Backend):
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:  # noqa: ARG002
         return array[()] if array.ndim == 0 else array
 
-    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
-        return squares(groups)
+    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
+        return squares(arrays, lengths)
 
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
         return list(map(squares_along, arrays, axes))

@@ -20,7 +20,7 @@ from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public question
 from tensorflow.python.ops import control_flow_util
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, on_accelerator, sum_dtype
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, in_groups, on_accelerator, sum_dtype
 from uniclip.backends.host import squares, squares_along
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -194,15 +194,15 @@ class _TensorFlow(Backend):
         with nullcontext() if device is None else tf.device(device):
             return tf.constant(array)
 
-    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
-        arrays = [array for group in groups for array in group]
+    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         dtypes = {array.dtype for array in arrays}
         if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
-            return squares([[_viewed(array) for array in group] for group in groups])
+            return squares(list(map(_viewed, arrays)), lengths)
         if len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}:
             return None
-        totals = [[_in_rows(a, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(a) for a in group] for group in groups]
-        return tf.stack([one[0] if len(one) == 1 else tf.reduce_sum(tf.stack(one)) for one in totals])
+        totals = [_in_rows(array, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]
+        grouped = in_groups(totals, lengths)
+        return tf.stack([some[0] if len(some) == 1 else tf.reduce_sum(tf.stack(some)) for some in grouped])
 
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
         if record.could_possibly_record() or not all([self.readable(array) for array in arrays]):

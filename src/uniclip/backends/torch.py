@@ -183,10 +183,9 @@ class _Torch(Backend):
         here = torch.from_numpy(array) if array.flags.writeable else torch.from_numpy(array.copy())
         return here if device == _CPU else here.to(device)
 
-    def squares(self, groups: Sequence[Sequence[Array]]) -> Array | None:
+    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if tracing():
-            return squares_in_double(groups)
-        arrays = groups[0] if len(groups) == 1 else [array for group in groups for array in group]
+            return squares_in_double(arrays, lengths)
         first = arrays[0]
         dtype, cpu = first.dtype, first.is_cpu
         if dtype.is_complex or in_forward_mode():
@@ -198,8 +197,8 @@ class _Torch(Backend):
             if recording and array.requires_grad:
                 return None
         if not cpu:
-            return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(groups)
-        return squares_here(groups)
+            return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(arrays, lengths)
+        return squares_here(arrays, lengths)
 
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
         if tracing() or not all([type(array) is torch.Tensor and array.dtype in _REAL for array in arrays]):

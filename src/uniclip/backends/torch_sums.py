@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
-from uniclip.backends.base import PIECE
-from uniclip.backends.host import few, small, squares, squares_of_joined, totals_of
+from uniclip.backends.base import PIECE, in_groups
+from uniclip.backends.host import few, small, squares, squares_of_joined, sums_of
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
-
-Groups: TypeAlias = Sequence[Sequence[torch.Tensor]]
 
 _ROW = 256
 """How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
@@ -35,17 +33,16 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
-def squares_here(groups: Groups) -> Any:
+def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
-    arrays = groups[0] if len(groups) == 1 else [array for group in groups for array in group]
     dtype, wide = arrays[0].dtype, torch.float64 if arrays[0].dtype is torch.float64 else torch.float32
     sizes = [array.numel() for array in arrays]
     if dtype in {torch.float32, torch.float64} and small(sizes):
         flat = torch._utils._flatten_dense_tensors(arrays)  # noqa: SLF001
-        return squares_of_joined(flat.detach().numpy(), totals_of(groups, sizes))
+        return squares_of_joined(flat.detach().numpy(), sums_of(sizes, lengths))
     if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
-        return squares([[array.detach().numpy() for array in group] for group in groups])
-    totals = [_total(group, wide) for group in groups]
+        return squares([array.detach().numpy() for array in arrays], lengths)
+    totals = [_total(group, wide) for group in in_groups(arrays, lengths)]
     return None if None in totals else np.array(totals, np.float64 if wide is torch.float64 else np.float32)
 
 
@@ -94,23 +91,22 @@ def _dot(parts: list[torch.Tensor]) -> float:
     return float(torch.dot(rows, rows))
 
 
-def squares_in_double(groups: Groups) -> torch.Tensor | None:
+def squares_in_double(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor | None:
     """Return the sums of squares in double precision, to which a compiler converts each entry where it is read."""
-    if any(a.dtype not in SINGLE or a.device.type == "mps" for group in groups for a in group):  # has no doubles
+    if any(array.dtype not in SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
         return None
-    return _by_group(groups, [array.float().double().square().sum() for group in groups for array in group])
+    return _by_group([array.float().double().square().sum() for array in arrays], lengths)
 
 
-def squares_elsewhere(groups: Groups) -> torch.Tensor:
+def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     """Return the sums of squares on an accelerator, in double precision: there is no second look at what overflowed."""
-    arrays = [array for group in groups for array in group]
     narrow = arrays[0].device.type == "mps"  # has no doubles
     norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)  # noqa: SLF001
-    if len(groups) == 1:
+    if len(lengths) == 1:
         norms = torch.stack(norms)
         return torch.dot(norms, norms).unsqueeze(0)
     total = torch.stack(norms).square()
-    return total if len(groups) == len(arrays) else _by_group(groups, list(total.unbind()))
+    return total if len(lengths) == len(arrays) else _by_group(list(total.unbind()), lengths)
 
 
 def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
@@ -123,12 +119,11 @@ def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list
     return list(torch.stack(norms).square().unbind())
 
 
-def _by_group(groups: Groups, totals: list[torch.Tensor]) -> torch.Tensor:
+def _by_group(totals: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     """Return the totals of arrays as those of their groups."""
-    if len(totals) == len(groups):
+    if len(totals) == len(lengths):
         return torch.stack(totals)
-    each = iter(totals)
-    return torch.stack([torch.stack([next(each) for _ in group]).sum() for group in groups])
+    return torch.stack([torch.stack(list(some)).sum() for some in in_groups(totals, lengths)])
 
 
 def _flat(array: torch.Tensor) -> torch.Tensor | None:
