@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Refuse arguments that do not fit; each error names the argument, what is allowed, and what it got.
+"""Validate arguments; each error names the argument, what is allowed, and what it got.
 
 The functions for numbers return them as Python's own, whatever they were: every framework can work with those.
 """
@@ -23,20 +23,20 @@ LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
 
 
 def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
-    """Refuse an argument that does not fit."""
+    """Raise a ``TypeError`` unless an argument fits."""
     if not fits:
         msg = f"{name} must be {wanted}, got {short(value)}"
         raise TypeError(msg)
 
 
 def settle(choice: object, **values: object) -> None:
-    """Put checked values into the fields of a frozen dataclass."""
+    """Set fields of a frozen dataclass."""
     for name, value in values.items():
         object.__setattr__(choice, name, value)
 
 
 def in_order(call: str, first: object, *others: object) -> None:
-    """Refuse a number in the place of the gradients, and gradients in the place of a number."""
+    """Refuse swapped arguments: a number where gradients belong, and gradients where a number belongs."""
     misplaced = isinstance(first, (Real, str)) or first is None or getattr(first, "shape", None) == ()
     if misplaced and any(map(holds_arrays, others)):
         msg = f"the gradients come first, but the first argument is {short(first)}: write {call}"
@@ -44,7 +44,7 @@ def in_order(call: str, first: object, *others: object) -> None:
 
 
 def nonnegative(name: str, value: Any, hint: str = "") -> Any:
-    """Return a number that is 0 or more as Python's, a 0-d array of a real number as it is; refuse all else."""
+    """Validate a nonnegative number, returned as a Python number, or a real 0-d array, returned as it is."""
     value = nonnegatives(name, value, hint)
     if isinstance(value, Real):
         return value
@@ -54,7 +54,7 @@ def nonnegative(name: str, value: Any, hint: str = "") -> Any:
 
 
 def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
-    """Return a number that is 0 or more as Python's, an array of real numbers as it is; refuse all else."""
+    """Validate a nonnegative number, returned as a Python number, or a real array, returned as it is."""
     if type(value) is float and value >= 0:  # of Python's own; there are others
         return value
     value = real(name, value, f"a number or a 0-d array{hint}")
@@ -65,7 +65,7 @@ def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
 
 
 def real(name: str, value: Any, wanted: str) -> Any:
-    """Return a real number as Python's, an array of real numbers as it is; refuse all else."""
+    """Validate a real number, returned as a Python number, or a real array, returned as it is."""
     if hasattr(value, "dtype") and not isinstance(value, Real):
         check(name, value, holds_reals(value), wanted)
         return value
@@ -81,12 +81,12 @@ def holds_reals(array: Any) -> bool:
 
 
 def number(name: str, value: Any, wanted: str = "a number") -> Any:
-    """Return a real number of any kind, a 0-d array that can be read too, as Python's float or int.
+    """Convert any real number, or a readable 0-d array, to a Python float or int.
 
     Raises
     ------
     TypeError
-        If it is none; a boolean is none.
+        If it is not a number; booleans are not.
     ValueError
         If it is beyond the range of a float.
     """
@@ -111,7 +111,7 @@ _BYTES = 8
 
 
 def _read(value: Any) -> Any:
-    """Return a number of another kind as an int or float, ``None`` if it is none."""
+    """Convert a number of another type to an int or float; ``None`` if it is not a number."""
     try:
         if isinstance(value, Integral):
             integer = int(value)
@@ -129,7 +129,7 @@ def _read(value: Any) -> Any:
 
 
 def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> None:
-    """Refuse what a step cannot join norms with, a loss that is not one number, and both in the place of parameters."""
+    """Validate ``all_reduce`` and ``loss`` of a step, and refuse them in the place of ``params``."""
     function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
     check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
     check("params", params, not isinstance(params, (Real, str)), "a tree of parameters (for the loss, write loss=)")
@@ -142,7 +142,7 @@ def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> Non
 
 
 def positive(name: str, value: Any) -> Any:
-    """Return a number above 0; refuse all else."""
+    """Validate a number above 0."""
     value = number(name, value)
     if not value > 0:
         msg = f"{name} must be above 0, got {short(value)}"
@@ -151,7 +151,7 @@ def positive(name: str, value: Any) -> Any:
 
 
 def within(name: str, value: Any, low: float, high: float, hint: str = "") -> Any:
-    """Return a number that is in range; refuse all else."""
+    """Validate a number in a range."""
     value = number(name, value)
     if not low <= value <= high:
         allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
@@ -161,7 +161,7 @@ def within(name: str, value: Any, low: float, high: float, hint: str = "") -> An
 
 
 def below_one(name: str, value: Any) -> Any:
-    """Return a decay; refuse one with which nothing would ever be learned."""
+    """Validate a decay: below 1, or nothing would ever be learned."""
     value = number(name, value)
     if not 0 <= value < 1:
         percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""  # noqa: PLR2004
@@ -171,7 +171,7 @@ def below_one(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any, low: float = -math.inf) -> int:
-    """Return a whole number of any kind as Python's; refuse all else, and what is below ``low``."""
+    """Validate an integer of any type, at least ``low``; return a Python int."""
     try:
         result = operator.index(value)
     except Exception:  # noqa: BLE001 - whatever a framework raises for an array that is none
@@ -182,14 +182,14 @@ def whole(name: str, value: Any, low: float = -math.inf) -> int:
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Refuse what is none of some names."""
+    """Check that a value is one of the allowed names."""
     if not (isinstance(value, str) and value in allowed):
         msg = f"{name} must be one of {', '.join(map(repr, allowed))}, got {short(value)}"
         raise ValueError(msg)
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return a boolean as Python's; refuse all else."""
+    """Validate a boolean; return a Python bool."""
     single = getattr(value, "shape", None) == () and "bool" in str(getattr(value, "dtype", ""))
     check(name, value, isinstance(value, bool) or single, "True or False")
     return bool(value)

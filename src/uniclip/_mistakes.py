@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is given for something else: errors that say what to write instead."""
+"""Errors about arguments of the wrong kind, which say what to write instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHOICES = {
 
 
 def is_rule(value: Any) -> bool:
-    """Whether a value has what all rules have."""
+    """Whether a value has the interface of a rule."""
     return hasattr(value, "memory") and hasattr(value, "update") and not isinstance(value, type)
 
 
@@ -35,7 +35,7 @@ def own_module(value: Any) -> str:
 
 
 def refuse_as_rule(value: Any) -> None:
-    """Raise a ``TypeError`` that says what to write instead of something that is no rule."""
+    """Raise a ``TypeError`` that says what to write instead of something that is not a rule."""
     module = own_module(value).partition(".")[0]
     if module in _CHOICES:
         advice = f"and {_CHOICES[module]}"

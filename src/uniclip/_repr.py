@@ -76,7 +76,7 @@ def _shape(array: Any) -> Any:
 
 
 def _named(value: Any) -> str | None:
-    """Return what is short by itself: a number, a text, a name, or the source of a choice; ``None`` for all else."""
+    """Return the repr of a number, string, named function or choice, which is short; ``None`` for anything else."""
     text = getattr(value, "__qualname__", None)
     if isinstance(value, int) and value.bit_length() > _LONGEST:
         text = f"a whole number of {value.bit_length()} bits"
@@ -97,7 +97,7 @@ def _named(value: Any) -> str | None:
 
 
 def _contained(value: Any) -> str | None:
-    """Return what a container holds, and how many; ``None`` for what is none."""
+    """Describe the contents of a container; ``None`` if it is not one."""
     if _is_array(value) or not isinstance(value, (list, tuple, dict)):
         return None
     tree: Any = value
@@ -112,7 +112,7 @@ def _contained(value: Any) -> str | None:
 
 
 def _differs(value: Any, default: Any) -> bool:
-    """Whether a field is not its default; an array is none, and its comparison no boolean."""
+    """Whether a field differs from its default; arrays do: comparing them gives no boolean."""
     return hasattr(value, "shape") or bool(value != default)
 
 

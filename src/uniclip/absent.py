@@ -68,7 +68,7 @@ def filled(scope: Scope, grads: Any, params: Any, state: Any) -> Filled:
 
 
 def _without_parameters(scope: Scope, tree: Tree, gaps: list[int], state: Any) -> Filled:
-    """Fill the places whose parameters are not known."""
+    """Fill the gaps whose parameters are unknown."""
     left = [number for number in gaps if tree.leaves[number] is None]
     present = [leaf for leaf in tree.leaves if leaf is not None]
     if left or not tree.leaves:
@@ -113,7 +113,7 @@ def _floats(array: Any) -> bool:
 
 
 def unknown(tree: Tree, left: Sequence[int]) -> str:
-    """Return what to say where it is not known what stands for a gradient that is absent."""
+    """Return the error message for an absent gradient whose dtype and shape are unknown."""
     which = f"{place('grads', tree.paths()[left[0]])} is None" if left else "there are no gradients"
     return (
         f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "

@@ -79,7 +79,7 @@ class ByValue(EachArray):
     max: Any
 
     def __post_init__(self) -> None:
-        """Refuse bounds that are no numbers, NaN or the wrong way round."""
+        """Validate the bounds."""
         wanted = "a number or an array of real numbers (math.inf or -math.inf for no bound)"
         settle(self, min=real("min", self.min, wanted), max=real("max", self.max, wanted))
         if isinstance(self.min, Real) and isinstance(self.max, Real) and not self.min <= self.max:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Ask a rule's limit how large the norms of a step may be: what it is shown, and whether its answer is one."""
+"""Call a rule's limit: build its context, validate its state and what it returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """What a caller adds to the gradients of a step."""
+    """The optional arguments of a step."""
 
     params: Any = None
     all_reduce: AllReduce | None = None
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a limit is asked about."""
+    """The inputs of a call of a rule's limit."""
 
     rule: Choices
     given: Opened
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
     """``None`` before the first step."""
 
     def limits(self, norms: Blocks, state: Any) -> tuple[list[Any], Any]:
-        """Return the limits of each block, numbers or arrays, and the next state; refuse wrong answers.
+        """Return the limits of each block, numbers or arrays, and the next state; validate both.
 
         The norms are NaN where they are not finite.
         """
@@ -69,7 +69,7 @@ class Asked(NamedTuple):
         return limits, new[0] if len(new) == 1 else tuple(new)
 
     def contexts(self, norms: Blocks) -> list[Context]:
-        """Return what the limit may look at, for each block; what it needs is measured now."""
+        """Build the context of each block; what the limit needs is measured now."""
         needs = self.rule.limit.needs if self.step is not None else frozenset()
         params: list[Any] = [None] * len(norms)
         sizes, loss = params, None
@@ -103,22 +103,22 @@ class Asked(NamedTuple):
         return own.viewed(own.xp.asarray(value)) if self.backend is not own and hasattr(value, "dtype") else value
 
     def _in(self, array: Any) -> Any:
-        """Return an array as one of the backend in which the step is worked out."""
+        """Convert an array to the backend in which the step is computed."""
         if self.backend is self.given.backend:
             return self.given.own(array)
         return array if isinstance(array, np.ndarray) else self.given.backend.viewed(array)
 
     def _remembered(self, array: Any) -> Any:
-        """Return an array of the state, through which no derivative goes."""
+        """Convert an array of the state, and detach it."""
         return self._in(array) if self.backend is not self.given.backend else self.backend.detached(array)
 
     def _back(self, array: Any) -> Any:
-        """Return an array of a new state as one of the gradients' framework, without the computation it came from."""
+        """Convert an array of a new state to the gradients' framework, and detach it."""
         return self.backend.detached(array) if self.backend is self.given.backend else self.given.own(np.asarray(array))
 
 
 def on_host(own: Backend, limit: Any) -> bool:
-    """Whether NumPy's arrays will do for a limit: none of its own numbers is an array of the framework."""
+    """Whether a limit can be computed in NumPy: none of its parameters is an array of the framework."""
     if isinstance(limit, PerGroup):
         return all(on_host(own, one) for _, one in limit.limits)
     if type(limit) is Constant and hasattr(limit.value, "dtype"):
@@ -142,7 +142,7 @@ def _params(rule: Choices, given: Opened, step: Step) -> Blocks:
 
 
 def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
-    """Return the limits and the state that a limit has returned; refuse what are none."""
+    """Validate what a limit returned; return its limits and state."""
     if not (isinstance(answer, tuple) and len(answer) == 2):  # noqa: PLR2004
         msg = f"{short(rule.limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
         raise TypeError(msg)
@@ -154,7 +154,7 @@ def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
 
 
 def _checked(backend: Backend, value: Any, norms: Any) -> Any:
-    """Return a limit, the largest number of the norms' dtype at most; refuse one below 0, NaN, or of a wrong shape."""
+    """Clamp limits to the range of the norms' dtype; refuse negative ones, NaN and wrong shapes."""
     xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
@@ -182,7 +182,7 @@ def refuse_shape(name: str, array: Any, norms: Any) -> None:
 
 
 def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> None:
-    """Refuse a state that is none, one of another rule, or one for another number of norms."""
+    """Validate a state: it must be of this rule, and for this number of norms."""
     limit = rule.limit
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
     parts = [state] if len(layout.blocks) == 1 else state
@@ -206,7 +206,7 @@ def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> No
 
 
 def _refuse_unfit(rule: Choices, given: Opened, block: Any, state: Any) -> None:
-    """Refuse a state whose arrays are not those of the limit, outside of traced code."""
+    """Refuse a state whose fields or shapes do not fit the limit, outside of traced code."""
     if given.backend.traced(given.first) or not rule.limit.host or block.kept is None:
         return
     dtype = np.float32 if block.dtype == given.backend.xp.float32 else np.float64

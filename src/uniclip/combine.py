@@ -147,7 +147,7 @@ class Masked(Printed):
     where: Callable[[Path, Any], bool]
 
     def __post_init__(self) -> None:
-        """Refuse what is no function of a path and a leaf."""
+        """Validate ``where``."""
         check("where", self.where, callable(self.where), "a function of (path, leaf)")
 
     def _printed(self, show: Callable[[object], str]) -> str:

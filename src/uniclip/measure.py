@@ -92,7 +92,7 @@ class _Ruler(NamedTuple):
         return self.given.backend
 
     def squares(self, block: Block, along: dict[int, Any]) -> Any:
-        """Return Σ|x|² by row, by the backend's short way if there is one."""
+        """Return Σ|x|² by row, by the backend's fast path if it has one."""
         given, groups = self.given, [self.layout.groups[group] for group in block.groups]
         if block.kept and along:
             rows = [along.get(group[0]) if len(group) == 1 else None for group in groups]
@@ -138,7 +138,7 @@ class _Ruler(NamedTuple):
         return self._shared(self.backend.stacked(rows), norm.op)
 
     def along(self) -> dict[int, Any]:
-        """Return Σ|x|² along the axes that norms cover, of those leaves for which there is a short way."""
+        """Return Σ|x|² along the axes that norms cover, of those leaves for which there is a fast path."""
         layout, arrays = self.layout, self.given.arrays
         if layout.axes is None or self.given.clean or self.all_reduce is not None:
             return {}
@@ -307,7 +307,7 @@ def _euclidean(ruler: _Ruler) -> Blocks:
     dtypes = [block.dtype for block in layout.blocks]
 
     def usual() -> Blocks:
-        # The wide ones of a short way have no derivative where there are values.
+        # The wide ones of a fast path have no derivative where there are values.
         plain = [
             total.dtype != dtype and not backend.traced(total) for total, dtype in zip(totals, dtypes, strict=True)
         ]

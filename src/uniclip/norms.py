@@ -43,7 +43,7 @@ class Norm(Printed):
     size_power: float = 0
 
     def __post_init__(self) -> None:
-        """Refuse an order that is no norm."""
+        """Validate the order."""
         wanted = "a number of at least 1 (or math.inf)"
         name = "ord, the order of a norm,"
         settle(self, p=number(name, self.p, wanted), size_power=number("size_power", self.size_power))

@@ -88,7 +88,7 @@ class Report:
         return f"Report({', '.join(shown)})"
 
     def without_skip(self) -> Report:
-        """Return the report of a rule that leaves out no step of the leaves that it does not see."""
+        """Return the report without ``skipped``: leaves that the rule does not see take their step."""
         return Made(*[getattr(self, name) for name in FIELDS[:-1]])
 
     def __iter__(self) -> Iterator[Any]:

@@ -54,9 +54,9 @@ class Rule(Printed):
     Raises
     ------
     TypeError
-        If one of the choices is none.
+        If a choice is of the wrong type.
     ValueError
-        If a constant limit is negative or NaN, or ``nonfinite`` is none of the four.
+        If a constant limit is negative or NaN, or ``nonfinite`` is not one of the four policies.
 
     Examples
     --------
@@ -71,7 +71,7 @@ class Rule(Printed):
     nonfinite: NonFinite = "propagate"
 
     def __post_init__(self) -> None:
-        """Read a number or an array as a constant limit, and refuse what is none of the four choices."""
+        """Convert a number or an array to a constant limit, and validate the choices."""
         if not isinstance(self.limit, Limit):
             settle(self, limit=as_limit(self.limit))
         check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
@@ -205,7 +205,7 @@ def taken(
     *,
     in_place: bool = False,
 ) -> Any:
-    """Check what a step is given, open its gradients, decide, and finish the step."""
+    """Validate the arguments of a step, open its gradients, compute their factors, and finish the step."""
     refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
     whole = Filled(grads) if step.all_reduce is None else filled(rule.scope, grads, step.params, state)
     given = opened(whole.grads, in_place=in_place)
@@ -231,7 +231,7 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
 
 
 def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
-    """Let a function that makes a rule keep those of plain numbers: it is called with the same ones at every step."""
+    """Cache the rules that a function makes of plain numbers: it is called with the same ones at every step."""
     kept = lru_cache(maxsize=64, typed=True)(make)
 
     def rule(*choices: Any) -> Rule:

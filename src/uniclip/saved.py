@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is saved of a rule's memory: its numbers, whose norms they are, and of which kind of rule.
+"""The saved form of a rule's state: its numbers, the labels of their norms, and the kind of rule.
 
 It is a dict of three entries, in `uniclip.Clipper` and in the adapters whose files hold dicts; the others keep the
 state in arrays of their own, and of the rest what fits there:
@@ -227,7 +227,7 @@ def _are_labels(leaves: Any) -> bool:
 
 
 def _outline(saved: Any) -> str:
-    """Return what an error shows of what should be a saved state: no numbers."""
+    """Describe an invalid saved state for an error, without its numbers."""
     if not isinstance(saved, dict):
         return f"a {type(saved).__name__}"
     return f"of {sorted(map(str, saved))[:5]}"

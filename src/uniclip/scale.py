@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Work out the factor of each norm, and multiply the gradients by it."""
+"""Compute the factor of each norm, and multiply the gradients by it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def measures(limit: Any) -> bool:
 
 
 def _measures_by_array(backend: Backend, limit: Any) -> Any:
-    """Return whether a constant limit that is an array is ∞; ``None`` if it is none, or is known to be finite."""
+    """Return whether a constant limit that is an array is ∞; ``None`` if it is not an array, or known to be finite."""
     value = limit.value if type(limit) is Constant else None
     if value is None or isinstance(value, NUMBERS):
         return None
@@ -163,7 +163,7 @@ def _power(xp: Any, curve: Curve, norms: Any, limits: Any, top: float) -> Any:
 
 
 def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
-    """Ask a curve; refuse an answer that is no factor."""
+    """Call a curve, and validate the factors that it returns."""
     factors = curve(xp, norms, limits)
     if isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape)):
         return factors
@@ -230,7 +230,7 @@ def _at_once(
     left: list[tuple[int, int, int]],
     skip: bool,  # noqa: FBT001
 ) -> list[Any] | None:
-    """Return the products of arrays and factors by the backend's short way, ``None`` if there is none."""
+    """Return the products of arrays and factors by the backend's fast path; ``None`` if it has none."""
     host = all(isinstance(some.rest, np.ndarray) for some in factors)
     if given.ways is not None or given.clean or (not host and (skip or given.backend.traced(given.first))):
         return None

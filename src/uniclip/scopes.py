@@ -46,7 +46,7 @@ class Scope(Printed):
     """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own, which ends with it."""
 
     def __post_init__(self) -> None:
-        """Refuse axes that are no whole numbers, and labels that are no function."""
+        """Validate ``axes`` and ``join``."""
         settle(self, layouts={})
         if self.axes is not None and not callable(self.axes):
             settle(self, axes=_numbers(self.axes))
@@ -110,7 +110,7 @@ class FanIn:
     axis: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an axis that is no whole number."""
+        """Validate the axis."""
         if self.axis is not None:
             settle(self, axis=whole("axis", self.axis))
 

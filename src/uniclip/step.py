@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A step of a rule: measure the norms, ask for their limits, bend the curve, and then scale."""
+"""One step of a rule: measure the norms, compute their limits and factors, and then scale."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEAR = 2.0**-126
 
 
 class Decision(NamedTuple):
-    """What is to be done about the norms of a step: an array for each block."""
+    """The result of a step before anything is scaled: an array for each block."""
 
     given: Opened
     layout: Layout
@@ -73,7 +73,7 @@ class Decision(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What a report is made of: small arrays, and no gradient."""
+    """The data of a report: small arrays, and no gradient."""
 
     own: Backend
     backend: Backend
@@ -118,7 +118,7 @@ class _Seen(NamedTuple):
 
 
 class Single(NamedTuple):
-    """What is to be done about one norm and a constant limit, in NumPy's scalars."""
+    """The result of a step with one norm and a constant limit, in NumPy scalars."""
 
     given: Opened
     state: Any
@@ -156,7 +156,7 @@ class Single(NamedTuple):
 
 
 class _OfOne(NamedTuple):
-    """What the report on one norm is made of."""
+    """The data of a report on one norm."""
 
     own: Backend
     device: Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is done with gradients: clip them by a rule, in place too, add up those of examples, and the familiar functions.
+"""The functions people call: clip by a rule, in place too, sum over examples, and the familiar functions.
 
 The familiar functions have their oldest names and argument order. Docstring examples assume ``np`` and ``uc``.
 """

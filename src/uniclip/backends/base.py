@@ -81,7 +81,7 @@ class Backend:
         return None
 
     def device(self, array: Array) -> Any:  # noqa: ARG002
-        """Return what `from_host` needs to know to put an array where another one (or ``None``) is."""
+        """Return where an array (or ``None``) is, for `from_host`."""
         return None
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:  # noqa: ARG002
@@ -89,7 +89,7 @@ class Backend:
         return self.xp.asarray(array)
 
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:  # noqa: ARG002
-        """Return ``Σ|x|²`` over all entries of each group of arrays, ``(k,)``; ``None`` if there is no short way.
+        """Return ``Σ|x|²`` over all entries of each group of arrays, ``(k,)``; ``None`` if there is no fast path.
 
         Arrays of one group follow each other, as many as its length says. The result is a NumPy array where the host
         can read it, of the dtype of the norm or a wider one, in which no square of the arrays' own dtype leaves the
@@ -98,7 +98,7 @@ class Backend:
         return None
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        """Return each array multiplied by its factor, in its own dtype; ``None`` if there is no short way.
+        """Return each array multiplied by its factor, in its own dtype; ``None`` if there is no fast path.
 
         The factors are Python's numbers, or 0-d arrays; or arrays of the same dtype that broadcast against theirs, of
         NumPy where the host can read them.
@@ -120,7 +120,7 @@ class Backend:
         return bool(narrow) and not self.traced(array) and math.prod(array.shape) > PIECE
 
     def pieces(self, array: Array) -> Iterable[Array]:
-        """Return arrays that hold together the entries of a large ``array``, in any order."""
+        """Split a large ``array`` into pieces, in any order of its entries."""
         flat = self.xp.reshape(array, (-1,))
         return [flat[rows] for rows in row_slices(flat.shape)]
 
@@ -134,7 +134,7 @@ class Backend:
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:  # noqa: ARG002
         """Return ``Σ|x|²`` of each array along its axes, a NumPy array where the host can read it.
 
-        It is ``None`` for an array without a short way, and as wide as what `squares` returns.
+        It is ``None`` for an array without a fast path, and as wide as what `squares` returns.
         """
         return [None] * len(arrays)
 
@@ -144,10 +144,10 @@ class Backend:
         return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
 
     def kind(self, arrays: list[Array]) -> Hashable:  # noqa: ARG002
-        """Return what is equal of arrays whose 0-d norms can be stacked."""
+        """Return a key; the 0-d norms of arrays with equal keys can be stacked."""
         return None
 
-    # For arrays of which each process holds a part: libraries that have such arrays override all four.
+    # For distributed arrays, of which each process holds a part: libraries that have them override all four.
 
     def own_part(
         self,
@@ -156,7 +156,7 @@ class Backend:
         axes: tuple[int, ...] | None,  # noqa: ARG002
         op: Literal["sum", "max"],  # noqa: ARG002
     ) -> tuple[Array, Array | None, Callable[[Array], Array]]:
-        """Return what is here of an array and of its unit, and what to call on the total along ``axes`` of these."""
+        """Return the local part of an array and of its unit, and a function of their total along ``axes``."""
         return array, unit, unchanged
 
     def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:  # noqa: ARG002
@@ -164,7 +164,7 @@ class Backend:
         return parts
 
     def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:  # noqa: ARG002
-        """Return what adds values up over all processes that the arrays are split among, ``None`` if they are not."""
+        """Return a function that sums values over the processes that share the arrays, ``None`` if none does."""
         return None
 
     def replicated(self, array: Array, operand: Array) -> Array:  # noqa: ARG002
@@ -212,7 +212,7 @@ class Backend:
         return array
 
     def detached(self, array: Array) -> Array:
-        """Return an array to remember, without the computation that it came from."""
+        """Return an array to keep, detached from the computation that it came from."""
         return array.persist() if hasattr(array, "persist") else array  # one that is lazy would hold all gradients
 
     def together(self, arrays: list[Array]) -> list[Array]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What NumPy does with memory that the CPU can read, whose framework takes longer to be called than to add."""
+"""NumPy on the memory of other frameworks' CPU arrays, where calling the framework takes longer than adding."""
 
 from __future__ import annotations
 

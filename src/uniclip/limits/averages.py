@@ -65,7 +65,7 @@ class Ema(Remembers):
     warmup_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no such choice."""
+        """Validate the parameters."""
         settle(self, ratio=nonnegative("ratio", self.ratio), decay=below_one("decay", self.decay))
         settle(self, warmup=whole("warmup", self.warmup, 0), warmup_norm=nonnegative("warmup_norm", self.warmup_norm))
 
@@ -129,7 +129,7 @@ class SecondMoment(Remembers):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no such choice."""
+        """Validate the parameters."""
         settle(self, factor=nonnegative("factor", self.factor), decay=below_one("decay", self.decay))
         settle(self, warmup=whole("warmup", self.warmup, 0))
 
@@ -166,7 +166,7 @@ class MeanOverRms(Remembers):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        """Refuse what is no such choice."""
+        """Validate the parameters."""
         for name in ("mean_decay", "square_decay"):
             settle(self, **{name: below_one(name, getattr(self, name))})
         settle(self, eps=nonnegative("eps", self.eps))

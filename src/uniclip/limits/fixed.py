@@ -29,7 +29,7 @@ class Constant(Vectorized):
     value: Any
 
     def __post_init__(self) -> None:
-        """Refuse what is no limit."""
+        """Validate the limit."""
         settle(self, value=nonnegatives("limit", self.value, LIMIT))
 
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
@@ -66,7 +66,7 @@ class Schedule(Remembers):
     """The function is written for a framework's arrays."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no function."""
+        """Validate the function."""
         check("fn", self.fn, callable(self.fn), "a function of the step")
 
     def init(self, norms: Array, context: Context) -> Counted:  # noqa: ARG002
@@ -99,7 +99,7 @@ class Relative(Vectorized):
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
 
     def __post_init__(self) -> None:
-        """Refuse what is no ratio."""
+        """Validate the ratio."""
         settle(self, ratio=nonnegative("ratio", self.ratio), eps=nonnegative("eps", self.eps))
         wanted = "an array, one number for each norm"
         check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
@@ -166,7 +166,7 @@ class Split(Vectorized):
     by_size: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no limit."""
+        """Validate the limit."""
         settle(self, total=nonnegative("total", self.total, LIMIT), by_size=flag("by_size", self.by_size))
 
     @property

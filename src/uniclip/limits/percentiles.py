@@ -52,7 +52,7 @@ class Percentile(Remembers):
     filled: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no percentile, and windows that hold nothing."""
+        """Validate the percentile and the window."""
         settle(self, q=within("the percentile q", self.q, 0, 100), window=whole("window", self.window, 1))
         settle(self, filled=flag("filled", self.filled))
 
@@ -101,7 +101,7 @@ class PercentileOfAll(Remembers):
     bins_wide: ClassVar[int] = 145_600
 
     def __post_init__(self) -> None:
-        """Refuse what is no percentile."""
+        """Validate the percentile."""
         settle(self, q=within("the percentile q", self.q, 0, 100))
 
     def init(self, norms: Array, context: Context) -> Histogram:
@@ -165,7 +165,7 @@ class TrackedQuantile(Remembers):
     max: float = math.inf
 
     def __post_init__(self) -> None:
-        """Refuse what is no such choice."""
+        """Validate the parameters."""
         settle(self, quantile=within("quantile", self.quantile, 0, 1, " (a share: 0.5 for 50 %)"))
         settle(self, rate=nonnegative("rate", self.rate), start=positive("start", self.start))
         settle(self, min=within("min", self.min, 0, math.inf), max=positive("max", self.max))

@@ -74,7 +74,7 @@ class ZScore(Remembers):
     skip_update_on_spike: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is no such choice."""
+        """Validate the parameters."""
         settle(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
         settle(self, skip_update_on_spike=flag("skip_update_on_spike", self.skip_update_on_spike))
         settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
@@ -139,7 +139,7 @@ class LogZScore(Remembers):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        """Refuse what is no such choice."""
+        """Validate the parameters."""
         settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
         settle(self, eps=nonnegative("eps", self.eps))
 
