@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from in_processes import failure, failures_in
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -132,7 +130,7 @@ def alike(kind: str, failures: dict[str, str]) -> None:
         assert all(found[title][0][name].sharding.is_equivalent_to(g.sharding, g.ndim) for name, g in grads.items())
 
     for title in RULES:
-        failure(failures, title, partial(check, title))
+        failures |= failure(title, partial(check, title))
     assert not gathers
 
 
@@ -152,7 +150,7 @@ def sixteen(kind: str, failures: dict[str, str]) -> None:
         assert not [line for line in gathers if f"<{title}>" in line]
 
     for title in rules:
-        failure(failures, title, partial(check, title))
+        failures |= failure(title, partial(check, title))
     assert not gathers
 
 
@@ -170,50 +168,25 @@ def eager(kind: str) -> None:
     )
 
 
-def failure(failures: dict[str, str], title: str, run: Callable[[], None]) -> None:
-    """Note what goes wrong in a check, by its title."""
-    try:
-        run()
-    except BaseException:  # noqa: BLE001 - the test shows it
-        failures[title] = traceback.format_exc()
-
-
 def main(kind: str, file: str) -> None:
     """Run every check for one kind of axes."""
     failures: dict[str, str] = {}
-    failure(failures, "alike", lambda: alike(kind, failures))
-    failure(failures, "many", lambda: many(kind))
-    failure(failures, "sixteen", lambda: sixteen(kind, failures))
-    failure(failures, "eager", lambda: eager(kind))
+    failures |= failure("alike", lambda: alike(kind, failures))
+    failures |= failure("many", lambda: many(kind))
+    failures |= failure("sixteen", lambda: sixteen(kind, failures))
+    failures |= failure("eager", lambda: eager(kind))
     Path(file).write_text(json.dumps(failures))
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Run the processes, and return what went wrong in each."""
-    folder = tmp_path_factory.mktemp("sharding")
-    devices = os.environ | {
+    devices = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # what is divided, and what is sent, is settled before them
     }
-    processes = {
-        kind: subprocess.Popen(
-            [sys.executable, __file__, kind, str(folder / kind)],
-            env=devices,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for kind in KINDS
-    }
-    try:
-        outputs = {kind: process.communicate(timeout=240)[0] for kind, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.kill()
-    assert all(process.returncode == 0 for process in processes.values()), outputs
-    return {kind: json.loads((folder / kind).read_text()) for kind in KINDS}
+    return dict(zip(KINDS, failures_in(tmp_path_factory, __file__, [[kind] for kind in KINDS], devices), strict=True))
 
 
 @pytest.mark.parametrize("title", [*RULES, "alike", "many", "sixteen", "eager"])

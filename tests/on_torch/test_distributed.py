@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from in_processes import failure, failures_in
 
 import uniclip as uc
 from uniclip.integrations.torch import (
@@ -329,21 +328,12 @@ def plain_parts() -> None:
         torch.testing.assert_close(clipped, [one.tensor_split(PROCESSES)[rank()] for one in wanted])
 
 
-def failure(title: str, run: Callable[[], None]) -> dict[str, str]:
-    """Return what goes wrong in a check, by its title; pytest's own failures are no Exceptions."""
-    try:
-        run()
-    except BaseException:  # noqa: BLE001 - the test shows it
-        return {title: traceback.format_exc()}
-    return {}
-
-
-def main(number: str, folder: str) -> None:
+def main(number: str, file: str) -> None:
     """Run every check as one of the processes, and write what went wrong."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/init",
+        init_method=f"file://{Path(file).parent}/init",
         rank=int(number),
         world_size=PROCESSES,
         timeout=timedelta(seconds=20),
@@ -351,28 +341,14 @@ def main(number: str, folder: str) -> None:
     failures: dict[str, str] = {}
     for title, run in CHECKS.items():
         failures |= failure(title, run)
-    Path(folder, f"{number}.json").write_text(json.dumps(failures))
+    Path(file).write_text(json.dumps(failures))
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Run the processes, and return what went wrong in each."""
-    folder = tmp_path_factory.mktemp("distributed")
-    command = [sys.executable, __file__]
-    processes = [
-        subprocess.Popen(
-            [*command, str(number), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for number in range(PROCESSES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * PROCESSES, "\n".join(outputs)
-    return [json.loads((folder / f"{number}.json").read_text()) for number in range(PROCESSES)]
+    return failures_in(tmp_path_factory, __file__, [[str(number)] for number in range(PROCESSES)])
 
 
 @pytest.mark.parametrize("title", CHECKS)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from in_processes import failure, failures_in
 from torch import distributed
 
 import uniclip as uc
@@ -397,21 +396,12 @@ def losses_in_one_process() -> None:
     same(attached(weights_of(full()), LOSSES, copies), stepped(LOSSES, copies))
 
 
-def failure(title: str, run: Callable[[], None]) -> dict[str, str]:
-    """Return what goes wrong in a check, by its title; pytest's own failures are no Exceptions."""
-    try:
-        run()
-    except BaseException:  # noqa: BLE001 - the test shows it
-        return {title: traceback.format_exc()}
-    return {}
-
-
-def main(number: str, processes: str, folder: str) -> None:
+def main(number: str, processes: str, file: str) -> None:
     """Run every check as one of the processes, and write what went wrong."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/init{processes}",
+        init_method=f"file://{Path(file).parent}/init{processes}",
         rank=int(number),
         world_size=int(processes),
         timeout=timedelta(seconds=20),
@@ -419,31 +409,15 @@ def main(number: str, processes: str, folder: str) -> None:
     failures: dict[str, str] = {}
     for title, run in (ALONE if processes == "1" else CHECKS).items():
         failures |= failure(title, run)
-    Path(folder, f"{processes}-{number}.json").write_text(json.dumps(failures))
+    Path(file).write_text(json.dumps(failures))
     distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Run the processes, and return what went wrong in each."""
-    folder = tmp_path_factory.mktemp("processes")
-    names = [(number, PROCESSES) for number in range(PROCESSES)] + [(0, 1)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(number), str(of), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number, of in names
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * len(names), "\n".join(outputs)
-    return [json.loads((folder / f"{of}-{number}.json").read_text()) for number, of in names]
+    calls = [[str(number), str(PROCESSES)] for number in range(PROCESSES)]
+    return failures_in(tmp_path_factory, __file__, [*calls, ["0", "1"]])
 
 
 @pytest.mark.parametrize("title", [*CHECKS, *ALONE])
