@@ -162,7 +162,8 @@ def _checked(backend: Backend, value: Any, norms: Any) -> Any:
     else:
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
-        value = xp.clip(value, -top, top)
+        # Below 0 it is refused where it can be read; a compiler's must not be -∞.
+        value = xp.minimum(value, top) if isinstance(value, np.ndarray) else xp.clip(value, -top, top)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
         wrong = read and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
