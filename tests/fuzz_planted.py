@@ -16,8 +16,8 @@ SOURCE = HERE.parent / "src" / "uniclip"
 FAULTS: dict[str, tuple[str, str, str]] = {
     "a leaf is left out of the norm": (
         "backends/numpy.py",
-        "return squares(groups)",
-        "return squares([group[1:] or group for group in groups])",
+        "return squares(arrays, lengths)",
+        "return squares([0 * arrays[0], *arrays[1:]], lengths)",
     ),
     "integers become float32": ("layout.py", "xp.asarray(1.0).dtype)", "xp.float32)"),
     "a window is one too short": (
@@ -39,8 +39,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "imaginary parts do not count": ("norms.py", "xp.real(x) ** 2 + xp.imag(x) ** 2", "xp.real(x) ** 2"),
     "the given arrays are changed": (
         "backends/numpy.py",
-        "out=array if in_place else None",
-        "out=array if array.flags.writeable else None",
+        "list(map(mul, arrays, factors))",
+        "[np.multiply(a, f, out=a if a.flags.writeable else None) for a, f in zip(arrays, factors, strict=True)]",
     ),
     "averages learn from norms before clipping": (
         "limits/averages.py",

@@ -132,7 +132,8 @@ def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> Non
     """Validate ``all_reduce`` and ``loss`` of a step, and refuse them in the place of ``params``."""
     function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
     check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
-    check("params", params, not isinstance(params, (Real, str)), "a tree of parameters (for the loss, write loss=)")
+    number = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # a scalar of NumPy's may be a parameter
+    check("params", params, not number, "a tree of parameters (for the loss, write loss=)")
     if all_reduce is not None:
         check("all_reduce", all_reduce, callable(all_reduce), "a function of (array, op)")
     if loss is not None:

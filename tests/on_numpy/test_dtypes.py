@@ -76,3 +76,11 @@ def test_warming_up_to_a_subnormal_norm() -> None:
         grads = [np.asarray([0.6 * norm, 0.8 * norm], np.float32), np.zeros(1, np.float32)]
         clipped = rule.update(grads, rule.init(grads))[0]
         np.testing.assert_allclose(clipped[0], [0.6 * left, 0.8 * left], rtol=0, atol=5e-45)
+
+
+def test_a_scalar_parameter() -> None:
+    """A scalar of NumPy's is a tree of one array, as gradients and as parameters."""
+    clipped, _ = uc.clip(np.float32(3.0), uc.larc(0.1), params=np.float32(4.0))
+    assert clipped == uc.clip(np.asarray(3.0, np.float32), uc.larc(0.1), params=np.asarray(4.0, np.float32))[0]
+    with pytest.raises(TypeError, match="params must be a tree of parameters"):
+        uc.clip(np.float32(3.0), uc.larc(0.1), params=4.0)
