@@ -185,7 +185,7 @@ def layout_of(given: Opened, scope: Scope, *, remembers: bool = False) -> Layout
     """Return the layout of an opened tree, one that was made before if there is one.
 
     If the rule ``remembers``, absent gradients have groups too: which norms there are depends on the tree's structure
-    alone, and norms with axes are not copied together, as compiled code does not.
+    alone, and norms with axes are not copied together, since not all compiled code can.
     """
     tree = given.tree
     if tree.spec is None or given.ways is not None or given.backend.traced(given.first):
@@ -288,12 +288,10 @@ def _axes(given: Opened, scope: Scope, number: int) -> tuple[int, ...] | None:
 
 def _kept(backend: Backend, array: Any, axes: tuple[int, ...] | None) -> Hashable:
     """Return what has to be equal for norms with axes to be copied into one array, ``None`` if they must not be."""
-    traced = backend.traced(array)
-    if axes is None or not backend.undivided(array) or (traced and not backend.stacks_traced):
+    fixed = not backend.traced(array) or (backend.stacks_traced and all([type(n) is int for n in array.shape]))
+    if axes is None or not fixed or not backend.undivided(array):
         return None
     kept = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
-    if traced and not all([type(n) is int for n in array.shape]):
-        return None
     size = math.prod(kept)
     alone = size > _STACKED or size == math.prod(array.shape) > 1
     return None if alone else (kept, backend.device(array), backend.kind([array]))

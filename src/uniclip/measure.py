@@ -29,7 +29,8 @@ Blocks: TypeAlias = list[Any]
 _SMALL = 2**12
 """Up to how many entries arrays are joined in compiled code."""
 _MANY = 32
-"""Up to how many leaves none are joined: XLA works on large buffers in threads, which takes longer than it saves."""
+"""Up to how many leaves of a norm, or norms of a block, none are joined: XLA works on large buffers in threads, which
+takes longer than it saves."""
 _SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157e308)
 """Between smallest normal number / eps² and the largest number no sum of squares has lost anything."""
 
@@ -95,8 +96,10 @@ class _Ruler(NamedTuple):
         """Return Σ|x|² by row, by the backend's fast path if it has one."""
         given, groups = self.given, [self.layout.groups[group] for group in block.groups]
         if block.kept and along:
-            rows = [along.get(group[0]) if len(group) == 1 else None for group in groups]
-            return self.totals(block, along=along) if any([row is None for row in rows]) else self.backend.stacked(rows)
+            known = [along.get(number) for group in groups for number in group]
+            if any([one is None for one in known]):  # sums of two ways may be of two dtypes, and of two ranges
+                return self.totals(block)
+            return self.backend.stacked(known) if len(known) == len(groups) else self.totals(block, along=along)
         if given.ways is not None or given.clean or block.kept or not all(groups):
             return self.totals(block)
         arrays = [given.arrays[number] for group in groups for number in group]
@@ -192,13 +195,16 @@ class _Ruler(NamedTuple):
         return [self._as_one(some) if len(some) > 1 else some[0] for some in small.values()]
 
     def _alike(self, block: Block, norm: Norm, units: Any) -> dict[int, Any]:
-        """Return Σ|x/unit|ᵖ of small leaves of one shape that share no norm: compilers take time for each."""
+        """Return Σ|x/unit|ᵖ of small leaves where there are many norms, those of one shape together.
+
+        Compilers take time for each.
+        """
         given, layout, backend = self.given, self.layout, self.backend
         if given.ways is not None or len(block.groups) <= _MANY:
             return {}
         shapes: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for row, group in enumerate(block.groups):
-            for number in layout.groups[group]:
+            for number in layout.groups[group] if len(layout.groups[group]) <= _MANY else ():
                 array, axes = given.arrays[number], layout.axes_of(number)
                 if self._few(array) and len(array.shape) and axes != ():
                     shapes.setdefault((array.dtype, tuple(array.shape), axes), []).append((row, number))

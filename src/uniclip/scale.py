@@ -12,7 +12,7 @@ import numpy as np
 from uniclip._repr import short
 from uniclip.backends.base import cast, finite_or_zero, spread, upcast
 from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, hard, normalize
-from uniclip.layout import Layout, Opened
+from uniclip.layout import Block, Layout, Opened
 from uniclip.limits import Constant, Limit
 from uniclip.limits.base import Vectorized
 from uniclip.measure import broadcasts
@@ -27,7 +27,7 @@ NUMBERS = (float, int, np.float32, np.bool_)
 _FAR = (2.0**-126, 2.0**-1022)
 """How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
 _MANY = 32
-"""For how many leaves at most compilers may work out factors again."""
+"""For how many norms of a block at most compilers may compute the factors again for each leaf."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
 
@@ -238,9 +238,9 @@ def _at_once(
         return None
     powers = any([some.power is not None for some in factors])
     along = layout.axes is not None
-    if along and powers:
+    if (along and powers) or (powers and not host and not all([some.power is not None for some in factors])):
         return None
-    # An array of factors may be too wide for a leaf, and a power beyond what the leaf can hold.
+    # Factors may be too wide for a leaf, or complex ones needed, and a power beyond what the leaf can hold.
     if (along or powers) and any([given.arrays[leaf].dtype != layout.blocks[n].dtype for leaf, n, _ in left]):
         return None
     arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
@@ -278,9 +278,12 @@ def _one_by_one(
 
 def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[list[Any]]:
     """Return the parts of factors as arrays of the gradients' framework."""
-    own = [list(map(given.own, some.parts())) for some in factors]
-    few = [len(block.groups) <= _MANY for block in layout.blocks]
-    return [some if alone else list(map(given.backend.once, some)) for some, alone in zip(own, few, strict=True)]
+
+    def own(block: Block, some: Factors) -> list[Any]:
+        parts = list(map(given.own, some.parts()))
+        return parts if len(block.groups) <= _MANY else list(map(given.backend.once, parts))
+
+    return [own(*pair) for pair in zip(layout.blocks, factors, strict=True)]
 
 
 def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int) -> list[Any]:

@@ -15,7 +15,7 @@ from parts import together
 import healthy
 import oracle
 import uniclip as uc
-from frameworks import CHOSEN, Framework
+from frameworks import CHOSEN, ROUNDED, Framework
 from uniclip import layout
 
 EAGER = pytest.mark.parametrize(
@@ -343,3 +343,41 @@ def test_the_oracle_of_a_group_that_vanishes(by_numpy: list[Any]) -> None:
                 np.testing.assert_allclose(
                     clipped[name][leaf], wanted.reshape(shape), rtol=2e-6, err_msg=f"{name} {leaf} {number}"
                 )
+
+
+@pytest.mark.ways(*ROUNDED)
+def test_many_norms_of_which_some_are_left_out(fw: Framework) -> None:
+    """Compiled code works out the factors of many leaves once: one that is 0 or NaN changes no other."""
+    values = [np.full(3, 2.0, "float32") for _ in range(40)]
+    zero = np.ones(40, "float32")
+    zero[1] = 0.0
+    units = [np.full((2, 2), np.nan, "float32"), *[np.ones((2, 2), "float32")] * 39]
+    cases: dict[str, tuple[Any, list[Any]]] = {
+        "NaN": (lambda _: uc.by_norm(1.0), [np.asarray([np.nan, 1.0, 1.0], "float32"), *values[1:]]),
+        "skipped": (
+            lambda _: uc.Rule(1.0, scope=uc.each_leaf, curve=uc.skip),
+            [values[0], *[0.1 * one for one in values[1:]]],
+        ),
+        "a limit of 0": (lambda array: uc.Rule(array(zero), scope=uc.each_leaf), values),
+        "units": (lambda _: uc.Rule(1.0, scope=uc.unit()), units),
+    }
+    for title, (rule, grads) in cases.items():
+        found = fw.run(lambda g, rule=rule: uc.clip(g, rule(fw.array))[0], list(map(fw.array, grads)))
+        for one, two in zip(found, uc.clip(grads, rule(np.asarray))[0], strict=True):
+            np.testing.assert_allclose(fw.numpy(one), two, rtol=1e-6, err_msg=title)
+
+
+def test_leaves_without_axes_beside_others(fw: Framework) -> None:
+    """A 0-d leaf may come first or last, and a leaf may be alone."""
+    for shapes in ([(), (3, 4)], [(3, 4), ()], [(300, 4)]):
+        grads = [np.ones(shape, "float32") for shape in shapes]
+        for curve in (uc.hard, half_way):
+            rule = uc.Rule(0.1, scope=uc.unit(-1), curve=curve)
+            found = fw.run(lambda g, rule=rule: uc.clip(g, rule)[0], list(map(fw.array, grads)))
+            for one, two in zip(found, uc.clip(grads, rule)[0], strict=True):
+                np.testing.assert_allclose(fw.numpy(one), two, rtol=1e-6)
+
+
+def half_way(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the factor of a curve of one's own."""
+    return limit / (limit + norm)

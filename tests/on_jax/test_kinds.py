@@ -107,3 +107,15 @@ def test_strict_promotion(dtype: str) -> None:
             for update in (rule.update, jax.jit(rule.update)):
                 found = update(grads, rule.init(grads), params)[0]
                 np.testing.assert_allclose(*(np.asarray(x["w"], "float32") for x in (found, wanted)), rtol=2**-7)
+
+
+def test_reports_stay_where_the_gradients_are() -> None:
+    """A report is made when somebody looks at it, wherever arrays are made by then."""
+    one, two = jax.devices()[:2]
+    for device in (one, two):
+        grads = jax.device_put(jnp.asarray([3.0, 4.0]), device)
+        for rule in (uc.by_global_norm(1.0), uc.by_norm(1.0), uc.zclip()):
+            _, state, report = rule.update(grads, rule.init(grads))
+            with jax.default_device(two if device is one else one):
+                places = [array.devices() for array in jax.tree.leaves((report.norms, report.factors, state))]
+            assert all(place == {device} for place in places)

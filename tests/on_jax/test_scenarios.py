@@ -15,7 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental import sparse
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import oracle
 import uniclip as uc
@@ -227,6 +227,23 @@ def test_shard_map_of_rules_that_learn() -> None:
             wanted, known[name], _ = rule.update([g * np.float32(by) for g in grads], known[name])
             for a, b in zip(*map(jax.tree.leaves, ((found[name], states[name]), (wanted, known[name]))), strict=True):
                 np.testing.assert_allclose(a, b, rtol=3e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("scope", [uc.unit(), uc.each_leaf], ids=str)
+def test_shards_beside_copies(scope: uc.Scope, count: int) -> None:
+    """What each device has alike stays known to be alike, beside gradients of which each has a part."""
+    one = Mesh(np.asarray(jax.devices()[:1]), ("shards",))
+    rule, whole = uc.Rule(0.1, scope=scope), PartitionSpec()
+
+    def clip(parts: Any, copies: Any) -> Any:
+        return uc.clip([parts, *copies], rule)[0][1:]
+
+    run = jax.jit(jax.shard_map(clip, mesh=one, in_specs=(PartitionSpec("shards"), whole), out_specs=whole))
+    copies = [jnp.ones((4, 3))] * count
+    wanted = uc.clip(np.ones((4, 3), "float32"), rule)[0]
+    for found in run(jnp.ones((4, 3)), copies):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
 
 def test_shards_need_all_reduce() -> None:

@@ -131,3 +131,14 @@ def test_a_parameter_of_a_curve() -> None:
     clipped, _ = uc.clip(torch.tensor([3.0, 4.0]), rule)
     clipped.sum().backward()
     torch.testing.assert_close(scale.grad, torch.tensor(1.4))
+
+
+def test_norms_beyond_one_dtype_beside_one_that_records() -> None:
+    """Some factors need a power of two, others none, and one of the leaves has a derivative to keep."""
+    recorded = torch.tensor([3.0, 4.0], requires_grad=True)
+    huge = torch.full((2,), 1e100, dtype=torch.float64)
+    clipped, _ = uc.clip([huge, 1.0 * recorded], uc.by_norm(1e39))
+    assert torch.equal(clipped[1], recorded)
+    torch.testing.assert_close(torch.linalg.vector_norm(clipped[0]), torch.tensor(1e39, dtype=torch.float64))
+    clipped, _ = uc.clip([huge, torch.tensor([float("nan"), 1.0], requires_grad=True)], uc.by_norm(1e39))
+    assert clipped[1].isnan().all()

@@ -34,7 +34,7 @@ class Backend:
     output_axis = -1
     """The axis of a weight that counts its output units."""
     stacks_traced = False
-    """Whether norms with axes are copied into one array in code that is traced, too: shapes are known there."""
+    """Whether norms with axes are copied into one array in code that is traced, too, where shapes are numbers."""
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
@@ -100,8 +100,8 @@ class Backend:
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         """Return each array multiplied by its factor, in its own dtype; ``None`` if there is no fast path.
 
-        The factors are Python's numbers, or 0-d arrays; or arrays of the same dtype that broadcast against theirs, of
-        NumPy where the host can read them.
+        The factors are all numbers of Python's, all arrays of this library, or, where the host can read them, all
+        arrays of NumPy. Those that have dimensions broadcast against their array, and have its dtype.
         """
         return None
 

@@ -51,7 +51,7 @@ def squares(arrays: list[View], lengths: list[int]) -> View | None:
 
 
 def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
-    """Return the sum of the values of each group."""
+    """Return the sum of the values of each group, none of which is empty."""
     return values if len(lengths) == len(values) else [sum(some) for some in in_groups(values, lengths)]
 
 
@@ -105,7 +105,7 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
 def _way_along(
     shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int] | None:
-    """Return the shape of what is kept, the orders of axes with it first and last, its size, and a length of rows."""
+    """Return the shape of what is kept, the orders of axes with it first and last, its size, and a length to add."""
     kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
     if not axes or not kept or 0 in shape:
         return None

@@ -57,6 +57,13 @@ def _together(arrays: list[Array]) -> bool:
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
 
 
+def _varying(aval: Any) -> frozenset[Any]:
+    """Return the axes of a mesh along which a value differs from device to device, inside of ``jax.shard_map``."""
+    axes = getattr(aval, "manual_axis_type", None)  # before JAX 0.10 ``vma``
+    found: frozenset[Any] = getattr(aval, "vma", frozenset()) if axes is None else axes.varying
+    return frozenset(found)
+
+
 @cache
 def _first_device() -> jax.Device:
     return jax.local_devices()[0]
@@ -111,11 +118,11 @@ class _JAX(Backend):
         sharding = array.sharding
         if isinstance(sharding, NamedSharding):
             return NamedSharding(sharding.mesh, PartitionSpec())
-        usual = jax.config.jax_default_device is None and sharding.device_set == {_first_device()}
-        return None if usual else sharding  # where arrays are made anyway, in half the time
+        return sharding
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        return jnp.asarray(array) if device is None else jax.device_put(array, device)
+        usual = device is None or (jax.config.jax_default_device is None and device.device_set == {_first_device()})
+        return jnp.asarray(array) if usual else jax.device_put(array, device)  # which takes twice as long
 
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if not _together(arrays):
@@ -139,7 +146,7 @@ class _JAX(Backend):
         by: Any = factors
         if isinstance(factors[0], float):
             by = np.asarray(factors, self._wide(arrays))
-        elif not factors[0].ndim:
+        elif not any([factor.ndim for factor in factors]):
             by = jnp.stack(list(factors))
         ends = range(0, len(arrays), _TOGETHER)
         return [new for i in ends for new in _scaled(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
@@ -185,10 +192,7 @@ class _JAX(Backend):
         return jax.device_count() == 1 and all(axis is None for axis in spec)
 
     def kind(self, arrays: list[Array]) -> Hashable:
-        varying: list[frozenset[Any]] = [
-            getattr(array.aval, "vma", frozenset()) for array in arrays if self.traced(array)
-        ]
-        return frozenset().union(*varying)
+        return frozenset().union(*[_varying(array.aval) for array in arrays if self.traced(array)])
 
     def zeros(self, array: Array, axes: tuple[int, ...], dtype: Any) -> Array:
         return jnp.sum(jnp.zeros_like(array, dtype=dtype), axes)
@@ -221,11 +225,11 @@ class _JAX(Backend):
 
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
-        # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
+        # nothing out of a conditional; if its branches did not differ, there would be none.
         if not self.traced(array):
             return array
         number = array.astype(jnp.float32) if array.dtype == bool else array
-        found = jax.lax.cond(jnp.all(number > 0), lambda: number, lambda: 2 * number)
+        found = jax.lax.cond(jnp.all(number > 0), lambda: number, lambda: number * (1 + (number - number)))
         return found if number is array else found > 0
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:

@@ -281,11 +281,11 @@ class _TensorFlow(Backend):
 
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
-        # nothing out of a conditional; the branch that is never taken has to differ, or there is none.
+        # nothing out of a conditional; if its branches did not differ, there would be none.
         if not self.traced(array):
             return array
         number = tf.cast(array, tf.float32) if array.dtype.is_bool else array
-        found = tf.cond(tf.reduce_all(number > 0), lambda: number, lambda: 2 * number)
+        found = tf.cond(tf.reduce_all(number > 0), lambda: number, lambda: number * (1 + (number - number)))
         return found if number is array else found > 0
 
     def detached(self, array: Array) -> Array:

@@ -139,7 +139,8 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     first = factors[0]
     if isinstance(first, np.ndarray):
         return list(map(torch.from_numpy, factors))
-    same = all([one is first if isinstance(first, torch.Tensor) else one == first for one in factors])
+    tensors = isinstance(first, torch.Tensor)
+    same = all([one is first if tensors else one == first for one in factors]) and not (tensors and first.ndim)
     if isinstance(first, float) and any([array.dtype in _HALVES for array in arrays]):
         factors = torch.tensor(factors, dtype=torch.float64).unbind()  # numbers of Python's become as narrow first
     return factors[0] if same else list(factors)
@@ -203,7 +204,7 @@ class _Torch(Backend):
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
         if tracing() or not all([type(array) is torch.Tensor and array.dtype in _REAL for array in arrays]):
             return [None] * len(arrays)
-        if any([array.is_neg() or recorded(array) for array in arrays]):
+        if len({array.device for array in arrays}) > 1 or any([array.is_neg() or recorded(array) for array in arrays]):
             return [None] * len(arrays)
         if arrays[0].is_cpu:
             return list(map(squares_along, [array.detach().numpy() for array in arrays], axes))
@@ -211,6 +212,8 @@ class _Torch(Backend):
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         if not isinstance(factors[0], torch.Tensor):
+            if isinstance(factors[0], np.ndarray) and not all([array.is_cpu for array in arrays]):
+                return None
             if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
                 return None
         elif tracing() or any(map(recorded, (*factors, *arrays))) or len({a.device for a in (*factors, *arrays)}) > 1:
