@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import and_, mul, or_
 from typing import Any
 
@@ -19,7 +19,7 @@ from uniclip.arraywise import Function
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
-from uniclip.report import LOGGED, Made, Report
+from uniclip.report import FIELDS, LOGGED, Late, Made, Report
 from uniclip.rules import as_rule
 from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
@@ -239,26 +239,6 @@ def _skipped(reports: list[Report]) -> Any:
     return reduce(or_, flags) if flags else None
 
 
-class _Reports(Made):
-    """The report of a chain: a tuple of each rule's norms, limits and factors."""
-
-    __slots__ = ()
-
-    def scalars(self) -> dict[str, Any]:
-        """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
-        each = [
-            Report(*values, skipped=self.skipped).scalars()
-            for values in zip(self.norms, self.limits, self.factors, strict=True)
-        ]
-        join = (_larger, _smaller, mul, _larger, _larger)
-        measured = [scalars for scalars in each if scalars]
-        names = [name for name in LOGGED if measured and name in measured[0]]
-        return {
-            name: reduce(function, [scalars[name] for scalars in measured])
-            for name, function in zip(names, join, strict=False)
-        }
-
-
 def _larger(a: Any, b: Any) -> Any:
     return (backend_of(a) or DEFAULT).xp.maximum(a, b)
 
@@ -267,19 +247,45 @@ def _smaller(a: Any, b: Any) -> Any:
     return (backend_of(a) or DEFAULT).xp.minimum(a, b)
 
 
+class _Reports(Made):
+    """The report of a chain: a tuple of each rule's norms, limits and factors."""
+
+    __slots__ = ()
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the scalars of all rules as one."""
+        each = zip(self.norms, self.limits, self.factors, strict=True)
+        return _scalars([Report(*values, skipped=self.skipped) for values in each])
+
+
 def _joined(reports: list[Report]) -> Report:
-    """Return the report on all rules."""
-    measured = [report for report in reports if report.finite is not None]
-    if not measured:
+    """Return the report on all rules, to be arranged when somebody looks if theirs are."""
+    if any([isinstance(report, Late) for report in reports]):
+        return Late(partial(_field, reports), partial(_scalars, reports))
+    if all([report.finite is None for report in reports]):
         return Report()
-    norms, limits, factors = (
-        tuple(getattr(report, name) for report in reports) for name in ("norms", "limits", "factors")
-    )
-    return _Reports(
-        norms,
-        limits,
-        factors,
-        reduce(or_, [one.clipped for one in measured]),
-        reduce(and_, [one.finite for one in measured]),
-        _skipped(reports),
-    )
+    return _Reports(*[_field(reports, name) for name in FIELDS])
+
+
+def _field(reports: list[Report], name: str) -> Any:
+    """Return a field of the report on all rules."""
+    if name == "skipped":
+        return _skipped(reports)
+    values = tuple([getattr(report, name) for report in reports])
+    if name not in {"clipped", "finite"}:
+        return values
+    flags = [value for value in values if value is not None]
+    return reduce(or_ if name == "clipped" else and_, flags) if flags else None
+
+
+def _scalars(reports: list[Report]) -> dict[str, Any]:
+    """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
+    skipped = _skipped(reports)
+    each = [Report(one.norms, one.limits, one.factors, skipped=skipped).scalars() for one in reports]
+    join = (_larger, _smaller, mul, _larger, _larger)
+    measured = [scalars for scalars in each if scalars]
+    names = [name for name in LOGGED if measured and name in measured[0]]
+    return {
+        name: reduce(function, [scalars[name] for scalars in measured])
+        for name, function in zip(names, join, strict=False)
+    }

@@ -134,6 +134,10 @@ class Late(Report):
         found = self._scalars()
         return super().scalars() if found is None else found
 
+    def without_skip(self) -> Report:
+        """Return the report without ``skipped``: leaves that the rule does not see take their step."""
+        return Late(lambda name: None if name == "skipped" else getattr(self, name), lambda: None)
+
     def __getitem__(self, number: int | slice) -> Any:
         return tuple(self)[number]
 

@@ -192,6 +192,23 @@ def test_no_field_is_made_before_somebody_looks(
         assert sorted(made) == sorted(["norms", "limits", "factors", "clipped", "finite", "skipped"])
 
 
+@EAGER
+def test_rules_of_rules_make_none_either(framework: Framework, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain asks whether a step is left out, which the next rule has to know, and nothing else."""
+    made: list[str] = []
+    for kind in (step._Seen, step._OfOne):
+        field = kind.field
+        monkeypatch.setattr(kind, "field", lambda seen, name, field=field: made.append(name) or field(seen, name))
+    with framework.context():
+        for rule in (uc.chain(uc.by_norm(1.0), uc.by_global_norm(0.5)), RULES["masked"]):
+            _, report = uc.clip(leaves_of(framework), rule)
+            assert set(made) <= {"skipped"}
+            made.clear()
+            assert framework.numpy(report.clipped)
+            assert "clipped" in made
+            made.clear()
+
+
 def test_each_norm_has_its_own_dtype(fw: Framework) -> None:
     """A leaf in double precision is measured in it, one in half precision beside it in single."""
     dtypes = [dtype for dtype in ("float16", "bfloat16", "float32", "float64") if dtype in fw.dtypes]
