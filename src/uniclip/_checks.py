@@ -132,8 +132,8 @@ def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> Non
     """Validate ``all_reduce`` and ``loss`` of a step, and refuse them in the place of ``params``."""
     function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
     check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
-    number = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # an array's scalar may be one
-    check("params", params, not number, "a tree of parameters (for the loss, write loss=)")
+    scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # with one it may be a parameter
+    check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
     if all_reduce is not None:
         check("all_reduce", all_reduce, callable(all_reduce), "a function of (array, op)")
     if loss is not None:

@@ -255,13 +255,13 @@ class _Reports(Made):
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of all rules as one."""
         each = zip(self.norms, self.limits, self.factors, strict=True)
-        return _scalars([Report(*values, skipped=self.skipped) for values in each])
+        return _scalars([Report(*values) for values in each], self.skipped)
 
 
 def _joined(reports: list[Report]) -> Report:
     """Return the report on all rules, to be arranged when somebody looks if theirs are."""
     if any([isinstance(report, Late) for report in reports]):
-        return Late(partial(_field, reports), partial(_scalars, reports))
+        return Late(partial(_field, reports), lambda: _scalars(reports, _skipped(reports)))
     if all([report.finite is None for report in reports]):
         return Report()
     return _Reports(*[_field(reports, name) for name in FIELDS])
@@ -278,9 +278,8 @@ def _field(reports: list[Report], name: str) -> Any:
     return reduce(or_ if name == "clipped" else and_, flags) if flags else None
 
 
-def _scalars(reports: list[Report]) -> dict[str, Any]:
+def _scalars(reports: list[Report], skipped: Any) -> dict[str, Any]:
     """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
-    skipped = _skipped(reports)
     each = [Report(one.norms, one.limits, one.factors, skipped=skipped).scalars() for one in reports]
     join = (_larger, _smaller, mul, _larger, _larger)
     measured = [scalars for scalars in each if scalars]

@@ -50,9 +50,9 @@ class Opened(NamedTuple):
 
     def own(self, array: Any) -> Any:
         """Return an array, which the host may have, as one of the gradients' framework, on their device."""
-        return (
-            self.backend.from_host(array, self.backend.device(self.first)) if isinstance(array, np.ndarray) else array
-        )
+        if not isinstance(array, np.ndarray):
+            return array
+        return self.backend.from_host(array, self.backend.device(self.first))
 
     def put(self, number: int, function: Callable[..., Any], *operands: Any) -> Any:
         """Return a leaf of ``function(array, *operands)``; it is the leaf itself if it is changed in place."""

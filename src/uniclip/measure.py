@@ -28,9 +28,9 @@ Blocks: TypeAlias = list[Any]
 
 _SMALL = 2**12
 """Up to how many entries arrays are joined in compiled code."""
-_MANY = 32
-"""Up to how many leaves of a norm, or norms of a block, none are joined: XLA works on large buffers in threads, which
-takes longer than it saves."""
+MANY = 32
+"""Above how many leaves of a norm, or norms of a block, compiled code is kept small. Below, that takes longer than it
+saves: XLA, for one, works on large buffers in threads."""
 _SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157e308)
 """Between smallest normal number / eps² and the largest number no sum of squares has lost anything."""
 
@@ -107,7 +107,11 @@ class _Ruler(NamedTuple):
         if found is None:
             return self.totals(block)
         # All processes join one dtype, whatever their way was.
-        return found if self.all_reduce is None else self._shared(_own(given, found, block.dtype), "sum")
+        return (
+            found
+            if self.all_reduce is None
+            else self._shared(cast(self.backend.xp, given.own(found), block.dtype), "sum")
+        )
 
     def totals(
         self, block: Block, norm: Norm | None = None, units: Any = None, *, gather: bool = False, along: Any = None
@@ -132,7 +136,7 @@ class _Ruler(NamedTuple):
 
         parts = [part(row, number) for row, numbers in enumerate(gathered) for number in numbers]
         if not all([isinstance(part, np.ndarray) for part in parts]):
-            parts = [_own(self.given, part) for part in parts]
+            parts = list(map(self.given.own, parts))
         joined, rows = iter(self.backend.joined(parts, norm.op)), []
         for group, numbers in zip(groups, gathered, strict=True):
             own = [next(joined) for _ in numbers]
@@ -186,7 +190,7 @@ class _Ruler(NamedTuple):
 
     def _gathered(self, group: Sequence[int]) -> list[Any]:
         """Return a group's leaves, small ones joined into one array: compilers take time for each."""
-        if self.given.ways is not None or self.layout.axes is not None or len(group) <= _MANY:
+        if self.given.ways is not None or self.layout.axes is not None or len(group) <= MANY:
             return list(group)
         small: dict[Hashable, list[int]] = {}
         for number in group:
@@ -200,11 +204,11 @@ class _Ruler(NamedTuple):
         Compilers take time for each.
         """
         given, layout, backend = self.given, self.layout, self.backend
-        if given.ways is not None or len(block.groups) <= _MANY:
+        if given.ways is not None or len(block.groups) <= MANY:
             return {}
         shapes: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for row, group in enumerate(block.groups):
-            for number in layout.groups[group] if len(layout.groups[group]) <= _MANY else ():
+            for number in layout.groups[group] if len(layout.groups[group]) <= MANY else ():
                 array, axes = given.arrays[number], layout.axes_of(number)
                 if self._few(array) and len(array.shape) and axes != ():
                     shapes.setdefault((array.dtype, tuple(array.shape), axes), []).append((row, number))
@@ -309,7 +313,7 @@ def _euclidean(ruler: _Ruler) -> Blocks:
         norms = [_on_host(ruler, *pair) for pair in zip(layout.blocks, totals, strict=True)]
         if all(n is not None for n in norms):
             return norms
-    xp, totals = backend.xp, [_own(given, total) for total in totals]
+    xp, totals = backend.xp, list(map(given.own, totals))
     dtypes = [block.dtype for block in layout.blocks]
 
     def usual() -> Blocks:
@@ -354,12 +358,6 @@ def _host_dtype(ruler: _Ruler, block: Block) -> Any:
     """Return NumPy's dtype of the norms of a block that the host can read."""
     xp = ruler.backend.xp
     return np.float32 if block.dtype == xp.float32 else np.float64 if block.dtype == xp.float64 else block.dtype
-
-
-def _own(given: Opened, array: Any, dtype: Any = None) -> Any:
-    """Return an array of the host as one of the gradients' framework."""
-    own = given.own(array)
-    return own if dtype is None else cast(given.backend.xp, own, dtype)
 
 
 def in_range(total: Any, single: bool) -> Any:  # noqa: FBT001

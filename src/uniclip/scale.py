@@ -15,7 +15,7 @@ from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, hard, nor
 from uniclip.layout import Block, Layout, Opened
 from uniclip.limits import Constant, Limit
 from uniclip.limits.base import Vectorized
-from uniclip.measure import broadcasts
+from uniclip.measure import MANY, broadcasts
 from uniclip.norms import Norm
 from uniclip.scopes import Scope
 
@@ -26,8 +26,6 @@ NUMBERS = (float, int, np.float32, np.bool_)
 """What is a limit by itself (and float64, which is a float); longdouble is wider."""
 _FAR = (2.0**-126, 2.0**-1022)
 """How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
-_MANY = 32
-"""For how many norms of a block at most compilers may compute the factors again for each leaf."""
 _FLOAT32 = 3.5e38
 """Above the largest number of float32."""
 
@@ -277,11 +275,11 @@ def _one_by_one(
 
 
 def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[list[Any]]:
-    """Return the parts of factors as arrays of the gradients' framework."""
+    """Return the parts of factors as arrays of the gradients' framework; compilers compute many of them once."""
 
     def own(block: Block, some: Factors) -> list[Any]:
         parts = list(map(given.own, some.parts()))
-        return parts if len(block.groups) <= _MANY else list(map(given.backend.once, parts))
+        return parts if len(block.groups) <= MANY else list(map(given.backend.once, parts))
 
     return [own(*pair) for pair in zip(layout.blocks, factors, strict=True)]
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from uniclip.backends.base import NODES, Array, Backend, Rebuild, both, on_accelerator, sum_dtype
 from uniclip.backends.host import few, squares, squares_along
@@ -116,12 +116,11 @@ class _JAX(Backend):
         if array is None or self.traced(array):
             return None
         sharding = array.sharding
-        if isinstance(sharding, NamedSharding):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-        return sharding
+        return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        usual = device is None or (jax.config.jax_default_device is None and device.device_set == {_first_device()})
+        single = isinstance(device, SingleDeviceSharding) and device.device_set == {_first_device()}
+        usual = device is None or (single and jax.config.jax_default_device is None)
         return jnp.asarray(array) if usual else jax.device_put(array, device)  # which takes twice as long
 
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:

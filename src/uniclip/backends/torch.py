@@ -137,8 +137,6 @@ def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
 def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     """Return factors as ``torch._foreach_mul`` takes them, a single one if all arrays have the same."""
     first = factors[0]
-    if isinstance(first, np.ndarray):
-        return list(map(torch.from_numpy, factors))
     tensors = isinstance(first, torch.Tensor)
     same = all([one is first if tensors else one == first for one in factors]) and not (tensors and first.ndim)
     if isinstance(first, float) and any([array.dtype in _HALVES for array in arrays]):
@@ -212,10 +210,12 @@ class _Torch(Backend):
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         if not isinstance(factors[0], torch.Tensor):
-            if isinstance(factors[0], np.ndarray) and not all([array.is_cpu for array in arrays]):
-                return None
             if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
                 return None
+            if isinstance(factors[0], np.ndarray):
+                if not all([array.is_cpu for array in arrays]):
+                    return None
+                factors = [self.from_host(factor, _CPU) for factor in factors]
         elif tracing() or any(map(recorded, (*factors, *arrays))) or len({a.device for a in (*factors, *arrays)}) > 1:
             return None
         by = _operands(arrays, factors)
