@@ -17,12 +17,12 @@ from matplotlib.ticker import NullLocator
 import uniclip as uc
 
 CURVES: dict[str, Any] = {
-    "hard": uc.hard,
-    "tanh": uc.tanh,
-    "smooth": uc.smooth,
-    "soft": uc.soft,
-    "normalize": uc.normalize,
-    "skip": uc.skip,
+    "hard": uc.curves.hard,
+    "tanh": uc.curves.tanh,
+    "smooth": uc.curves.smooth,
+    "soft": uc.curves.soft,
+    "normalize": uc.curves.normalize,
+    "skip": uc.curves.reject,
 }
 COLORS = [BLUE, ORANGE, GREEN, RED, GRAY]
 MEASURED = {
@@ -79,7 +79,7 @@ def of_norm(rule: Any, shape: tuple[int, ...] = (1,), params: Any = None) -> lis
 
 def by_value() -> dict[str, Any]:
     """Return the factor of an entry."""
-    return {"": [float(uc.clip(np.asarray([n]), uc.by_value(1.0))[0][0] / n) for n in NORM]}
+    return {"": [float(uc.clip(np.asarray([n]), uc.by_value(-1.0, 1.0))[0][0] / n) for n in NORM]}
 
 
 def by_sizes(preset: Callable[[float], Any], c: float) -> dict[str, Any]:
@@ -114,7 +114,7 @@ FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "by_block_rms": lambda: by_sizes(uc.by_block_rms, 0.25),
     "by_group_norm": by_group,
-    "normalized": lambda: {"": of_norm(uc.normalized(1.0))},
+    "normalized": lambda: {"": of_norm(uc.to_global_norm(1.0))},
     "agc": lambda: relative(uc.agc(0.01), (50.0, 100.0, 200.0)),
     "cowclip": lambda: {
         f"count {n}, ‖w‖ = 0.5": of_norm(uc.cowclip(np.asarray([float(n)])), (1, 1), np.full((1, 1), 0.5))
@@ -124,7 +124,7 @@ FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
         f"lr = {lr:g}, ‖w‖ = 5": of_norm(uc.larc(lr), params=np.asarray([5.0])) for lr in (0.05, 0.1, 0.2)
     },
     "by_example_norm": lambda: examples(
-        {"curve=hard": uc.by_example_norm(1.0), "curve=skip": uc.by_example_norm(1.0, curve=uc.skip)}
+        {"curve=hard": uc.by_example_norm(1.0), "curve=skip": uc.by_example_norm(1.0, curve=uc.curves.reject)}
     ),
     "by_example_layer_norm": lambda: {
         f"{count} {'leaf' if count == 1 else 'leaves'}": [
@@ -143,7 +143,7 @@ FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
 
 REMEMBERING = {
     "autoclip": uc.autoclip(),
-    "percentile": uc.percentile(),
+    "percentile": uc.percentile_clipping(),
     "zclip": uc.zclip(),
     "log_zscore": uc.log_zscore(),
     "adagc": uc.adagc(),
@@ -168,7 +168,7 @@ def over_time(rule: Any) -> Figure:
     """Draw the norms before and after a rule with memory, its limit where it has one, and what is a spike to it."""
     norms, state = series(), rule.init(np.zeros(1))
     limits, after, bounds = [], [], []
-    spikes_only = isinstance(rule.limit, (uc.ZScore, uc.LogZScore, uc.RollingZScore))
+    spikes_only = isinstance(rule.limit, (uc.limits.ZScore, uc.limits.LogZScore, uc.limits.RollingZScore))
     for norm in norms:
         bounds.append(_bound(rule, state) if spikes_only else math.nan)
         state, report = rule.measure(np.asarray([norm]), state)
@@ -237,7 +237,7 @@ def curves() -> Figure:
     """Draw every curve: the factor, and the norm after clipping, against norm / limit."""
     figure = Figure(figsize=(8, 2.9))
     left, right = figure.subplots(1, 2)
-    named = CURVES | {"Regularized(0.3)": uc.Regularized(0.3), "NonMonotonic(0.1)": uc.NonMonotonic(0.1)}
+    named = CURVES | {"Regularized(0.3)": uc.curves.Regularized(0.3), "NonMonotonic(0.1)": uc.curves.NonMonotonic(0.1)}
     looks = zip([*COLORS, "#8a5cc9", ORANGE, GREEN], ["-"] * 6 + [":"] * 2, strict=True)
     for (name, curve), (color, line) in zip(named.items(), looks, strict=True):
         factor = curve(np, NORM, np.ones_like(NORM))

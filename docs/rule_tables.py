@@ -125,20 +125,20 @@ def overview() -> str:
 
 def choices(rule: Any) -> list[str]:
     """Return the four choices of a rule as source text; of clipping by value, which is no norm, only the interval."""
-    if isinstance(rule, uc.ByValue):
+    if not isinstance(rule, uc.Rule):
         return ["", "", f"[{rule.min}, {rule.max}]", ""]
-    scope = "groups(label)" if rule.scope == uc.groups(label) else repr(rule.scope)
+    scope = "groups(label)" if rule.scope == uc.scopes.groups(label) else repr(rule.scope)
     return [scope, repr(rule.norm), limit_text(rule.limit), getattr(rule.curve, "__name__", repr(rule.curve))]
 
 
 def limit_text(limit: Any) -> str:
     """Return a limit as source text, short."""
-    if isinstance(limit, uc.PerGroup):
+    if isinstance(limit, uc.limits.PerGroup):
         return "PerGroup(...)"
-    if isinstance(limit, uc.Relative) and not isinstance(limit.ratio, float):
+    if isinstance(limit, uc.limits.Relative) and not isinstance(limit.ratio, float):
         return "Relative(counts, eps=1e-05)"
-    if isinstance(limit, uc.Percentile):
-        limit = replace(limit, q=round(limit.q, 2))
+    if isinstance(limit, uc.limits.Percentile):
+        limit = replace(limit, percentile=round(limit.percentile, 2))
     return repr(limit)
 
 
@@ -153,7 +153,7 @@ def signature(name: str) -> str:
     """Return a call with the defaults of a preset."""
     shown = []
     for key, parameter in inspect.signature(getattr(uc, name)).parameters.items():
-        usual = {"nonfinite": "propagate", "curve": uc.hard}.get(key, parameter.empty)
+        usual = {"nonfinite": "propagate", "curve": uc.curves.hard}.get(key, parameter.empty)
         if parameter.default is parameter.empty:
             shown.append(key)
         elif parameter.default != usual:
@@ -203,9 +203,9 @@ def share_of_steps(name: str, draw: Draw) -> float:
     if name == "by_value":
         limit = np.percentile(_flat(np.abs(leaf).ravel() for grads in early for leaf in grads), 90)
         return float(np.mean([any(np.any(np.abs(leaf) > limit) for leaf in grads) for grads in late]))
-    rule = replace(made(name), limit=uc.Constant(math.inf))
+    rule = replace(made(name), limit=uc.limits.Constant(math.inf))
     limit = float(np.percentile(_flat(rule.measure(grads, ())[1].norms for grads in early), 90))
-    rule = replace(rule, limit=uc.Constant(limit))
+    rule = replace(rule, limit=uc.limits.Constant(limit))
     return float(np.mean([bool(rule.measure(grads, ())[1].clipped) for grads in late]))
 
 
@@ -256,9 +256,9 @@ NORMALIZERS: dict[str, Any] = {
     "`adagc()`": uc.adagc(),
     "`norm_growth()`": uc.norm_growth(),
     "`autoclip(10)`": uc.autoclip(10),
-    "`percentile(5)`": uc.percentile(5),
+    "`percentile(5)`": uc.percentile_clipping(5),
     "`adagn()`": uc.adagn(),
-    "`normalized()`": uc.normalized(),
+    "`normalized()`": uc.to_global_norm(),
 }
 
 

@@ -15,7 +15,8 @@ from uniclip._checks import real
 from uniclip._repr import short
 from uniclip.backends import DEFAULT
 from uniclip.layout import Layout, Opened, layout_of
-from uniclip.limits import Block, Constant, Context, NoState, PerGroup
+from uniclip.limits import Constant, Context, NoState, PerGroup
+from uniclip.limits.base import Block
 from uniclip.losses import loss_of
 from uniclip.measure import AllReduce, Blocks, broadcasts, measure, sizes_of
 from uniclip.scale import NUMBERS, Choices

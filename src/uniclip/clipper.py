@@ -85,7 +85,7 @@ class Clipper:
 
     def __repr__(self) -> str:
         """Return source text."""
-        return f"Clipper({self.rule!r})"
+        return f"uc.Clipper({self.rule!r})"
 
     @property
     def report(self) -> Report | None:

@@ -52,7 +52,7 @@ def chain(*rules: Any) -> Chain:
 
     Examples
     --------
-    >>> rule = uc.chain(uc.by_value(10.0), uc.by_global_norm(1.0))
+    >>> rule = uc.chain(uc.by_value(-10.0, 10.0), uc.by_global_norm(1.0))
     >>> uc.clip(np.asarray([3000.0, 10.0]), rule)[0].round(3)
     array([0.707, 0.707])
     """
@@ -96,7 +96,7 @@ class Chain(Printed):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
-        return f"chain({', '.join(show(_function_or_rule(rule)) for rule in self.rules)})"
+        return f"uc.chain({', '.join(show(_function_or_rule(rule)) for rule in self.rules)})"
 
     @property
     def memory(self) -> bool:
@@ -152,7 +152,7 @@ class Masked(Printed):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
-        return f"masked({show(_function_or_rule(self.rule))}, {show(self.where)})"
+        return f"uc.masked({show(_function_or_rule(self.rule))}, {show(self.where)})"
 
     @property
     def memory(self) -> bool:

@@ -44,7 +44,7 @@ class Report:
         Whether every gradient, as it was given, and every norm was finite (a boolean 0-d array).
     skipped
         Whether the rule left the whole step out, for the optimizer to do so too (a boolean 0-d array; ``None`` if the
-        rule neither has the curve `uniclip.skip` nor the policy ``"skip"``).
+        rule neither has the curve `uniclip.curves.reject` nor the policy ``"skip"``).
     """
 
     __slots__ = ()

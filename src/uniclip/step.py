@@ -13,7 +13,7 @@ from uniclip._repr import short
 from uniclip.ask import Asked, Step, found_loss, on_host, refuse_shape
 from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast
-from uniclip.curves import hard, skip
+from uniclip.curves import hard, reject
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.limits import Constant
 from uniclip.measure import in_range, measure, zeros
@@ -52,9 +52,9 @@ class Decision(NamedTuple):
         """Return the clipped gradients."""
         return scaled(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
 
-    def reduced(self, rule: Choices, *, mean: bool) -> Any:
-        """Return the sum (or the mean) of the clipped gradients along their first axis."""
-        return reduced(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip", mean=mean)
+    def reduced(self, rule: Choices) -> Any:
+        """Return the sum of the clipped gradients along their first axis."""
+        return reduced(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
 
     def total(self) -> Any:
         """Return the norms of the report."""
@@ -133,9 +133,9 @@ class Single(NamedTuple):
         new = arrays if factor == 1 else given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place)
         return self._in_arrays(rule).clipped(rule) if new is None else given.tree.rebuild(new)
 
-    def reduced(self, rule: Choices, *, mean: bool) -> Any:
-        """Return the sum (or the mean) of the clipped gradients along their first axis."""
-        return self._in_arrays(rule).reduced(rule, mean=mean)
+    def reduced(self, rule: Choices) -> Any:
+        """Return the sum of the clipped gradients along their first axis."""
+        return self._in_arrays(rule).reduced(rule)
 
     def _in_arrays(self, rule: Choices) -> Decision:
         """Return the same in arrays."""
@@ -184,7 +184,7 @@ def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     """Decide about one Euclidean norm with a constant limit where the host can read it; ``None`` in any other case."""
     limit: Any = rule.limit
     norm, constant = rule.norm, type(limit) is Constant and type(limit.value) is float and 0 < limit.value < _LARGE
-    alone = rule.scope.join is everything and rule.scope.axes is None and given.ways is None and given.arrays
+    alone = rule.scope.label is everything and rule.scope.axes is None and given.ways is None and given.arrays
     usual = rule.curve is hard and norm == L2 and rule.nonfinite == "propagate"
     if not (constant and alone and usual):
         return None
@@ -264,7 +264,7 @@ def _skipped(backend: Backend, rule: Choices, layout: Layout, factors: list[Fact
     xp, skipped = backend.xp, None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(finite)
-    if rule.curve is skip:
+    if rule.curve is reject:
         every, none = [], []
         for some, block in zip(factors, layout.blocks, strict=True):
             gone = xp.equal(some.rest, 0.0)

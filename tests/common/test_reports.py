@@ -42,9 +42,9 @@ RULES: dict[str, Any] = {
     "each leaf": uc.by_norm(1.0),
     "each leaf, not clipped": uc.by_norm(1e9),
     "rows": uc.by_norm(1.0, axis=-1),
-    "each entry": uc.Rule(1.0, scope=uc.each_entry, norm=uc.Linf),
-    "soft": uc.by_norm(1.0, curve=uc.soft),
-    "skip": uc.by_norm(1.0, curve=uc.skip, nonfinite="skip"),
+    "each entry": uc.Rule(1.0, scope=uc.scopes.each_entry, norm=uc.norms.Linf),
+    "soft": uc.by_norm(1.0, curve=uc.curves.soft),
+    "skip": uc.by_norm(1.0, curve=uc.curves.reject, nonfinite="skip"),
     "zero": uc.by_global_norm(1.0, nonfinite="zero"),
     "raise": uc.by_norm(1.0, nonfinite="raise"),
     "agc": uc.agc(0.01),
@@ -52,11 +52,11 @@ RULES: dict[str, Any] = {
     "autoclip": uc.autoclip(50, window=3),
     "spam": uc.spam(warmup=0),
     "groups": uc.by_group_norm(
-        {2: 1.0, 1: uc.Ema(1.05, 0.9)}, lambda path, leaf: 1 if leaf is None else len(leaf.shape)
+        {2: 1.0, 1: uc.limits.Ema(1.05, 0.9)}, lambda path, leaf: 1 if leaf is None else len(leaf.shape)
     ),
-    "chain": uc.chain(uc.by_value(0.5), uc.zclip(warmup=2), uc.by_norm(0.1)),
+    "chain": uc.chain(uc.by_value(-0.5, 0.5), uc.zclip(warmup=2), uc.by_norm(0.1)),
     "masked": uc.masked(uc.by_norm(1.0), lambda path, leaf: len(leaf.shape) == 2),
-    "value": uc.by_value(0.5),
+    "value": uc.by_value(-0.5, 0.5),
     "function": lambda grad: grad / 2,
 }
 
@@ -118,10 +118,10 @@ class Returned(uc.Limit):
     memory = True
     host = True
 
-    def init(self, norms: Any, context: uc.Context) -> Any:
+    def init(self, norms: Any, context: uc.limits.Context) -> Any:
         return uc.limits.fixed.Counted(norms + 2)
 
-    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
         return state.count, uc.limits.fixed.Counted(state.count / 2)
 
 
@@ -133,7 +133,7 @@ def overwrite(fw: Framework, array: Any) -> None:
         array[...] = 77
 
 
-CHANGED = RULES | {"returns its state": uc.Rule(Returned(), scope=uc.each_leaf)}
+CHANGED = RULES | {"returns its state": uc.Rule(Returned(), scope=uc.scopes.each_leaf)}
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -214,7 +214,7 @@ def test_each_norm_has_its_own_dtype(fw: Framework) -> None:
     dtypes = [dtype for dtype in ("float16", "bfloat16", "float32", "float64") if dtype in fw.dtypes]
     grads = {dtype: fw.array([3.0, 4.0], dtype) for dtype in dtypes}
     wanted = {dtype: "float64" if dtype == "float64" else "float32" for dtype in dtypes}
-    for rule in (uc.by_norm(1.0), uc.by_norm(9.0), uc.Rule(1.0, scope=uc.unit(), norm=uc.RMS)):
+    for rule in (uc.by_norm(1.0), uc.by_norm(9.0), uc.Rule(1.0, scope=uc.scopes.unit(), norm=uc.norms.RMS)):
         clipped, report = fw.run(lambda g, rule=rule: uc.clip(g, rule), grads)
         for field in (report.norms, report.limits, report.factors):
             assert {name: fw.dtype(array) for name, array in field.items()} == wanted

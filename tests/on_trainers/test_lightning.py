@@ -347,7 +347,7 @@ def test_a_step_reads_nothing() -> None:
 
 def test_a_rule_without_norms_logs_nothing(tools: Any) -> None:
     """By value there is no norm to show."""
-    trainer = fit(Module(tools), tools.batches([1.0] * 2), ClipGradients(uc.by_value(0.01)))
+    trainer = fit(Module(tools), tools.batches([1.0] * 2), ClipGradients(uc.by_value(-0.01, 0.01)))
     assert not trainer.callback_metrics
 
 
@@ -396,7 +396,7 @@ def test_clipped_twice_by_attach(tools: Any) -> None:
 
     def make(net: Any) -> Any:
         optimizer = tools.optimizer(net)
-        attach(optimizer, uc.by_value(1.0))
+        attach(optimizer, uc.by_value(-1.0, 1.0))
         return optimizer
 
     with pytest.raises(ValueError, match="clipped already, by ByValue"):
@@ -430,7 +430,7 @@ def test_sharded(strategy: Any) -> None:
     ("option", "rule", "atol"),
     [
         ({"gradient_clip_val": 0.1}, uc.by_global_norm(0.1), 5e-5),
-        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, uc.by_value(0.01), 0.0),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, uc.by_value(-0.01, 0.01), 0.0),
     ],
     ids=["norm", "value"],
 )

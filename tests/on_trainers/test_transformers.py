@@ -349,7 +349,7 @@ def test_attached_already(tools: Any, tmp_path: Path) -> None:
     """An optimizer that has a rule already is refused."""
     net = tools.Net()
     optimizer = tools.optimizer(net)
-    attach(optimizer, uc.by_value(1.0))
+    attach(optimizer, uc.by_value(-1.0, 1.0))
     trainer = make_trainer(tmp_path, net, tools.batches([1.0]), ClipGradients(uc.by_norm(1.0)), optimizer=optimizer)
     with pytest.raises(ValueError, match="clipped already, by ByValue"):
         trainer.train()

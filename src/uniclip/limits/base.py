@@ -136,7 +136,7 @@ class Limit:
     ...
     ...     def __call__(self, norms, state, context):
     ...         return 0.1 * context.params, state
-    >>> rule = uc.Rule(Tenth(), scope=uc.each_leaf)
+    >>> rule = uc.Rule(Tenth(), scope=uc.scopes.each_leaf)
     >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 10.0]))[0]
     array([0.6, 0.8])
     """

@@ -95,7 +95,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     Notes
     -----
-    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
+    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
+    taken:
     variables, slots and ``global_step`` stay as they are.
 
     All train ops that one optimizer builds in a graph share one memory.
@@ -107,7 +108,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     >>> with tf.Graph().as_default(), tf.compat.v1.Session() as session:
     ...     w = tf.compat.v1.get_variable("w", initializer=[0.0, 0.0])
     ...     optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
-    ...     optimizer = ClippedOptimizer(optimizer, uc.by_value(0.5))
+    ...     optimizer = ClippedOptimizer(optimizer, uc.by_value(-0.5, 0.5))
     ...     train = optimizer.minimize(tf.reduce_sum(w * [0.1, -3.0]))
     ...     session.run(tf.compat.v1.global_variables_initializer())
     ...     session.run(train)

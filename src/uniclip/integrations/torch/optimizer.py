@@ -77,7 +77,8 @@ def attach(optimizer: Any, rule: Any) -> Attached:
 
     Notes
     -----
-    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
+    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
+    taken:
     parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
 
