@@ -46,7 +46,7 @@ class Clipper:
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
         With memory or without.
 
     Attributes

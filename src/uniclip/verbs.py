@@ -32,7 +32,7 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     ----------
     grads : array or tree of arrays
         Of one framework. ``None`` leaves are absent gradients and keep their place.
-    rule : Rule, ByValue, or callable
+    rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     params : tree, optional
         The parameters, for limits that compare with them; a tree of the same paths as ``grads``.

@@ -230,6 +230,11 @@ class PerGroup(Printed, Limit):
         rows = self._rows(limits, context)
         answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
         each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
+        if any([row.threshold for _, row in rows]):
+            own = [(row, row.threshold, limits_) for limits_, (_, row) in zip(each, rows, strict=True)]
+            context.threshold = lambda: context.xp.concat(
+                [_like_norms(some() if some else limits_, top, row) for row, some, limits_ in own], axis=0
+            )
         return context.xp.concat(each, axis=0), tuple(new for _, new in answers) if self.memory else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
