@@ -270,8 +270,10 @@ def test_epoch_scalars() -> None:
     assert optimizer.epoch_scalars()["clip/skipped"] == 0.25
     optimizer.begin_epoch()
     assert math.isnan(optimizer.epoch_scalars()["clip/share"])
+    assert math.isnan(optimizer.epoch_scalars()["clip/norm_max"])
     optimizer.apply(gradients(spoiled=False)[0], params)
     assert optimizer.epoch_scalars()["clip/share"] == 0.0
+    assert optimizer.epoch_scalars()["clip/norm_max"] == float(optimizer.scalars()["clip/norm"])
     other = ClippedOptimizer(SGD(0.1), uc.by_value(-1.0, 1.0))
     other.apply(gradients(spoiled=False)[0], variables())
     assert other.scalars() == other.epoch_scalars() == {}

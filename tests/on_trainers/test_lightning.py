@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import pickle
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,15 @@ def test_accumulation(tools: Any, rule: Any) -> None:
     tools.same(module.net, net)
     share = sum(float(report.scalars()["clip/share"]) for report in reports) / len(reports)
     assert trainer.callback_metrics["clip/share"] == pytest.approx(share)
+    assert trainer.callback_metrics["clip/norm_max"] == max(float(report.norms) for report in reports)
+
+
+def test_what_it_prints(tools: Any) -> None:
+    """The callback prints its rule, and after training what it has seen."""
+    callback = ClipGradients(uc.by_global_norm(0.05))
+    assert repr(callback) == "<ClipGradients: uc.Rule(0.05), before fit>"
+    fit(Module(tools), tools.batches([1.0] * 4), callback)
+    assert re.search(r"<attach: uc\.Rule\(0\.05\), \w+ of \d+ parameters, 4 steps>", repr(callback))
 
 
 def test_several_optimizers(tools: Any) -> None:
