@@ -97,7 +97,7 @@ def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | Non
 
     Notes
     -----
-    A function of an array, the scope `each_entry`, and tensors that record derivatives need memory of
+    A function of an array, the scope `uniclip.scopes.each_entry`, and tensors that record derivatives need memory of
     the array's own size.
 
     Examples
