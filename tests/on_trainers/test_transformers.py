@@ -200,9 +200,7 @@ def test_resume(tools: Any, train: Any, tmp_path: Path, rule: Any) -> None:
     saved = json.loads(path.read_text(encoding="utf-8"))
     del saved["stateful_callbacks"]["uniclip"]
     path.write_text(json.dumps(saved), encoding="utf-8")
-    with pytest.warns(
-        UserWarning, match=r"saved without the callback, has no state of uc\.Rule\(.*, which begins anew"
-    ):
+    with pytest.warns(UserWarning, match=r"without the callback, has no state of uc\.Rule\(.*, which begins anew"):
         anew, _ = train(batches, ClipGradients(rule), resume=middle)
     with pytest.raises(AssertionError):
         tools.same(anew, whole)
