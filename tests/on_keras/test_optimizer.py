@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "global": (
         lambda: ClippedOptimizer(SGD(global_clipnorm=2.0), uc.by_norm(1.0)), ValueError, r"uc\.by_global_norm\(2\.0\)",
     ),
-    "clipvalue": (lambda: ClippedOptimizer(SGD(clipvalue=2.0), uc.by_norm(1.0)), ValueError, r"by_value\(-2\.0, 2\.0\)"),
+    "clipvalue": (lambda: ClippedOptimizer(SGD(clipvalue=2.0), uc.by_norm(1.0)), ValueError, r"value\(-2\.0, 2\.0\)"),
     "clipped": (
         lambda: ClippedOptimizer(ClippedOptimizer(SGD(), uc.by_norm(1.0)), uc.by_norm(1.0)), ValueError, r"uc\.chain",
     ),
