@@ -54,6 +54,7 @@ def test_a_shadowed_package_says_so(package: Path, found: str, module: str) -> N
 def test_a_whole_package_beside_foreign_modules_works(package: Path) -> None:
     """Installed last, this package works, though modules of the other one remain beside its own."""
     (package / "main.py").write_text("raise SystemExit('not ours')", encoding="utf-8")
-    program = "import numpy, uniclip, uniclip.integrations\nprint(uniclip.__file__, uniclip.global_norm(numpy.array([3.0, 4.0])))"
+    program = "import numpy, uniclip, uniclip.integrations\n"
+    program += "print(uniclip.__file__, uniclip.global_norm(numpy.array([3.0, 4.0])))"
     done = run(program, package.parent)
     assert done.stdout.split() == [str(package / "__init__.py"), "5.0"], done.stderr
