@@ -107,9 +107,11 @@ def run_from(sdist: Path, wheel: Path) -> None:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")
         root = Path(folder) / sdist.name.removesuffix(".tar.gz")
-        tree = [name for part in ("src", "tests", "docs", "examples", "benchmarks") for name in files_of(ROOT / part)]
-        missing = {name for name in FOR_TOX + tree if not (root / name).is_file()}
-        require(not missing, f"the sdist has no {sorted(missing)}")
+        for part in ("src", "tests", "docs", "examples", "benchmarks"):
+            there = {path.relative_to(root).as_posix() for path in (root / part).rglob("*") if path.is_file()}
+            require(there == files_of(ROOT / part), f"the sdist and the tree differ in {there ^ files_of(ROOT / part)}")
+        missing = [name for name in FOR_TOX if not (root / name).is_file()]
+        require(not missing, f"the sdist has no {missing}")
         print(f"package: {sdist.name}: {sdist.stat().st_size // 1024} KiB; tests from it:", flush=True)
         subprocess.run([sys.executable, "-m", "pytest", "-n", "2", *TESTS], cwd=root, check=True)
 
