@@ -60,7 +60,7 @@ UNICLIP = {
     "each tensor by norm": "uc.clip_by_norm(grads, c)",
     "each row by norm": "uc.clip_by_norm(grads, c, axis=1)",
     "each tensor by root mean square": "uc.clip(grads, uc.by_block_rms(c))[0]",
-    "sum of clipped examples": "[g.sum(0) for g in uc.clip(grads, uc.Rule(c, scope=uc.each_example))[0]]",
+    "sum of clipped examples": "[g.sum(0) for g in uc.clip(grads, uc.Rule(c, scope=uc.scopes.each_example))[0]]",
     "by value": "uc.clip_by_value(grads, -c, c)",
 }
 DEFINITIONS = {

@@ -89,7 +89,7 @@ def curve() -> Figure:
     figure = Figure(figsize=(8, 2.6))
     left, right = figure.subplots(1, 2)
     norm = np.linspace(0, 5, 501)
-    factor = uc.hard(np, norm, np.asarray(1.0))
+    factor = uc.curves.hard(np, norm, np.asarray(1.0))
     left.plot(norm, factor, color=BLUE)
     left.set(xlabel="norm n", ylabel="factor", title="factor = min(1, c/n), c = 1", ylim=(0, 1.15), xlim=(0, 5))
     right.plot(norm, norm, color=GRAY, linewidth=1, linestyle="--", label="not clipped")

@@ -17,11 +17,11 @@ from tracing import Halving, leaves, soft
 SHAPES = [(40, 35), (4, 5), (7,), (3, 1, 2)]
 VALUES = {"above": 1.0, "below": 1e-6, "overflow": 1e30, "underflow": 1e-30, "NaN": math.nan, "zeros": 0.0}
 SCOPES = {
-    "all": uc.all_leaves,
-    "leaf": uc.each_leaf,
-    "groups": uc.groups(lambda path, leaf: len(leaf.shape)),
-    "axes": uc.axes(-1),
-    "entry": uc.each_entry,
+    "all": uc.scopes.all_leaves,
+    "leaf": uc.scopes.each_leaf,
+    "groups": uc.scopes.groups(lambda path, leaf: len(leaf.shape)),
+    "axes": uc.scopes.axes(-1),
+    "entry": uc.scopes.each_entry,
 }
 RULES = {
     **{
@@ -31,10 +31,10 @@ RULES = {
     },
     "soft": uc.Rule(1.0, curve=soft),
     "L3": uc.Rule(1.0, norm=uc.Norm(3)),
-    "Linf": uc.Rule(1.0, norm=uc.Linf),
+    "Linf": uc.Rule(1.0, norm=uc.norms.Linf),
     "rms": uc.by_block_rms(0.01),
     "unlimited": uc.Rule(math.inf),
-    "value": uc.by_value(0.5),
+    "value": uc.by_value(-0.5, 0.5),
 }
 EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 

@@ -114,8 +114,8 @@ CASES = {
         lambda g: uc.clip_by_global_norm(g, 0.625)[0], lambda x: oracle.clip_global(x, 0.625), _filled(1 / 8, 3 / 16)
     ),
     "block-rms": Case(_by(uc.by_block_rms(1.0)), _each(1.0, size_power=0.5), _filled(1, 1)),
-    "each-example": Case(_by(uc.Rule(1.25, scope=uc.each_example)), _examples, _filled(1 / 2, 3 / 4)),
-    "unit": Case(_by(uc.Rule(1.0, scope=uc.unit(-1))), _columns, _filled(1 / 2, 1 / 2)),
+    "each-example": Case(_by(uc.Rule(1.25, scope=uc.scopes.each_example)), _examples, _filled(1 / 2, 3 / 4)),
+    "unit": Case(_by(uc.Rule(1.0, scope=uc.scopes.unit(-1))), _columns, _filled(1 / 2, 1 / 2)),
     "soft": Case(_by(SOFT), _soft, _filled(1 / 4, 0), kink=False),
     **{f"of-norm-{p}": _norm(p) for p in (1, 1.5, 2, 3, math.inf)},
 }  # fmt: skip
@@ -129,9 +129,9 @@ PRESETS = {
     "larc": uc.larc(0.1),
     "adagc": uc.adagc(warmup=0),
     "warm-up": uc.adagc(warmup=2),
-    "percentile": uc.percentile(50, window=3),
+    "percentile": uc.percentile_clipping(50, window=3),
     "block-rms": uc.by_block_rms(1.0),
-    "units": uc.Rule(uc.Split(1.0), scope=uc.unit(0)),
+    "units": uc.Rule(uc.limits.Split(1.0), scope=uc.scopes.unit(0)),
     "sizes": uc.by_example_layer_norm(1.0, by_size=True),
     "spam": uc.spam(warmup=0),
 }

@@ -148,7 +148,7 @@ class Run:
             norms = oracle.norms_of(self.case.plan, leaves, self.machine)[0]
             sizes = np.concatenate([np.ravel(n.hi) for n in norms]) if norms else np.zeros(0)
             if sizes.size and np.isfinite(size := sizes[int(self.case.tie * sizes.size)]):
-                self.case.rule = replace(self.case.rule, limit=uc.Constant(float(size)))
+                self.case.rule = replace(self.case.rule, limit=uc.limits.Constant(float(size)))
                 self.case.plan = replace(self.case.plan, limit=("constant", float(size)))
 
     def _box(self) -> None:
@@ -156,7 +156,7 @@ class Run:
         kind, value = self.case.plan.limit[0], self.case.plan.limit[-1]
         if self.case.boxed and self.case.plan.kind == "rule" and kind == "constant" and 1e-30 < value < 1e30:
             value = float(np.float32(value))
-            self.case.rule = replace(self.case.rule, limit=uc.Constant(self.fw.array(value, "float32")))
+            self.case.rule = replace(self.case.rule, limit=uc.limits.Constant(self.fw.array(value, "float32")))
             self.case.plan = replace(self.case.plan, limit=(kind, value))
 
     def _tree(self, values: list[np.ndarray | None]) -> Any:
@@ -296,7 +296,7 @@ class Run:
 
     def _by_function(self, grads: Any) -> tuple[Any, Any]:
         """Clip by a familiar function; the report is that of measuring."""
-        report = self.rule.measure(grads, self.rule.init(grads))[1]
+        report = self.rule.update(grads, self.rule.init(grads))[2]
         limit, p = self.rule.limit.value, self.plan.p
         if self.plan.scope.kind == "leaf":
             return uc.clip_by_norm(grads, limit, ord=p), report

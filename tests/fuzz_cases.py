@@ -114,8 +114,9 @@ def by_last(path: Path, leaf: Any) -> bool:
 
 POLICIES = ("propagate", "propagate", "skip", "zero", "raise")
 CURVES: dict[str, Any] = {
-    "hard": uc.hard, "soft": uc.soft, "smooth": uc.smooth, "tanh": uc.tanh, "normalize": uc.normalize, "skip": uc.skip,
-    "root": lambda xp, norm, limit: xp.sqrt(uc.hard(xp, norm, limit)),
+    "hard": uc.curves.hard, "soft": uc.curves.soft, "smooth": uc.curves.smooth, "tanh": uc.curves.tanh,
+    "normalize": uc.curves.normalize, "reject": uc.curves.reject,
+    "root": lambda xp, norm, limit: xp.sqrt(uc.curves.hard(xp, norm, limit)),
 }  # fmt: skip
 
 
@@ -126,14 +127,14 @@ def drawn_scope(rng: Rng) -> tuple[uc.Scope, Scope]:
     label = one_of(rng, by_depth, by_first)
     return one_of(
         rng,
-        *[(uc.all_leaves, Scope("all"))] * 3,
-        *[(uc.each_leaf, Scope("leaf"))] * 3,
-        (uc.each_entry, Scope("entry")),
-        *[(uc.axes(*axes), Scope("axes", axes=axes))] * 2,
-        (uc.unit(axis), Scope("unit", axis=axis)),
-        (uc.each_row, Scope("row")),
-        (uc.each_example, Scope("example")),
-        (uc.groups(label), Scope("groups", label=label)),
+        *[(uc.scopes.all_leaves, Scope("all"))] * 3,
+        *[(uc.scopes.each_leaf, Scope("leaf"))] * 3,
+        (uc.scopes.each_entry, Scope("entry")),
+        *[(uc.scopes.axes(*axes), Scope("axes", axes=axes))] * 2,
+        (uc.scopes.unit(axis), Scope("unit", axis=axis)),
+        (uc.scopes.each_row, Scope("row")),
+        (uc.scopes.each_example, Scope("example")),
+        (uc.scopes.groups(label), Scope("groups", label=label)),
     )
 
 
@@ -148,7 +149,11 @@ def drawn_curve(rng: Rng) -> tuple[Any, Any]:
     """Return a curve of uniclip, and its name."""
     if chance(rng, 0.1):
         gamma = logarithmic(rng, 1e-3, 10)
-        return one_of(rng, (uc.Regularized(gamma), ("regularized", gamma)), (uc.NonMonotonic(gamma), ("other", gamma)))
+        return one_of(
+            rng,
+            (uc.curves.Regularized(gamma), ("regularized", gamma)),
+            (uc.curves.NonMonotonic(gamma), ("other", gamma)),
+        )
     name = "hard" if chance(rng, 0.4) else one_of(rng, *CURVES)
     return CURVES[name], name
 
@@ -197,7 +202,7 @@ def drawn_fixed(rng: Rng, size: float) -> Made:
             rule = uc.by_group_norm(limits, label, order, **more)
             return rule, Plan(scope=Scope("groups", label=label), p=order, limit=own, policy=policy)
         case "normalized":
-            return uc.normalized(c, order, **more), Plan(p=order, limit=limit, curve="normalize", policy=policy)
+            return uc.to_global_norm(c, order, **more), Plan(p=order, limit=limit, curve="normalize", policy=policy)
     low, high = sorted([one_of(rng, -1.0, 0.0, -math.inf, -size, -1), one_of(rng, 1, 0.0, math.inf, size, size / 2)])
     return uc.by_value(low, high), Plan("value", bounds=(low, high))
 
@@ -218,7 +223,7 @@ def drawn_relative(rng: Rng, size: float) -> Made:
             rule = uc.larc(lr, trust, decay, nonfinite=policy)
             return rule, Plan(scope=Scope("leaf"), limit=("trust", lr, trust, decay), policy=policy)
     scope, own_scope = drawn_scope(rng)
-    rule = uc.Rule(uc.Relative(ratio, eps), scope=scope, nonfinite=policy)
+    rule = uc.Rule(uc.limits.Relative(ratio, eps), scope=scope, nonfinite=policy)
     return rule, Plan(scope=own_scope, limit=("relative", ratio, eps, None), policy=policy)
 
 
@@ -227,7 +232,7 @@ def drawn_for_examples(rng: Rng, size: float) -> Made:
     c, policy = drawn_limit(rng, size), one_of(rng, "propagate", "skip", "zero")
     c = min(c, 1e300)
     gamma, by_size = logarithmic(rng, 1e-3, 1), chance(rng, 0.5)
-    curve = one_of(rng, "hard", "skip", "normalize", "soft")
+    curve = one_of(rng, "hard", "reject", "normalize", "soft")
     more, limit = {"nonfinite": policy}, ("constant", float(c))
     match one_of(rng, "norm", "layer", "auto", "psac"):
         case "norm":
@@ -256,7 +261,7 @@ def drawn_memory(rng: Rng, size: float) -> Made:
     ):  # fmt: skip
         case "autoclip":
             q = one_of(rng, 0, 5, 10, 50, 90, 100, 33.3, 0.7)
-            rule = uc.Rule(uc.Percentile(q, window), **more) if 0 < q < 1 else uc.autoclip(q, window, **more)
+            rule = uc.Rule(uc.limits.Percentile(q, window), **more) if 0 < q < 1 else uc.autoclip(q, window, **more)
             return rule, Plan(limit=("percentile", q, window, False), policy=policy)
         case "autoclip of all":
             q = one_of(rng, 0, 10, 50, 90, 100)
@@ -265,7 +270,7 @@ def drawn_memory(rng: Rng, size: float) -> Made:
             p = int(rng.integers(0, 101))
             rank = min(p * window // 100, window - 1)
             limit = ("percentile", 100 * rank / (window - 1), window, True)
-            return uc.percentile(p, window, **more), Plan(scope=Scope("leaf"), limit=limit, policy=policy)
+            return uc.percentile_clipping(p, window, **more), Plan(scope=Scope("leaf"), limit=limit, policy=policy)
         case "zclip":
             target = one_of(rng, "reciprocal", "mean", "threshold")
             factor, same = one_of(rng, 1.0, 0.5, 2.0) if target == "reciprocal" else 1.0, chance(rng, 0.3)
@@ -280,18 +285,18 @@ def drawn_memory(rng: Rng, size: float) -> Made:
             limit = ("ema", ratio, decay, warm, joint)
             own = Plan(scope=Scope("leaf"), limit=limit, policy=policy)
             if ratio < 1:  # which the preset refuses
-                return uc.Rule(uc.Ema(ratio, decay, warm, joint), scope=uc.each_leaf, **more), own
+                return uc.Rule(uc.limits.Ema(ratio, decay, warm, joint), scope=uc.scopes.each_leaf, **more), own
             return uc.adagc(ratio, decay, warm, joint, **more), own
         case "growth":
             own = Plan(scope=Scope("leaf"), limit=("ema", ratio, 0.0, 0, 1.0), policy=policy)
             if ratio < 1:
-                return uc.Rule(uc.Ema(ratio, 0.0), scope=uc.each_leaf, **more), own
+                return uc.Rule(uc.limits.Ema(ratio, 0.0), scope=uc.scopes.each_leaf, **more), own
             return uc.norm_growth(ratio, **more), own
         case "spikes":
             policy = one_of(rng, "skip", "skip", "propagate", "zero")
             limit = ("rolling z-score", z, window, min(warmup, window))
             rule = uc.skip_spikes(z, window, min(warmup, window), nonfinite=policy)
-            return rule, Plan(limit=limit, curve="skip", policy=policy)
+            return rule, Plan(limit=limit, curve="reject", policy=policy)
         case "spam":
             factor, warm = one_of(rng, 2.0, 9.0, 5000.0), int(rng.integers(0, 6))
             limit = ("second moment", factor, decay, warm)
@@ -310,7 +315,7 @@ def drawn_memory(rng: Rng, size: float) -> Made:
             limit = ("quantile", quantile, rate, start, low, high)
             return rule, Plan(scope=Scope("example"), limit=limit, policy=policy)
     low, high = (min(size * logarithmic(rng, 0.1, 10), 1e37) for _ in range(2))
-    rule = uc.by_global_norm(uc.Schedule(lambda step: low + high * 0.5**step), **more)
+    rule = uc.by_global_norm(uc.limits.Schedule(lambda step: low + high * 0.5**step), **more)
     return rule, Plan(limit=("schedule", low, high, 0.5), policy=policy)
 
 
@@ -321,7 +326,7 @@ def drawn_remembering(rng: Rng, size: float) -> Made:
         return rule, plan
     scope, own = drawn_scope(rng)
     if plan.limit[0] == "percentile of all" and own.kind in {"entry", "row", "axes", "unit"}:
-        scope, own = uc.each_leaf, Scope("leaf")  # each histogram has many bins
+        scope, own = uc.scopes.each_leaf, Scope("leaf")  # each histogram has many bins
     curve, name = (rule.curve, plan.curve) if chance(rng, 0.7) else drawn_curve(rng)
     rule = uc.Rule(rule.limit, scope=scope, norm=rule.norm, curve=curve, nonfinite=rule.nonfinite)
     return rule, Plan(plan.kind, own, plan.p, plan.power, plan.limit, name, plan.policy)

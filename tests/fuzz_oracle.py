@@ -304,7 +304,9 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     )
     norms, broken, sizes = norms_of(plan, own, machine)
     finite = sound and not any(bad.any() for bad in broken)
-    out = Outcome(list(leaves), state, True, norms, broken, finite=finite, skips="skip" in {plan.policy, plan.curve})
+    out = Outcome(
+        list(leaves), state, True, norms, broken, finite=finite, skips=plan.policy == "skip" or plan.curve == "reject"
+    )
     groups = plan.scope.groups(leaves)
     out.labels = [label for label, _ in groups] if plan.scope.kind == "groups" else None
     out.limits, new_state = _limits(plan, groups, leaves, out, sizes, state, given)
@@ -365,9 +367,9 @@ def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None
     factor = either(endless, exact(np.ones(n.shape), n.precision), _curve(plan.curve, n, held))
     reach = LONG(largest) * (1 if isinstance(plan.curve, tuple) else 1 / _normal(largest))
     factor = Span(np.minimum(factor.lo, reach), factor.hi, factor.precision)
-    if plan.curve in {"hard", "skip"}:
+    if plan.curve in {"hard", "reject"}:
         maybes["within the limit or not"] += int((within(n, held) == MAYBE).sum())
-    if plan.curve == "skip" and seen is not None:
+    if plan.curve == "reject" and seen is not None:
         unsure = (factor.lo < factor.hi) & ((seen == 0) | (seen == 1))
         factor = Span(np.where(unsure, seen, factor.lo), np.where(unsure, seen, factor.hi), factor.precision)
     return factor
@@ -388,7 +390,7 @@ def _differs(factor: Span) -> bool | None:
 def _left_out(plan: Plan, out: Outcome) -> bool | None:
     if plan.policy == "skip" and not out.finite:
         return True
-    if plan.curve != "skip" or not any(factor.lo.size for factor in out.factors):
+    if plan.curve != "reject" or not any(factor.lo.size for factor in out.factors):
         return False
     if all((factor.hi == 0).all() for factor in out.factors):
         return True
@@ -526,7 +528,7 @@ def _curve(curve: Any, n: Span, limit: Span) -> Span:
     if curve == "hard":
         factor = limit / n
         return either(below, one, Span(np.minimum(factor.lo, 1), np.minimum(factor.hi, 1), n.precision))
-    if curve == "skip":
+    if curve == "reject":
         return either(below, one, zero)
     if curve == "normalize":
         return either(nothing, one, limit / n)

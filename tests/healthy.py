@@ -19,15 +19,15 @@ STEPS = [
 """The gradients of some steps: usual ones, zeros, and a spike. One leaf is always zero, and so is its parameter."""
 
 CURVES = {
-    "hard": uc.hard,
-    "soft": uc.soft,
-    "smooth": uc.smooth,
-    "tanh": uc.tanh,
-    "normalize": uc.normalize,
-    "skip": uc.skip,
+    "hard": uc.curves.hard,
+    "soft": uc.curves.soft,
+    "smooth": uc.curves.smooth,
+    "tanh": uc.curves.tanh,
+    "normalize": uc.curves.normalize,
+    "skip": uc.curves.reject,
 }
 RULES: dict[str, Any] = {
-    "by_value": uc.by_value(0.5),
+    "by_value": uc.by_value(-0.5, 0.5),
     "by_norm": uc.by_norm(1.0),
     "rows": uc.by_norm(1.0, axis=-1),
     "L1": uc.by_norm(1.0, ord=1),
@@ -40,15 +40,17 @@ RULES: dict[str, Any] = {
     "huge limit": uc.by_global_norm(1e39),
     "zero limit": uc.by_norm(0.0),
     "rms": uc.by_block_rms(0.1),
-    "groups": uc.by_group_norm({"w": 1.0, "b": uc.Percentile(50, 3), "zero": math.inf}, lambda path, leaf: path[0]),
-    "entries": uc.Rule(0.5, scope=uc.each_entry),
-    "normalized": uc.normalized(1.0),
+    "groups": uc.by_group_norm(
+        {"w": 1.0, "b": uc.limits.Percentile(50, 3), "zero": math.inf}, lambda path, leaf: path[0]
+    ),
+    "entries": uc.Rule(0.5, scope=uc.scopes.each_entry),
+    "normalized": uc.to_global_norm(1.0),
     "agc": uc.agc(0.01),
     "cowclip": uc.cowclip(np.ones(4)),
     "larc": uc.larc(0.1),
     "autoclip": uc.autoclip(percentile=50, window=4),
     "autoclip of all": uc.autoclip(window=None),
-    "percentile": uc.percentile(50, window=3),
+    "percentile": uc.percentile_clipping(50, window=3),
     "zclip": uc.zclip(warmup=2),
     "zclip, threshold": uc.zclip(warmup=2, target="threshold"),
     "log_zscore": uc.log_zscore(),
@@ -62,10 +64,10 @@ RULES: dict[str, Any] = {
     "by_example_quantile": uc.by_example_quantile(),
     "auto_s": uc.auto_s(),
     "psac": uc.psac(),
-    "schedule": uc.by_global_norm(uc.Schedule(lambda step: 1.0 + 0.5**step)),
-    "chain": uc.chain(uc.by_value(0.5), uc.zclip(warmup=2)),
+    "schedule": uc.by_global_norm(uc.limits.Schedule(lambda step: 1.0 + 0.5**step)),
+    "chain": uc.chain(uc.by_value(-0.5, 0.5), uc.zclip(warmup=2)),
     "masked": uc.masked(uc.by_norm(1.0), lambda path, leaf: path[0] == "w"),
-    **{f"curve {name}": uc.Rule(1.0, scope=uc.each_leaf, curve=curve) for name, curve in CURVES.items()},
+    **{f"curve {name}": uc.Rule(1.0, scope=uc.scopes.each_leaf, curve=curve) for name, curve in CURVES.items()},
     **{f"policy {name}": uc.by_norm(1.0, nonfinite=name) for name in ("skip", "zero")},
 }
 

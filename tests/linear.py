@@ -19,9 +19,9 @@ EVERY_RULE = pytest.mark.parametrize(
         uc.by_norm(1e-3),
         uc.by_global_norm(1e-3, nonfinite="zero"),
         uc.by_global_norm(1e-3, ord=3),
-        uc.Rule(1e-3, scope=uc.axes(-1)),
-        uc.Rule(1e-3, scope=uc.groups(lambda path, leaf: path[0] % 2)),
-        uc.by_value(1e-3),
+        uc.Rule(1e-3, scope=uc.scopes.axes(-1)),
+        uc.Rule(1e-3, scope=uc.scopes.groups(lambda path, leaf: path[0] % 2)),
+        uc.by_value(-1e-3, 1e-3),
     ],
     ids=["above", "below", "leaf", "zero", "L3", "axes", "groups", "value"],
 )

@@ -32,7 +32,7 @@ def some(grads: Any, limit: Any) -> dict[str, Any]:
         "value": uc.clip_by_value(grads, -limit, limit),
         "average norm": uc.clip_by_average_norm(grads, limit),
         "Linf": uc.clip_by_norm(grads, limit, ord=math.inf),
-        "each example": uc.clip(grads, uc.Rule(limit, scope=uc.each_example)),
+        "each example": uc.clip(grads, uc.Rule(limit, scope=uc.scopes.each_example)),
     }
 
 
@@ -45,7 +45,7 @@ def everything(grads: Any, limit: Any) -> dict[str, Any]:
         "L1": uc.clip_by_norm(grads, limit, ord=1),
         "L3": uc.clip_by_norm(grads, limit, ord=3),
         "rms": uc.clip(grads, uc.by_block_rms(limit)),
-        "unit": uc.clip(grads, uc.Rule(limit, scope=uc.unit(0))),
+        "unit": uc.clip(grads, uc.Rule(limit, scope=uc.scopes.unit(0))),
         "soft": uc.clip(grads, uc.Rule(limit, curve=soft)),
     }
 
@@ -82,10 +82,10 @@ class Largest(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: Any, context: uc.Context) -> Any:
+    def init(self, norms: Any, context: uc.limits.Context) -> Any:
         return {"largest": 0 * norms}
 
-    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
         largest = context.xp.where(norms > state["largest"], norms, state["largest"])
         return 0.5 * largest, {"largest": largest}
 
@@ -97,8 +97,8 @@ class Halving(uc.Limit):
     first: float
     memory: ClassVar[bool] = True
 
-    def init(self, norms: Any, context: uc.Context) -> Count:
+    def init(self, norms: Any, context: uc.limits.Context) -> Count:
         return Count(0 * norms[0, ...])
 
-    def __call__(self, norms: Any, state: Count, context: uc.Context) -> tuple[Any, Count]:
+    def __call__(self, norms: Any, state: Count, context: uc.limits.Context) -> tuple[Any, Count]:
         return self.first * 0.5**state.step, Count(state.step + 1)

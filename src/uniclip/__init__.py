@@ -1,48 +1,43 @@
 # SPDX-License-Identifier: MIT
-"""Gradient clipping, once, for every array framework.
+"""Gradient clipping, once, for every array framework: NumPy, PyTorch, TensorFlow, JAX and any array API library.
 
-Every clipping rule is four choices. A gradient is multiplied by a factor:
+    import uniclip as uc
 
-    g ← g · curve(norm(g over scope), limit)
+    grads, norm = uc.clip_by_global_norm(grads, 1.0)    # any list, dict or other tree of arrays
 
-=========  =================================  ==============================
-choice     question                           module
-=========  =================================  ==============================
-scope      which entries share one norm?      `uniclip.scopes`
-norm       how is their size measured?        `uniclip.norms`
-limit      how large may it be?               `uniclip.limits`
-curve      what happens above it?             `uniclip.curves`
-=========  =================================  ==============================
+Familiar functions, which return clipped gradients
+    `clip_by_value`, `clip_by_norm`, `clip_by_average_norm`, `clip_by_global_norm`; `global_norm` only measures.
 
-`uniclip.rules` puts them together, `uniclip.presets` names the published ones, `uniclip.verbs` and
-`uniclip.step` run them.
-`uniclip.clipper` remembers for rules that learn from earlier steps, and `uniclip.combine` makes rules of rules.
+Run any rule
+    ``clipped, report = uc.clip(grads, rule)``, `clip_` in place, `clip_and_sum` over the gradients of examples.
+    ``clipper = uc.Clipper(rule)`` remembers for rules that learn: ``clipped = clipper(grads)``.
+    With an optimizer, one line does it: see `uniclip.integrations`.
+
+Published rules
+    Given limits: `by_value`, `by_norm`, `by_average_norm`, `by_global_norm`, `by_group_norm`, `by_block_rms`,
+    `to_global_norm`.
+    Beside the parameters: `agc`, `larc`, `cowclip`.
+    Learned from earlier steps: `autoclip`, `percentile_clipping`, `zclip`, `log_zscore`, `skip_spikes`, `adagc`,
+    `adagn`, `norm_growth`, `spam`.
+    For gradients of examples: `by_example_norm`, `by_example_layer_norm`, `by_example_quantile`, `auto_s`, `psac`.
+    Rules of rules: `chain`, `masked`.
+
+Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, put together by `Rule`
+    `uniclip.scopes`    which entries share one norm?
+    `uniclip.norms`     how is their size measured?
+    `uniclip.limits`    how large may it be?
+    `uniclip.curves`    what happens above it?
 """
 
-from uniclip.arraywise import ByValue
+import sys as _sys
+from typing import Any
+
+from uniclip import curves, limits, norms, scopes
+from uniclip._mistakes import home_of
 from uniclip.clipper import Clipper
-from uniclip.combine import Chain, Masked, chain, masked
-from uniclip.curves import NonMonotonic, Regularized, hard, normalize, skip, smooth, soft, tanh
-from uniclip.limits import (
-    Constant,
-    Context,
-    Ema,
-    Limit,
-    LogZScore,
-    MeanOverRms,
-    Percentile,
-    PercentileOfAll,
-    PerGroup,
-    Relative,
-    RollingZScore,
-    Schedule,
-    SecondMoment,
-    Split,
-    TrackedQuantile,
-    TrustRatio,
-    ZScore,
-)
-from uniclip.norms import AVERAGE, L1, L2, MEAN, RMS, Linf, Norm
+from uniclip.combine import chain, masked
+from uniclip.limits import Limit
+from uniclip.norms import Norm
 from uniclip.presets import (
     adagc,
     adagn,
@@ -62,20 +57,19 @@ from uniclip.presets import (
     larc,
     log_zscore,
     norm_growth,
-    normalized,
-    percentile,
+    percentile_clipping,
     psac,
     skip_spikes,
     spam,
+    to_global_norm,
     zclip,
 )
 from uniclip.report import Report
 from uniclip.rules import Rule
-from uniclip.scopes import Scope, all_leaves, axes, each_entry, each_example, each_leaf, each_row, groups, unit
+from uniclip.scopes import Scope
 from uniclip.verbs import (
     clip,
     clip_,
-    clip_and_mean,
     clip_and_sum,
     clip_by_average_norm,
     clip_by_global_norm,
@@ -85,46 +79,17 @@ from uniclip.verbs import (
 )
 
 __all__ = [
-    "AVERAGE",
-    "L1",
-    "L2",
-    "MEAN",
-    "RMS",
-    "ByValue",
-    "Chain",
     "Clipper",
-    "Constant",
-    "Context",
-    "Ema",
     "Limit",
-    "Linf",
-    "LogZScore",
-    "Masked",
-    "MeanOverRms",
-    "NonMonotonic",
     "Norm",
-    "PerGroup",
-    "Percentile",
-    "PercentileOfAll",
-    "Regularized",
-    "Relative",
     "Report",
-    "RollingZScore",
     "Rule",
-    "Schedule",
     "Scope",
-    "SecondMoment",
-    "Split",
-    "TrackedQuantile",
-    "TrustRatio",
-    "ZScore",
     "adagc",
     "adagn",
     "agc",
-    "all_leaves",
     "auto_s",
     "autoclip",
-    "axes",
     "by_average_norm",
     "by_block_rms",
     "by_example_layer_norm",
@@ -137,45 +102,41 @@ __all__ = [
     "chain",
     "clip",
     "clip_",
-    "clip_and_mean",
     "clip_and_sum",
     "clip_by_average_norm",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",
     "cowclip",
-    "each_entry",
-    "each_example",
-    "each_leaf",
-    "each_row",
+    "curves",
     "global_norm",
-    "groups",
-    "hard",
     "larc",
+    "limits",
     "log_zscore",
     "masked",
     "norm_growth",
-    "normalize",
-    "normalized",
-    "percentile",
+    "norms",
+    "percentile_clipping",
     "psac",
-    "skip",
+    "scopes",
     "skip_spikes",
-    "smooth",
-    "soft",
     "spam",
-    "tanh",
-    "unit",
+    "to_global_norm",
     "zclip",
 ]
 
 
-def __getattr__(name: str) -> str:
-    """Look the version up only when asked (PEP 562)."""
+def __dir__() -> list[str]:
+    """Return the public names; uniclip's own modules are none of them."""
+    return [*__all__, "__version__", "integrations"]
+
+
+def __getattr__(name: str) -> Any:
+    """Look the version up when asked (PEP 562), and say of another name where it is or what it is called."""
     if name == "__version__":
         return _version()
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    msg = f"module {__name__!r} has no attribute {name!r}{home_of(name)}"
+    raise AttributeError(msg, name=name, obj=_sys.modules[__name__])
 
 
 def _version() -> str:

@@ -4,13 +4,42 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from uniclip._repr import holds_arrays, short
 from uniclip.backends import compiling
 
 _RULE = "such as uc.by_global_norm(1.0), or a function of one array"
+_ELSEWHERE = {
+    "ClipGradients": "uniclip.integrations.lightning, and another in uniclip.integrations.transformers",
+    "ClippedOptimizer": "uniclip.integrations.keras, and another in uniclip.integrations.tensorflow for TensorFlow 1",
+    "LogClipping": "uniclip.integrations.keras",
+    "attach": "uniclip.integrations.torch",
+    "clip_grad_norm_": "uniclip.integrations.torch",
+    "clip_grad_value_": "uniclip.integrations.torch",
+    "clip_gradients_by_norm": "uniclip.integrations.tensorflow",
+    "clip_grads_with_norm_": "uniclip.integrations.torch",
+    "get_total_norm": "uniclip.integrations.torch",
+    "to_optax": "uniclip.integrations.optax",
+}
+_OTHER_NAMES = {
+    "ByValue": "by_value",
+    "Chain": "chain",
+    "Masked": "masked",
+    "adaptive_grad_clip": "agc",
+    "clip_by_block_rms": "by_block_rms",
+    "clip_grad_norm": "clip_by_global_norm",
+    "normalized": "to_global_norm",
+    "percentile": "percentile_clipping",
+    "skip": "curves.reject",
+}
+"""What people may look for, and what it is called here."""
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _CHOICES = {
     "limits": "a limit is only one of its choices: uc.Rule(limit)",
     "scopes": "a scope is only one of its choices: uc.Rule(1.0, scope=scope)",
@@ -18,6 +47,32 @@ _CHOICES = {
     "curves": "a curve is only one of its choices: uc.Rule(1.0, curve=curve)",
     "clipper": "a uc.Clipper is more: call it, clipped = clipper(grads)",
 }
+
+
+def home_of(name: str) -> str:
+    """Return where a name is that the package has not itself, or what it is called; nothing if that is not known."""
+    if name in _ELSEWHERE:
+        return f": it is in {_ELSEWHERE[name]}"
+    if name in _OTHER_NAMES:
+        return f": it is called uniclip.{_OTHER_NAMES[name]}"
+    homes = [home for home in ("curves", "limits", "norms", "scopes") if name in sys.modules[f"uniclip.{home}"].__all__]
+    return f": it is uniclip.{homes[0]}.{name}" if homes else ""
+
+
+def keywords_known(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Refuse a keyword that a function has not by an error that says which ones it has."""
+    known = signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: _P.args, **named: _P.kwargs) -> _T:
+        if not named.keys() <= known.keys():
+            wrong = ", ".join([repr(name) for name in named if name not in known])
+            takes = ", ".join([str(one).partition(":")[0].partition("=")[0] for one in known.values()])
+            msg = f"{function.__name__}() has no argument {wrong}: its arguments are {takes}"
+            raise TypeError(msg)
+        return function(*args, **named)
+
+    return checked
 
 
 def is_rule(value: Any) -> bool:

@@ -17,13 +17,25 @@ import optree
 
 _LONGEST = 200
 """How many characters of a text, a rule or a key an error shows."""
+_CHOICES = {"curves", "limits", "norms", "scopes"}
+"""The modules of the four choices, whose names are found in them,"""
+_BASES = {"Limit", "Norm", "Scope"}
+"""but for these."""
 _FEW = 8
 """How many values of a tuple, such as axes, an error shows."""
 
 
 def source(value: object) -> str:
     """Return the name of a function or class, else what the value prints as."""
-    return value.__qualname__ if hasattr(value, "__qualname__") else repr(value)
+    return public(value.__module__, value.__qualname__) if hasattr(value, "__qualname__") else repr(value)
+
+
+def public(module: str | None, name: str) -> str:
+    """Return the name under which users find a class, function or constant of a module, with ``uniclip`` as ``uc``."""
+    root, home = f"{module}..".split(".")[:2]
+    if root != "uniclip" or home == "integrations":
+        return name
+    return f"uc.{home}.{name}" if home in _CHOICES and name not in _BASES else f"uc.{name}"
 
 
 def short(value: object) -> str:
@@ -56,6 +68,11 @@ def article(noun: str) -> str:
     return "an" if noun[:1].lower() in set("aeio") else "a"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def holds_arrays(value: Any) -> bool:
     """Whether a value is an array that is no single number, or a container of arrays."""
     if _is_array(value):
@@ -78,6 +95,7 @@ def _shape(array: Any) -> Any:
 def _named(value: Any) -> str | None:
     """Return the repr of a number, string, named function or choice, which is short; ``None`` for anything else."""
     text = getattr(value, "__qualname__", None)
+    text = public(getattr(value, "__module__", None), text) if isinstance(text, str) else None
     if isinstance(value, int) and value.bit_length() > _LONGEST:
         text = f"a whole number of {value.bit_length()} bits"
     elif value is None or isinstance(value, (Number, Decimal, str)):
@@ -117,7 +135,7 @@ def _differs(value: Any, default: Any) -> bool:
 
 
 class Printed:
-    """A frozen dataclass that prints as its name in its own module, else as the call that makes it."""
+    """A frozen dataclass that prints as its public name if it has one, else as the call that makes it."""
 
     def __repr__(self) -> str:
         """Return source text that evaluates to an equal object."""
@@ -128,8 +146,8 @@ class Printed:
         known = vars(sys.modules[type(self).__module__])
         for name, value in known.items():
             if type(value) is type(self) and value == self:
-                return name
-        return f"{type(self).__name__}({', '.join(self._arguments(show))})"
+                return public(type(self).__module__, name)
+        return f"{public(type(self).__module__, type(self).__qualname__)}({', '.join(self._arguments(show))})"
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
         me: Any = self

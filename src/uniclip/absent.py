@@ -72,9 +72,9 @@ def _without_parameters(scope: Scope, tree: Tree, gaps: list[int], state: Any) -
     left = [number for number in gaps if tree.leaves[number] is None]
     present = [leaf for leaf in tree.leaves if leaf is not None]
     if left or not tree.leaves:
-        shared = scope.join is everything
+        shared = scope.label is everything
         if not (shared and present):
-            like = None if scope.axes is not None or not (shared or scope.join is None) else _one_kind(present, state)
+            like = None if scope.axes is not None or not (shared or scope.label is None) else _one_kind(present, state)
             if like is None or not tree.leaves:
                 raise ValueError(unknown(tree, left))
             for number in left:

@@ -85,6 +85,10 @@ class ByValue(EachArray):
         if isinstance(self.min, Real) and isinstance(self.max, Real) and not self.min <= self.max:
             raise ValueError(self._wrong_way())
 
+    def _printed(self, show: Callable[[object], str]) -> str:
+        """Return source text that evaluates to an equal rule."""
+        return f"uc.by_value({show(self.min)}, {show(self.max)})"
+
     def _wrong_way(self) -> str:
         return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
 

@@ -46,7 +46,7 @@ class Clipper:
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
         With memory or without.
 
     Attributes
@@ -85,7 +85,7 @@ class Clipper:
 
     def __repr__(self) -> str:
         """Return source text."""
-        return f"Clipper({self.rule!r})"
+        return f"uc.Clipper({self.rule!r})"
 
     @property
     def report(self) -> Report | None:

@@ -36,12 +36,12 @@ def chain(*rules: Any) -> Chain:
 
     Parameters
     ----------
-    *rules : Rule, ByValue, Chain, Masked, or callable
+    *rules : rule or callable
         A callable gets one gradient array and returns the array to put in its place.
 
     Returns
     -------
-    Chain
+    rule
         Its reports hold, as ``norms``, ``limits`` and ``factors``, a tuple of each rule's own; as
         ``clipped`` and ``skipped`` whether any of them did, as ``finite`` whether all found finite gradients.
 
@@ -52,7 +52,7 @@ def chain(*rules: Any) -> Chain:
 
     Examples
     --------
-    >>> rule = uc.chain(uc.by_value(10.0), uc.by_global_norm(1.0))
+    >>> rule = uc.chain(uc.by_value(-10.0, 10.0), uc.by_global_norm(1.0))
     >>> uc.clip(np.asarray([3000.0, 10.0]), rule)[0].round(3)
     array([0.707, 0.707])
     """
@@ -66,13 +66,13 @@ def masked(rule: Any, where: Callable[[Path, Any], bool]) -> Masked:
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : rule or callable
     where : callable
         Of the tuple of keys that leads to a leaf, such as ``("encoder", 0, "weight")``, and the leaf.
 
     Returns
     -------
-    Masked
+    rule
 
     Raises
     ------
@@ -96,7 +96,7 @@ class Chain(Printed):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
-        return f"chain({', '.join(show(_function_or_rule(rule)) for rule in self.rules)})"
+        return f"uc.chain({', '.join(show(_function_or_rule(rule)) for rule in self.rules)})"
 
     @property
     def memory(self) -> bool:
@@ -152,7 +152,7 @@ class Masked(Printed):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
-        return f"masked({show(_function_or_rule(self.rule))}, {show(self.where)})"
+        return f"uc.masked({show(_function_or_rule(self.rule))}, {show(self.where)})"
 
     @property
     def memory(self) -> bool:
@@ -254,8 +254,8 @@ class _Reports(Made):
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of all rules as one."""
-        each = zip(self.norms, self.limits, self.factors, strict=True)
-        return _scalars([Report(*values) for values in each], self.skipped)
+        each = zip(self.norms, self.limits, self.factors, self.thresholds, strict=True)
+        return _scalars([Report(*three, thresholds=last) for *three, last in each], self.skipped)
 
 
 def _joined(reports: list[Report]) -> Report:
@@ -280,11 +280,8 @@ def _field(reports: list[Report], name: str) -> Any:
 
 def _scalars(reports: list[Report], skipped: Any) -> dict[str, Any]:
     """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
-    each = [Report(one.norms, one.limits, one.factors, skipped=skipped).scalars() for one in reports]
-    join = (_larger, _smaller, mul, _larger, _larger)
-    measured = [scalars for scalars in each if scalars]
-    names = [name for name in LOGGED if measured and name in measured[0]]
-    return {
-        name: reduce(function, [scalars[name] for scalars in measured])
-        for name, function in zip(names, join, strict=False)
-    }
+    parts = [(one.norms, one.limits, one.factors, one.thresholds) for one in reports]
+    each = [Report(*three, skipped=skipped, thresholds=last).scalars() for *three, last in parts]
+    join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))
+    found = {name: [scalars[name] for scalars in each if name in scalars] for name in LOGGED}
+    return {name: reduce(join[name], values) for name, values in found.items() if values}

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, TypeAlias
 from uniclip._checks import positive, settle
 from uniclip._repr import Printed
 
+__all__ = ["NonMonotonic", "Regularized", "hard", "normalize", "reject", "smooth", "soft", "tanh"]
+
 Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
@@ -44,8 +46,8 @@ def normalize(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(zero, one, limit / xp.where(zero, one, norm))
 
 
-def skip(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return 1 up to the limit, 0 above it: what is too large is left out."""
+def reject(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return 1 up to the limit, 0 above it: what is too large is rejected, each norm by itself."""
     return xp.astype(norm <= limit, norm.dtype)
 
 
@@ -71,7 +73,7 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(usual, xp.tanh(x) / x, xp.where(above, ratio, 1.0))
 
 
-for _curve in (hard, normalize, skip, soft, smooth, tanh):
+for _curve in (hard, normalize, reject, soft, smooth, tanh):
     setattr(_curve, "host", True)  # noqa: B010 - arrays of the host will do for them
 
 
@@ -123,9 +125,9 @@ RATIOS = (hard, normalize, soft, smooth, tanh)
 """The curves whose factor is the limit divided by the norm, or nearly, where the norm is far above the limit."""
 LINEAR = (Regularized, NonMonotonic)
 """The curves whose factor is so many times the limit."""
-WITHIN = (hard, skip)
+WITHIN = (hard, reject)
 """The curves whose factor is 1 up to the limit."""
-AT_MOST_ONE = (hard, skip, soft, smooth, tanh)
+AT_MOST_ONE = (hard, reject, soft, smooth, tanh)
 """The curves whose factor is 1 at most."""
 
 
@@ -138,3 +140,8 @@ def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
     above = norm > limit
     larger = xp.where(above, norm, limit)
     return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, 1.0)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

@@ -94,7 +94,7 @@ class Opened(NamedTuple):
                 msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
                 raise ValueError(msg)
             used = [theirs.leaves[numbers[path]] for path in paths]
-        if absent and scope.join is not None:  # a parameter without a gradient shares no norm
+        if absent and scope.label is not None:  # a parameter without a gradient shares no norm
             used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
         tree = Tree(used, self.tree.rebuild, self.tree.paths, "params", None, self.tree.spec)
         plain = backend.plain(used, gradient=False)
@@ -156,10 +156,10 @@ class Layout(NamedTuple):
     def arranged(self, tree: Tree, blocks: Sequence[Any]) -> Any:
         """Return a value for each group in the scope's form: a tree, a dict by label, or a single one."""
         rows = self.rows(blocks)
-        if self.scope.join is everything:
+        if self.scope.label is everything:
             return rows[0]
         present = [(label, row) for label, row, group in zip(self.labels, rows, self.groups, strict=True) if len(group)]
-        return dict(present) if self.scope.join is not None else tree.rebuild([row for _, row in present])
+        return dict(present) if self.scope.label is not None else tree.rebuild([row for _, row in present])
 
 
 def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened:
@@ -190,7 +190,9 @@ def layout_of(given: Opened, scope: Scope, *, remembers: bool = False) -> Layout
     tree = given.tree
     if tree.spec is None or given.ways is not None or given.backend.traced(given.first):
         return _made(given, scope, remembers)
-    shapes = None if scope.axes is None and scope.join in {None, everything} else tuple([a.shape for a in given.arrays])
+    shapes = (
+        None if scope.axes is None and scope.label in {None, everything} else tuple([a.shape for a in given.arrays])
+    )
     key = (tree.spec, tuple([array.dtype for array in given.arrays]), shapes, remembers)
     found = scope.layouts.get(key)
     if found is None:
@@ -240,15 +242,15 @@ def _made(given: Opened, scope: Scope, remembers: bool) -> Layout:  # noqa: FBT0
 
 def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[int]]:  # noqa: FBT001
     """Return the numbers of the leaves that share a norm, by the label of their group."""
-    if scope.join is everything:
+    if scope.label is everything:
         return {None: list(range(len(tree.leaves)))}
     numbers = iter(range(len(tree.leaves)))
     whole = flatten(tree.rebuild(tree.leaves), none_is_leaf=True) if remembers else tree
     groups: dict[Hashable, list[int]] = {}
     for place_, (path, leaf) in enumerate(zip(whole.paths(), whole.leaves, strict=True)):
-        label = place_ if scope.join is None else _label(scope.join, path, leaf, place(tree.name, path))
+        label = place_ if scope.label is None else _label(scope.label, path, leaf, place(tree.name, path))
         groups.setdefault(label, []).extend([] if leaf is None else [next(numbers)])
-    if scope.join is None:
+    if scope.label is None:
         return groups
     # Whichever leaf comes first, or is None, in any process.
     return dict(sorted(groups.items(), key=lambda item: stable(repr(item[0]))))

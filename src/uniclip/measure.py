@@ -44,7 +44,7 @@ def measure(given: Opened, layout: Layout, norm: Norm, all_reduce: AllReduce | N
     2 the units come first: the rounding of 1/p would cost precision when the sum is far from 1.
     """
     ruler = _Ruler(given, layout, norm, all_reduce)
-    if norm.p == 2 and not given.backend.watched():  # noqa: PLR2004
+    if norm.ord == 2 and not given.backend.watched():  # noqa: PLR2004
         norms = _euclidean(ruler)
     else:
         way = ruler.in_units if norm.has_powers else ruler.totals

@@ -13,6 +13,8 @@ from uniclip._repr import Printed, short
 if TYPE_CHECKING:
     from uniclip.backends import Backend
 
+__all__ = ["L1", "L2", "MEAN", "RMS", "Linf", "Norm"]
+
 
 @dataclass(frozen=True, repr=False)
 class Norm(Printed):
@@ -20,11 +22,11 @@ class Norm(Printed):
 
     Parameters
     ----------
-    p : float, default 2
+    ord : float, default 2
         The order, at least 1; ``math.inf`` is the largest modulus.
     size_power : float, default 0
-        The power of the number of entries by which the norm is divided: 1/2 with ``p=2`` is the
-        root mean square, 1 with ``p=1`` the mean modulus, 1 with ``p=2`` TF 1's average norm.
+        The power of the number of entries by which the norm is divided: 1/2 with ``ord=2`` is the
+        root mean square, 1 with ``ord=1`` the mean modulus, 1 with ``ord=2`` TF 1's average norm.
 
     Raises
     ------
@@ -35,20 +37,20 @@ class Norm(Printed):
 
     Examples
     --------
-    >>> uc.Norm(2, size_power=0.5) == uc.RMS
+    >>> uc.Norm(2, size_power=0.5) == uc.norms.RMS
     True
     """
 
-    p: float = 2
+    ord: float = 2
     size_power: float = 0
 
     def __post_init__(self) -> None:
         """Validate the order."""
         wanted = "a number of at least 1 (or math.inf)"
         name = "ord, the order of a norm,"
-        settle(self, p=number(name, self.p, wanted), size_power=number("size_power", self.size_power))
-        if not self.p >= 1:
-            msg = f"{name} must be {wanted}, got {short(self.p)}"
+        settle(self, ord=number(name, self.ord, wanted), size_power=number("size_power", self.size_power))
+        if not self.ord >= 1:
+            msg = f"{name} must be {wanted}, got {short(self.ord)}"
             raise ValueError(msg)
         if not math.isfinite(self.size_power):
             msg = f"size_power must be finite, got {self.size_power}"
@@ -57,21 +59,21 @@ class Norm(Printed):
     @property
     def op(self) -> Literal["sum", "max"]:
         """How the totals of two parts are joined, across leaves and across devices."""
-        return "max" if self.p == math.inf else "sum"
+        return "max" if self.ord == math.inf else "sum"
 
     @property
     def has_powers(self) -> bool:
         """Whether ``|x|ᵖ`` can overflow or underflow although the norm does not."""
-        return 1 < self.p < math.inf
+        return 1 < self.ord < math.inf
 
     def total(self, backend: Backend, x: Any, axes: tuple[int, ...] | None) -> Any:
         """Return ``Σ|x|ᵖ`` (the largest ``|x|`` for p = ∞) over ``axes``."""
         xp = backend.xp
-        if self.p == 2:  # noqa: PLR2004 - without an absolute value, whose derivative at 0 is undefined
+        if self.ord == 2:  # noqa: PLR2004 - without an absolute value, whose derivative at 0 is undefined
             return backend.sum(_square(xp, x), axes)
-        if self.p == math.inf:
+        if self.ord == math.inf:
             return _largest(xp, x, axes)
-        return backend.sum(_power(xp, xp.abs(x), self.p), axes)
+        return backend.sum(_power(xp, xp.abs(x), self.ord), axes)
 
     def root(self, xp: Any, total: Any) -> Any:
         """Return ``total^(1/p)``, with derivative 0 where the total is 0."""
@@ -79,7 +81,7 @@ class Norm(Printed):
             return total
         positive = total > 0
         safe = xp.where(positive, total, 1.0)
-        return xp.where(positive, xp.sqrt(safe) if self.p == 2 else safe ** (1 / self.p), total)  # noqa: PLR2004
+        return xp.where(positive, xp.sqrt(safe) if self.ord == 2 else safe ** (1 / self.ord), total)  # noqa: PLR2004
 
 
 def _largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
@@ -108,4 +110,8 @@ L2 = Norm(2)
 Linf = Norm(math.inf)
 RMS = Norm(2, size_power=0.5)
 MEAN = Norm(1, size_power=1)
-AVERAGE = Norm(2, size_power=1)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

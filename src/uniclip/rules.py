@@ -17,7 +17,8 @@ from uniclip.ask import Step
 from uniclip.backends import compiling
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
-from uniclip.limits import Limit, NoState, as_limit
+from uniclip.limits import Constant, Limit, NoState
+from uniclip.limits.fixed import as_limit
 from uniclip.losses import Loss
 from uniclip.measure import AllReduce, measure
 from uniclip.nonfinite import POLICIES, NonFinite
@@ -60,8 +61,8 @@ class Rule(Printed):
 
     Examples
     --------
-    >>> uc.Rule(1.0, scope=uc.each_leaf, norm=uc.RMS)
-    Rule(Constant(1.0), scope=each_leaf, norm=RMS)
+    >>> uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
+    uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
     """
 
     limit: Any
@@ -74,11 +75,26 @@ class Rule(Printed):
         """Convert a number or an array to a constant limit, and validate the choices."""
         if not isinstance(self.limit, Limit):
             settle(self, limit=as_limit(self.limit))
-        check("scope", self.scope, isinstance(self.scope, Scope), "a uc.Scope, such as uc.each_leaf or uc.unit()")
-        check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.L2")
+        check(
+            "scope",
+            self.scope,
+            isinstance(self.scope, Scope),
+            "a uc.Scope, such as uc.scopes.each_leaf or uc.scopes.unit()",
+        )
+        check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.norms.L2")
         fits = callable(self.curve) and not isinstance(self.curve, type)
-        check("curve", self.curve, fits, "a function of (xp, norm, limit), such as uc.hard or uc.Regularized(0.01)")
+        check(
+            "curve",
+            self.curve,
+            fits,
+            "a function of (xp, norm, limit), such as uc.curves.hard or uc.curves.Regularized(0.01)",
+        )
         one_of("nonfinite", self.nonfinite, POLICIES)
+
+    def _arguments(self, show: Callable[[object], str]) -> list[str]:
+        """Return the arguments as source text, a constant limit as what it is."""
+        limit, *others = super()._arguments(show)
+        return [show(self.limit.value) if type(self.limit) is Constant else limit, *others]
 
     @property
     def memory(self) -> bool:
@@ -89,7 +105,7 @@ class Rule(Printed):
     @property
     def by_leaf(self) -> bool:
         """Whether the state knows leaves by their order, so that the same ones must have gradients at every step."""
-        return self.memory and self.scope.join is None
+        return self.memory and self.scope.label is None
 
     def init(self, grads: Any) -> Any:
         """Return the state before the first step.
@@ -153,42 +169,11 @@ class Rule(Printed):
 
         return taken(self, grads, state, step, clipped, in_place=in_place)  # type: ignore[no-any-return]
 
-    def measure(
-        self, grads: Any, state: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Any = None
-    ) -> tuple[Any, Report]:
-        """Do as `update` does but for the scaling: the report says what to multiply the gradients by.
-
-        Parameters
-        ----------
-        grads, state, params, all_reduce, loss
-            As in `update`.
-
-        Returns
-        -------
-        state : tree of arrays
-            The next state; the old one after a step that is not finite.
-        report : Report
-
-        Raises
-        ------
-        TypeError, ValueError, FloatingPointError
-            As `uniclip.clip`.
-
-        Examples
-        --------
-        >>> rule, grads = uc.by_global_norm(1.0), np.asarray([3.0, 4.0])
-        >>> state, report = rule.measure(grads, rule.init(grads))
-        >>> float(report.factors), grads
-        (0.2, array([3., 4.]))
-        """
-        step = Step(params, all_reduce, loss)
-        return taken(self, grads, state, step, _measured)  # type: ignore[no-any-return]
-
 
 def measured(
     rule: Rule, grads: Any, state: Any, params: Any = None, norm: Any = None, loss: Any = None
 ) -> tuple[Any, Report]:
-    """Do as `Rule.measure`; a norm that is known already is not measured."""
+    """Do as `Rule.update` but for the scaling; a norm that is known already is not measured."""
     return taken(rule, grads, state, Step(params, None, loss, norm), _measured)  # type: ignore[no-any-return]
 
 

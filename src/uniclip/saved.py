@@ -72,7 +72,7 @@ def labelled(rule: Any) -> bool:
     if isinstance(rule, Masked):
         return labelled(rule.rule)
     if isinstance(rule, Rule):
-        return rule.memory and rule.scope.join is not everything
+        return rule.memory and rule.scope.label is not everything
     return bool(rule.by_leaf)
 
 
@@ -90,7 +90,7 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
         return [None]
     if rule.by_leaf:
         return [[stable(place("", path)) for path, _ in pairs]]
-    groups: dict[Hashable, None] = dict.fromkeys(rule.scope.join(path, leaf) for path, leaf in pairs)
+    groups: dict[Hashable, None] = dict.fromkeys(rule.scope.label(path, leaf) for path, leaf in pairs)
     return [sorted(stable(repr(label)) for label in groups)]
 
 
@@ -336,13 +336,13 @@ def _limit(limit: Any) -> str:
 
 
 def _norm(norm: Norm) -> str:
-    name = repr(norm)
-    return name if name.isidentifier() else f"{type(norm).__name__}({float(norm.p):g}, {float(norm.size_power):g})"
+    name = repr(norm).rpartition(".")[2]
+    return name if name.isidentifier() else f"{type(norm).__name__}({float(norm.ord):g}, {float(norm.size_power):g})"
 
 
 def _scope(scope: Scope) -> str:
     """Return which leaves share a norm, and along which axes."""
-    joined = "each leaf" if scope.join is None else "all leaves" if scope.join is everything else "groups of leaves"
+    joined = "each leaf" if scope.label is None else "all leaves" if scope.label is everything else "groups of leaves"
     axes = scope.axes
     if axes is None:
         return joined

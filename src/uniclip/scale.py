@@ -291,8 +291,8 @@ def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, b
     return [spread(given.backend, part[row, ...], array, axes, dtype) for part in parts[block]]
 
 
-def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool, mean: bool) -> Any:
-    """Return the sum (or the mean) of the gradients, each multiplied by its factor, along their first axis."""
+def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Any:
+    """Return the sum of the gradients, each multiplied by its factor, along their first axis."""
     backend, new, own = given.backend, list(given.tree.leaves), own_parts(given, layout, factors)
     xp = backend.xp
     _refuse_reduced(given, layout)
@@ -302,9 +302,6 @@ def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool
                 original, array = given.tree.leaves[leaf], given.arrays[leaf]
                 by = operands(given, layout, own, leaf, number, row)
                 total = backend.sum(_times(backend, skip, given.clean, upcast(xp, array), *by), (0,))
-                if mean:
-                    count = xp.asarray(backend.size(original, (0,)), dtype=total.dtype)
-                    total = total / xp.where(count > 0, count, 1.0)
                 whole = xp.isdtype(original.dtype, "integral")
                 new[leaf] = cast(xp, total, array.dtype if whole else original.dtype)
     return given.tree.rebuild(new)

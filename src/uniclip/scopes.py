@@ -13,6 +13,8 @@ from typing import Any, ClassVar, TypeAlias
 from uniclip._checks import check, settle, whole
 from uniclip._repr import Printed
 
+__all__ = ["Scope", "all_leaves", "axes", "each_entry", "each_example", "each_leaf", "each_row", "groups", "unit"]
+
 Path: TypeAlias = tuple[Any, ...]
 Axes: TypeAlias = tuple[int, ...] | Callable[[int, int], tuple[int, ...]] | None
 Label: TypeAlias = Callable[[Path, Any], Hashable]
@@ -27,8 +29,8 @@ class Scope(Printed):
     axes : None, tuple of int, or callable
         The axes of a leaf that one norm covers: ``None`` all of them, ``()`` none (each entry by
         itself), or a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
-    join : callable, optional
-        ``join(path, leaf)`` names the group a leaf belongs to; leaves of one group share their
+    label : callable, optional
+        ``label(path, leaf)`` names the group a leaf belongs to; leaves of one group share their
         norm. ``None`` keeps every leaf by itself. ``path`` is the tuple of keys that leads to the
         leaf, for example ``("encoder", 0, "weight")``.
 
@@ -36,25 +38,25 @@ class Scope(Printed):
     --------
     >>> uc.Scope(axes=(0,))
     Scope(axes=(0,))
-    >>> uc.all_leaves
+    >>> uc.scopes.all_leaves
     all_leaves
     """
 
     axes: Axes = None
-    join: Label | None = None
+    label: Label | None = None
     layouts: ClassVar[dict[Any, Any]]
     """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own, which ends with it."""
 
     def __post_init__(self) -> None:
-        """Validate ``axes`` and ``join``."""
+        """Validate ``axes`` and ``label``."""
         settle(self, layouts={})
         if self.axes is not None and not callable(self.axes):
             settle(self, axes=_numbers(self.axes))
-        check("join", self.join, self.join is None or callable(self.join), "a function of (path, leaf)")
+        check("label", self.label, self.label is None or callable(self.label), "a function of (path, leaf)")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: not the layouts."""
-        return {"axes": self.axes, "join": self.join}
+        return {"axes": self.axes, "label": self.label}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Go on from a copy or a pickle."""
@@ -62,8 +64,8 @@ class Scope(Printed):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal scope."""
-        if isinstance(self.axes, FanIn) and self.join is None:
-            return f"unit({'' if self.axes.axis is None else self.axes.axis})"
+        if isinstance(self.axes, FanIn) and self.label is None:
+            return f"uc.scopes.unit({'' if self.axes.axis is None else self.axes.axis})"
         return super()._printed(show)
 
     def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:
@@ -131,9 +133,9 @@ each_leaf = Scope()
 """Every leaf has one norm."""
 each_row = Scope(axes=all_but_first)
 """Every index of a leaf's first axis has one norm, in that leaf: a row of an embedding table, or an example's layer."""
-each_example = Scope(axes=all_but_first, join=everything)
+each_example = Scope(axes=all_but_first, label=everything)
 """Every index of the first axis has one norm, over all leaves: an example."""
-all_leaves = Scope(join=everything)
+all_leaves = Scope(label=everything)
 """All leaves share one norm."""
 
 
@@ -163,4 +165,9 @@ def groups(label: Label) -> Scope:
     the groups of absent gradients, too: there the leaf is ``None``, so that their labels have to follow from the path.
     """
     check("label", label, callable(label), "a function of (path, leaf) that names the group of a leaf")
-    return Scope(join=label)
+    return Scope(label=label)
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

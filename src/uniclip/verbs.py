@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from uniclip._checks import LIMIT, in_order, nonnegatives, real
-from uniclip._mistakes import refuse_swapped
+from uniclip._mistakes import keywords_known, refuse_swapped
 from uniclip._repr import short
 from uniclip.absent import Filled
 from uniclip.arraywise import ByValue
@@ -24,6 +24,7 @@ from uniclip.scopes import all_leaves
 from uniclip.step import Decision, Single
 
 
+@keywords_known
 def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
     """Clip gradients by a rule that remembers nothing, or by a function of one gradient array.
 
@@ -31,7 +32,7 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     ----------
     grads : array or tree of arrays
         Of one framework. ``None`` leaves are absent gradients and keep their place.
-    rule : Rule, ByValue, or callable
+    rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     params : tree, optional
         The parameters, for limits that compare with them; a tree of the same paths as ``grads``.
@@ -70,6 +71,7 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
     return _clip(grads, rule, params, all_reduce, in_place=False)
 
 
+@keywords_known
 def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> Report:
     """Clip gradients in place, piece by piece: no second set of gradients is made.
 
@@ -108,6 +110,7 @@ def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | Non
     return _clip(grads, rule, params, all_reduce, in_place=True)[1]
 
 
+@keywords_known
 def clip_and_sum(grads: Any, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
     """Clip the gradients of single examples and add them up, without keeping the clipped ones.
 
@@ -134,49 +137,30 @@ def clip_and_sum(grads: Any, rule: Rule, params: Any = None, all_reduce: AllRedu
     ValueError
         As `clip`; and if leaves have no first axis or differ in its length.
 
+    Notes
+    -----
+    For the mean divide by the number of examples; with differential privacy add the noise first, and divide by the
+    expected number.
+
     Examples
     --------
     >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
     >>> uc.clip_and_sum(grads, uc.by_example_norm(6.5))[0]
     [array([1.8, 2.4]), array([6.])]
     """
-    return _clip_and_reduce(grads, rule, params, all_reduce, mean=False)
+    refuse_swapped(grads, rule, "uc.clip_and_sum(grads, rule)")
+    if not isinstance(rule, Rule):
+        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
+        raise TypeError(msg)
+    _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
+
+    def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Report]:
+        return whole.emptied(decision.reduced(rule)), decision.report()
+
+    return taken(rule, grads, NoState(), Step(params, all_reduce), finish)  # type: ignore[no-any-return]
 
 
-def clip_and_mean(
-    grads: Any, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None
-) -> tuple[Any, Report]:
-    """Clip the gradients of single examples and take their mean: `clip_and_sum` divided by their number.
-
-    Parameters
-    ----------
-    grads, rule, params, all_reduce
-        As in `clip_and_sum`.
-
-    Returns
-    -------
-    mean : tree
-        Like ``grads``, without the first axis.
-    report : Report
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `clip_and_sum`.
-
-    Notes
-    -----
-    With differential privacy and batches of random size, divide the sum by the expected size instead.
-
-    Examples
-    --------
-    >>> grads = [np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[12.0], [0.0]])]
-    >>> uc.clip_and_mean(grads, uc.by_example_norm(6.5))[0]
-    [array([0.9, 1.2]), array([3.])]
-    """
-    return _clip_and_reduce(grads, rule, params, all_reduce, mean=True)
-
-
+@keywords_known
 def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
     """Clip each entry into ``[min, max]``.
 
@@ -212,6 +196,7 @@ def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
     return clip(grads, ByValue(min, max))[0]
 
 
+@keywords_known
 def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Any:
     """Scale each leaf by itself to norm ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
 
@@ -247,6 +232,7 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
     return clip(grads, _by_norm(max_norm, axis, ord))[0]
 
 
+@keywords_known
 def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
     """Scale each leaf by itself to ``‖g‖₂/N ≤ max_norm``, N its number of entries.
 
@@ -280,6 +266,7 @@ def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
     return clip(grads, by_average_norm(nonnegatives("max_norm", max_norm, LIMIT)))[0]
 
 
+@keywords_known
 def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any = None) -> tuple[Any, Any]:
     """Scale all leaves by one factor, ``min(1, max_norm/‖grads‖)``: the direction is kept.
 
@@ -325,6 +312,7 @@ def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any 
     )
 
 
+@keywords_known
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
     """Return the norm of all leaves together, ``(Σ|g|ᵖ)^(1/p)``.
 
@@ -371,21 +359,6 @@ def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, i
     _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")
     clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
     return clipped, report
-
-
-def _clip_and_reduce(
-    grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, mean: bool
-) -> tuple[Any, Report]:
-    refuse_swapped(grads, rule, f"uc.clip_and_{'mean' if mean else 'sum'}(grads, rule)")
-    if not isinstance(rule, Rule):
-        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
-        raise TypeError(msg)
-    _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-
-    def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Report]:
-        return whole.emptied(decision.reduced(rule, mean=mean)), decision.report()
-
-    return taken(rule, grads, NoState(), Step(params, all_reduce), finish)  # type: ignore[no-any-return]
 
 
 def _refuse_memory(rule: Any, update: str) -> None:

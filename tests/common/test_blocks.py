@@ -39,7 +39,7 @@ def units(leaf: np.ndarray) -> list[np.ndarray]:
 
 SCOPES: dict[str, tuple[Any, Any]] = {
     "leaves": (lambda: uc.Scope(), lambda leaf: [leaf]),
-    "units": (lambda: uc.unit(0), units),
+    "units": (lambda: uc.scopes.unit(0), units),
     "entries": (lambda: uc.Scope(axes=()), lambda leaf: list(leaf.ravel())),
 }
 
@@ -102,7 +102,7 @@ def test_a_warm_up_over_several_blocks(framework: Framework, name: str, wide: st
     scope, pieces = SCOPES[name]
     count = sum(len(pieces(np.zeros(shape))) for shape in SHAPES.values())
     with framework.context():
-        rule = uc.Rule(uc.Ema(1.05, 0.9, warmup=3, warmup_norm=0.7), scope=scope())
+        rule = uc.Rule(uc.limits.Ema(1.05, 0.9, warmup=3, warmup_norm=0.7), scope=scope())
         state, expected = rule.init(arrays(framework, STEPS[0], wide)), AdaGC(count, 1.05, 0.9, 3, 0.7)
         for grads in STEPS:
             clipped, state, _ = rule.update(arrays(framework, grads, wide), state)
@@ -118,7 +118,7 @@ def test_a_warm_up_over_two_parts(framework: Framework, name: str) -> None:
     """
     scope, pieces = SCOPES["leaves" if name == "entries" else name]
     count = sum(len(pieces(np.zeros(shape))) for shape in SHAPES.values())
-    rule = uc.Rule(uc.Ema(1.05, 0.9, warmup=3, warmup_norm=0.7), scope=scope())
+    rule = uc.Rule(uc.limits.Ema(1.05, 0.9, warmup=3, warmup_norm=0.7), scope=scope())
 
     def run(part: int, all_reduce: Any) -> list[Any]:
         return clipped_by(rule, [halves(framework, grads)[part] for grads in STEPS], all_reduce)
@@ -158,7 +158,7 @@ def split_by(grads: dict[str, np.ndarray], *, by_size: bool) -> dict[str, Any]:
 @EAGER
 def test_split_over_units(framework: Framework, by_size: bool) -> None:
     """A total is split among all leaves, though their units' norms form an array for each shape; in parts too."""
-    rule = uc.Rule(uc.Split(2.0, by_size=by_size), scope=uc.unit(0))
+    rule = uc.Rule(uc.limits.Split(2.0, by_size=by_size), scope=uc.scopes.unit(0))
     with framework.context():
         for grads in STEPS[:2]:
             wanted = split_by(grads, by_size=by_size)
@@ -172,8 +172,16 @@ def test_split_over_units(framework: Framework, by_size: bool) -> None:
 @EAGER
 def test_limits_of_groups_over_units(framework: Framework) -> None:
     """Each group has a limit of its own, whatever the shape of its units' norms; in parts too."""
-    limits = {"a": 0.5, "b": math.inf, "c": uc.Ema(1.0, 0.0), "d": uc.Schedule(lambda step: 1.0 + step), "e": 0.25}
-    rule = uc.Rule(uc.PerGroup(limits), scope=uc.Scope(axes=uc.unit(0).axes, join=lambda path, leaf: path[0]))
+    limits = {
+        "a": 0.5,
+        "b": math.inf,
+        "c": uc.limits.Ema(1.0, 0.0),
+        "d": uc.limits.Schedule(lambda step: 1.0 + step),
+        "e": 0.25,
+    }
+    rule = uc.Rule(
+        uc.limits.PerGroup(limits), scope=uc.Scope(axes=uc.scopes.unit(0).axes, label=lambda path, leaf: path[0])
+    )
     last = {"c": [math.inf] * 2}
 
     def wanted(number: int, grads: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -236,22 +244,25 @@ def test_stacking_changes_nothing(framework: Framework, name: str, monkeypatch: 
 
 MEMORY = {
     "adagc": uc.adagc(warmup=2),
-    "units": uc.Rule(uc.Ema(1.05, 0.9, warmup=2), scope=uc.unit(0)),
+    "units": uc.Rule(uc.limits.Ema(1.05, 0.9, warmup=2), scope=uc.scopes.unit(0)),
     "norm_growth": uc.norm_growth(),
-    "percentile": uc.percentile(50, window=3),
+    "percentile": uc.percentile_clipping(50, window=3),
     "spam": uc.spam(factor=2.0, warmup=1),
     "adagn": uc.adagn(),
-    "z-scores": uc.Rule(uc.ZScore(1.0, 0.9, warmup=2), scope=uc.each_leaf),
-    "log z-scores": uc.Rule(uc.LogZScore(1.5, 0.9), scope=uc.each_leaf),
-    "rolling": uc.Rule(uc.RollingZScore(2.0, 4, 2), scope=uc.each_leaf),
-    "all of history": uc.Rule(uc.PercentileOfAll(50), scope=uc.each_leaf),
-    "groups": uc.Rule(uc.PerGroup({n: uc.Percentile(50, 3) for n in SHAPES}), scope=uc.groups(lambda p, leaf: p[0])),
+    "z-scores": uc.Rule(uc.limits.ZScore(1.0, 0.9, warmup=2), scope=uc.scopes.each_leaf),
+    "log z-scores": uc.Rule(uc.limits.LogZScore(1.5, 0.9), scope=uc.scopes.each_leaf),
+    "rolling": uc.Rule(uc.limits.RollingZScore(2.0, 4, 2), scope=uc.scopes.each_leaf),
+    "all of history": uc.Rule(uc.limits.PercentileOfAll(50), scope=uc.scopes.each_leaf),
+    "groups": uc.Rule(
+        uc.limits.PerGroup({n: uc.limits.Percentile(50, 3) for n in SHAPES}),
+        scope=uc.scopes.groups(lambda p, leaf: p[0]),
+    ),
     "autoclip": uc.autoclip(50, window=4),
     "zclip": uc.zclip(warmup=2),
     "log_zscore": uc.log_zscore(),
     "skip_spikes": uc.skip_spikes(window=4, warmup=2),
     "quantile": uc.by_example_quantile(),
-    "schedule": uc.by_norm(uc.Schedule(lambda step: 1.0 + 0.5**step)),
+    "schedule": uc.by_norm(uc.limits.Schedule(lambda step: 1.0 + 0.5**step)),
     "chain": uc.chain(uc.adagc(warmup=1), uc.zclip(warmup=2)),
     "masked": uc.masked(uc.norm_growth(), lambda path, leaf: path[0] != "a"),
 }
@@ -311,7 +322,9 @@ def test_a_group_that_vanishes_leaves_no_trace(by_numpy: list[Any]) -> None:
     for leaf in EQUAL:
         steps = [{leaf: grads[leaf]} for grads in VANISHING if grads[leaf] is not None]
         rules = {
-            name: uc.Rule(uc.PerGroup({leaf: uc.Percentile(50, 3)}), scope=uc.groups(lambda p, leaf: p[0]))
+            name: uc.Rule(
+                uc.limits.PerGroup({leaf: uc.limits.Percentile(50, 3)}), scope=uc.scopes.groups(lambda p, leaf: p[0])
+            )
             if name == "groups"
             else MEMORY[name]
             for name in LEARNT_BY_LEAF
@@ -356,11 +369,11 @@ def test_many_norms_of_which_some_are_left_out(fw: Framework) -> None:
     cases: dict[str, tuple[Any, list[Any]]] = {
         "NaN": (lambda _: uc.by_norm(1.0), [np.asarray([np.nan, 1.0, 1.0], "float32"), *values[1:]]),
         "skipped": (
-            lambda _: uc.Rule(1.0, scope=uc.each_leaf, curve=uc.skip),
+            lambda _: uc.Rule(1.0, scope=uc.scopes.each_leaf, curve=uc.curves.reject),
             [values[0], *[0.1 * one for one in values[1:]]],
         ),
-        "a limit of 0": (lambda array: uc.Rule(array(zero), scope=uc.each_leaf), values),
-        "units": (lambda _: uc.Rule(1.0, scope=uc.unit()), units),
+        "a limit of 0": (lambda array: uc.Rule(array(zero), scope=uc.scopes.each_leaf), values),
+        "units": (lambda _: uc.Rule(1.0, scope=uc.scopes.unit()), units),
     }
     for title, (rule, grads) in cases.items():
         found = fw.run(lambda g, rule=rule: uc.clip(g, rule(fw.array))[0], list(map(fw.array, grads)))
@@ -372,8 +385,8 @@ def test_leaves_without_axes_beside_others(fw: Framework) -> None:
     """A 0-d leaf may come first or last, and a leaf may be alone."""
     for shapes in ([(), (3, 4)], [(3, 4), ()], [(300, 4)]):
         grads = [np.ones(shape, "float32") for shape in shapes]
-        for curve in (uc.hard, soft):
-            rule = uc.Rule(0.1, scope=uc.unit(-1), curve=curve)
+        for curve in (uc.curves.hard, soft):
+            rule = uc.Rule(0.1, scope=uc.scopes.unit(-1), curve=curve)
             found = fw.run(lambda g, rule=rule: uc.clip(g, rule)[0], list(map(fw.array, grads)))
             for one, two in zip(found, uc.clip(grads, rule)[0], strict=True):
                 np.testing.assert_allclose(fw.numpy(one), two, rtol=1e-6)

@@ -140,7 +140,7 @@ def d13_nan_and_infinity_are_not_hidden(fw: Framework) -> None:
     assert all(np.isnan(fw.numpy(leaf)).all() for leaf in clipped)
     for bad in (math.nan, math.inf):
         examples = [fw.array([[bad, 1.0], [3.0, 4.0]])]
-        [each], report = fw.run(lambda g: uc.clip(g, uc.Rule(1.0, scope=uc.each_example)), examples)
+        [each], report = fw.run(lambda g: uc.clip(g, uc.Rule(1.0, scope=uc.scopes.each_example)), examples)
         assert np.isnan(fw.numpy(each)[0]).all()
         np.testing.assert_allclose(fw.numpy(each)[1], [0.6, 0.8], rtol=1e-6)
         assert not fw.numpy(report.finite)

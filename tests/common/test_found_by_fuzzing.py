@@ -21,7 +21,7 @@ def numbers(fw: Framework, *leaves: object) -> list[float]:
 
 def test_warming_up_on_nothing(fw: Framework) -> None:
     """A joint norm of no norms is 0."""
-    rule = uc.Rule(uc.Ema(1.0, 0.9, warmup=2), scope=uc.each_entry)
+    rule = uc.Rule(uc.limits.Ema(1.0, 0.9, warmup=2), scope=uc.scopes.each_entry)
     grads = fw.array(np.zeros((0,)))
     clipped, _, report = fw.run(lambda g: rule.update(g, rule.init(g)), grads)
     assert tuple(clipped.shape) == (0,)
@@ -62,13 +62,13 @@ def test_a_percentile_of_all_norms_far_from_one(fw: Framework) -> None:
 
 def test_nothing_is_not_skipped(fw: Framework) -> None:
     """A step in which the curve found nothing to judge is not one that it left out."""
-    rows = uc.Rule(1.0, scope=uc.each_row, curve=uc.skip)
-    for rule, shape in ((rows, (0, 1)), (uc.Rule(1.0, curve=uc.skip), (1, 1))):
+    rows = uc.Rule(1.0, scope=uc.scopes.each_row, curve=uc.curves.reject)
+    for rule, shape in ((rows, (0, 1)), (uc.Rule(1.0, curve=uc.curves.reject), (1, 1))):
         _, report = fw.run(lambda g, rule=rule: uc.clip(g, rule), [fw.array(np.ones(shape))])
         assert not fw.numpy(report.skipped)
     _, report = fw.run(lambda g: uc.clip(g, rows), [fw.array([[5.0], [6.0]])])
     assert fw.numpy(report.skipped)
-    _, report = uc.clip([None], uc.Rule(1.0, scope=uc.each_leaf, curve=uc.skip))
+    _, report = uc.clip([None], uc.Rule(1.0, scope=uc.scopes.each_leaf, curve=uc.curves.reject))
     assert not report.skipped
 
 
@@ -105,15 +105,15 @@ def test_farther_apart_than_two_numbers_reach(fw: Framework) -> None:
     far = [("float64", 1e-300, 1e300)] if "float64" in fw.dtypes else []
     far += [("float32", 3e-40, 1e30)] if fw.family not in {"TensorFlow", "JAX"} else []  # where 3e-40 is 0
     for dtype, norm, limit in far:
-        clipped = fw.run(lambda g, c=limit: uc.clip(g, uc.normalized(c))[0], fw.array([norm, 0.0], dtype))
+        clipped = fw.run(lambda g, c=limit: uc.clip(g, uc.to_global_norm(c))[0], fw.array([norm, 0.0], dtype))
         np.testing.assert_allclose(numbers(fw, clipped), [limit, 0.0], rtol=1e-4)
 
 
 def test_curves_of_norms_far_above_the_limit(fw: Framework) -> None:
     """Each is the ratio there, whatever unit the norm is taken in."""
     norms = [3e12, 3e18, 3e37]
-    curves = (uc.soft, uc.smooth, uc.tanh, uc.Regularized(0.1), uc.NonMonotonic(0.1))
-    rules = [uc.Rule(1e-18, scope=uc.each_entry, curve=curve) for curve in curves]
+    curves = (uc.curves.soft, uc.curves.smooth, uc.curves.tanh, uc.curves.Regularized(0.1), uc.curves.NonMonotonic(0.1))
+    rules = [uc.Rule(1e-18, scope=uc.scopes.each_entry, curve=curve) for curve in curves]
     for clipped in fw.run(lambda g: [uc.clip(g, rule)[0] for rule in rules], fw.array(norms)):
         np.testing.assert_allclose(numbers(fw, clipped), [1e-18] * 3, rtol=1e-5)
 
@@ -124,7 +124,7 @@ def test_a_factor_beyond_the_dtype_of_one_of_the_leaves(fw: Framework) -> None:
         return
     kind = "complex64" if "complex128" in fw.dtypes else "float32"
     grads = [fw.array([0.0, 0.0]), fw.array([1e-300], "float64"), fw.array([0.0], kind)]
-    clipped = fw.run(lambda g: uc.clip(g, uc.normalized(1.0))[0], grads)
+    clipped = fw.run(lambda g: uc.clip(g, uc.to_global_norm(1.0))[0], grads)
     np.testing.assert_allclose(np.real(np.concatenate([fw.numpy(leaf) for leaf in clipped])), [0, 0, 1, 0], rtol=1e-6)
     assert [fw.dtype(leaf) for leaf in clipped] == ["float32", "float64", kind]
 
@@ -139,7 +139,7 @@ def test_warming_up_beside_a_huge_norm(fw: Framework) -> None:
 def test_nothing_is_saved_and_loaded(fw: Framework) -> None:
     """Lists of nothing have neither shape nor dtype."""
     grads = [fw.array(np.ones((2, 0, 3))), fw.array([1.0])]
-    for rule in (uc.spam(warmup=1), uc.Rule(uc.LogZScore(2.0, 0.9), scope=uc.each_entry)):
+    for rule in (uc.spam(warmup=1), uc.Rule(uc.limits.LogZScore(2.0, 0.9), scope=uc.scopes.each_entry)):
         clipper, other = (uc.Clipper(rule) for _ in range(2))
         clipper(grads)
         other.load_state_dict(json.loads(json.dumps(clipper.state_dict())))
@@ -150,7 +150,7 @@ def test_in_place_in_two_steps(fw: Framework) -> None:
     """Arrays are divided by the unit once, also where the factor is an array and cannot be taken in one go."""
     if not fw.writes or fw.traced:
         return
-    for curve in (uc.hard, uc.smooth, uc.Regularized(0.1)):
+    for curve in (uc.curves.hard, uc.curves.smooth, uc.curves.Regularized(0.1)):
         grads = [fw.array([3e30, 0.0]), fw.array([4e30], "bfloat16")]
         uc.clip_(grads, uc.Rule(1e-18, curve=curve))
         np.testing.assert_allclose(numbers(fw, *grads), [0.6e-18, 0.0, 0.8e-18], rtol=0.01)
@@ -158,7 +158,10 @@ def test_in_place_in_two_steps(fw: Framework) -> None:
 
 def test_norms_whose_reciprocals_are_not_normal(fw: Framework) -> None:
     """Compilers that multiply by the reciprocal, and take what is not normal for 0, divide by a smaller unit."""
-    rules = [uc.Rule(uc.RollingZScore(1.0, 3, 2), scope=uc.each_entry), uc.Rule(uc.Ema(2.0, 0.5, 9), uc.each_entry)]
+    rules = [
+        uc.Rule(uc.limits.RollingZScore(1.0, 3, 2), scope=uc.scopes.each_entry),
+        uc.Rule(uc.limits.Ema(2.0, 0.5, 9), uc.scopes.each_entry),
+    ]
     values = [[1e38, 3e37, 0.0], [1.6e38, 1e37, 1.0], [2e38, 2e37, 2.0]]
 
     def train(steps: list[object]) -> list[object]:

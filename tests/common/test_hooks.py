@@ -52,28 +52,28 @@ def with_bad(fw: Framework, bad: float) -> Any:
 
 def rules(limit: float, array: Any) -> dict[str, uc.Rule]:
     """Return rules that differ in what a hook can see of them; the second is the same limit as an array."""
-    by_depth = uc.groups(lambda path, leaf: len(leaf.shape))
+    by_depth = uc.scopes.groups(lambda path, leaf: len(leaf.shape))
     return {
         "all": uc.Rule(limit),
         "zero": uc.Rule(limit, nonfinite="zero"),
-        "leaf": uc.Rule(limit, scope=uc.each_leaf),
+        "leaf": uc.Rule(limit, scope=uc.scopes.each_leaf),
         "array": uc.Rule(array),
         "soft": uc.Rule(limit, curve=soft),
         "skip": uc.Rule(limit, nonfinite="skip"),
         "groups": uc.Rule(limit, scope=by_depth),
         "unlimited": uc.Rule(math.inf),
         "raise": uc.Rule(limit, nonfinite="raise"),
-        "leaf, array": uc.Rule(array, scope=uc.each_leaf),
-        "leaf, zero": uc.Rule(limit, scope=uc.each_leaf, nonfinite="zero"),
-        "leaf, skip": uc.Rule(limit, scope=uc.each_leaf, nonfinite="skip"),
-        "leaf, soft": uc.Rule(limit, scope=uc.each_leaf, curve=soft),
-        "leaf, raise": uc.Rule(limit, scope=uc.each_leaf, nonfinite="raise"),
+        "leaf, array": uc.Rule(array, scope=uc.scopes.each_leaf),
+        "leaf, zero": uc.Rule(limit, scope=uc.scopes.each_leaf, nonfinite="zero"),
+        "leaf, skip": uc.Rule(limit, scope=uc.scopes.each_leaf, nonfinite="skip"),
+        "leaf, soft": uc.Rule(limit, scope=uc.scopes.each_leaf, curve=soft),
+        "leaf, raise": uc.Rule(limit, scope=uc.scopes.each_leaf, nonfinite="raise"),
         "groups, L3": uc.Rule(limit, scope=by_depth, norm=uc.Norm(3)),
-        "L1": uc.Rule(limit, norm=uc.L1),
-        "Linf": uc.Rule(limit, norm=uc.Linf),
-        "rms": uc.Rule(limit, scope=uc.each_leaf, norm=uc.RMS),
-        "axes": uc.Rule(limit, scope=uc.axes(-1)),
-        "axes, L3": uc.Rule(limit, scope=uc.axes(0), norm=uc.Norm(3)),
+        "L1": uc.Rule(limit, norm=uc.norms.L1),
+        "Linf": uc.Rule(limit, norm=uc.norms.Linf),
+        "rms": uc.Rule(limit, scope=uc.scopes.each_leaf, norm=uc.norms.RMS),
+        "axes": uc.Rule(limit, scope=uc.scopes.axes(-1)),
+        "axes, L3": uc.Rule(limit, scope=uc.scopes.axes(0), norm=uc.Norm(3)),
     }
 
 

@@ -61,8 +61,9 @@ def test_the_algorithm_names_no_framework() -> None:
             "percentiles.py",
         )
     } | {
+        "__init__.py": {"numpy", "torch", "tensorflow", "jax"},
         "tree.py": {"numpy", "torch", "tensorflow", "jax", "flax"},
-        "_mistakes.py": {"optax", "flax"},
+        "_mistakes.py": {"optax", "flax", "torch", "tensorflow", "keras"},
         "saved.py": {"numpy"},
     }
     root = Path(uniclip.__file__).parent

@@ -42,9 +42,9 @@ def grads_of(fw: Framework, rows: int = 2) -> dict[str, Any]:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "rule": lambda scope: uc.Rule(1.0, scope=scope),
-    "learns": lambda scope: uc.Rule(uc.Ema(1.05, 0.9, warmup=1), scope=scope),
-    "limits": lambda scope: uc.Rule(uc.PerGroup({0: 1.0, 1: uc.Percentile(50, 3)}), scope=scope),
-    "chain": lambda scope: uc.chain(uc.by_value(0.5), uc.Rule(1.0, scope=scope)),
+    "learns": lambda scope: uc.Rule(uc.limits.Ema(1.05, 0.9, warmup=1), scope=scope),
+    "limits": lambda scope: uc.Rule(uc.limits.PerGroup({0: 1.0, 1: uc.limits.Percentile(50, 3)}), scope=scope),
+    "chain": lambda scope: uc.chain(uc.by_value(-0.5, 0.5), uc.Rule(1.0, scope=scope)),
     "masked": lambda scope: uc.masked(uc.Rule(1.0, scope=scope), lambda path, leaf: path[0] != "a"),
 }
 
@@ -55,7 +55,7 @@ def test_a_model_that_is_freed(framework: Framework, way: str) -> None:
     """A scope whose label knows the model keeps it no longer alive than the rule is: no cache outlives the scope."""
     with framework.context():
         model = Model([framework.array([1.0])])
-        rule = WAYS[way](uc.groups(lambda path, leaf, model=model: model.label(path, leaf)))
+        rule = WAYS[way](uc.scopes.groups(lambda path, leaf, model=model: model.label(path, leaf)))
         clipper, grads = uc.Clipper(rule), grads_of(framework)
         for _ in range(2):
             clipper(grads)
@@ -75,7 +75,7 @@ def test_labels_are_asked_once(framework: Framework) -> None:
     """A tree that was seen before asks for no label again; one of another structure or of other shapes does."""
     with framework.context():
         model = Model([])
-        rule = uc.Rule(1.0, scope=uc.groups(model.label))
+        rule = uc.Rule(1.0, scope=uc.scopes.groups(model.label))
         asked = []
         for rows in (2, 2, 3, 2):
             uc.clip(grads_of(framework, rows), rule)
@@ -87,7 +87,7 @@ def test_labels_are_asked_once(framework: Framework) -> None:
 @EAGER
 def test_a_label_that_looks_at_shapes(framework: Framework) -> None:
     """Leaves that have changed in shape, or dtype, are in the groups of what they are now."""
-    rule = uc.Rule(1.0, scope=uc.groups(lambda path, leaf: f"{len(leaf.shape)} {leaf.dtype}"))
+    rule = uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: f"{len(leaf.shape)} {leaf.dtype}"))
     with framework.context():
         for shapes, dtype in (((3,), (2, 2)), "float32"), (((3,), (4,)), "float32"), (((1,), (2, 2)), "complex64"):
             grads = [framework.array(np.ones(shape), dtype) for shape in shapes]
@@ -95,7 +95,7 @@ def test_a_label_that_looks_at_shapes(framework: Framework) -> None:
             assert set(uc.clip(grads, rule)[1].norms) == labels
 
 
-@pytest.mark.parametrize("scope", [uc.each_row, uc.unit(0), uc.Scope(axes=(-1,))], ids=repr)
+@pytest.mark.parametrize("scope", [uc.scopes.each_row, uc.scopes.unit(0), uc.Scope(axes=(-1,))], ids=repr)
 @EAGER
 def test_shapes_that_change(framework: Framework, scope: uc.Scope) -> None:
     """Norms with axes that were stacked at one step are not where shapes differ at the next one."""
@@ -115,7 +115,7 @@ def test_shapes_that_change(framework: Framework, scope: uc.Scope) -> None:
 @EAGER
 def test_they_hold_no_array_and_are_few(framework: Framework) -> None:
     """However many trees a scope has seen, it holds no gradient and a bounded number of layouts."""
-    scope = uc.groups(lambda path, leaf: path[0])
+    scope = uc.scopes.groups(lambda path, leaf: path[0])
     rule = uc.Rule(1.0, scope=scope)
     with framework.context():
         grads = grads_of(framework)
@@ -143,7 +143,10 @@ def test_copies_have_their_own(framework: Framework) -> None:
 
 def test_one_scope_in_two_frameworks(fw: Framework) -> None:
     """A scope that has seen NumPy's arrays serves those of other frameworks, which may have the same dtypes."""
-    rules = [uc.Rule(1.0, scope=scope()) for scope in (lambda: uc.Scope(), lambda: uc.each_row, lambda: uc.unit())]
+    rules = [
+        uc.Rule(1.0, scope=scope())
+        for scope in (lambda: uc.Scope(), lambda: uc.scopes.each_row, lambda: uc.scopes.unit())
+    ]
     for rule in rules:
         wanted, _ = uc.clip(grads_of(Framework()), rule)
         clipped = fw.run(lambda g, rule=rule: uc.clip(g, rule)[0], grads_of(fw))
@@ -151,5 +154,5 @@ def test_one_scope_in_two_frameworks(fw: Framework) -> None:
         for name, leaf in clipped.items():
             assert fw.owns(leaf)
             np.testing.assert_array_equal(again[name], wanted[name])
-            if rule.scope != uc.unit():  # which follows the framework
+            if rule.scope != uc.scopes.unit():  # which follows the framework
                 np.testing.assert_allclose(fw.numpy(leaf), wanted[name], rtol=1e-6)

@@ -24,18 +24,18 @@ RANGE = {"float16": 11, "bfloat16": 100, "float32": 100, "float64": 900, "comple
 """How many powers of two from 1 the entries lie; their squares are far out of range."""
 TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "complex64": 2.0**-126}
 SCOPES = {
-    "all leaves": uc.all_leaves,
-    "each leaf": uc.each_leaf,
-    "each entry": uc.each_entry,
-    "rows": uc.axes(-1),
-    "columns": uc.axes(0),
-    "unit": uc.unit(0),
-    "groups": uc.groups(lambda path, leaf: len(path) % 2),
+    "all leaves": uc.scopes.all_leaves,
+    "each leaf": uc.scopes.each_leaf,
+    "each entry": uc.scopes.each_entry,
+    "rows": uc.scopes.axes(-1),
+    "columns": uc.scopes.axes(0),
+    "unit": uc.scopes.unit(0),
+    "groups": uc.scopes.groups(lambda path, leaf: len(path) % 2),
 }
 CURVES: dict[Callable[..., Any], Callable[[float, float], float]] = {
-    uc.hard: oracle.factor,
-    uc.soft: lambda n, c: c / (c + n) if c + n else 1.0,
-    lambda xp, n, c: xp.sqrt(uc.hard(xp, n, c)): lambda n, c: math.sqrt(oracle.factor(n, c)),
+    uc.curves.hard: oracle.factor,
+    uc.curves.soft: lambda n, c: c / (c + n) if c + n else 1.0,
+    lambda xp, n, c: xp.sqrt(uc.curves.hard(xp, n, c)): lambda n, c: math.sqrt(oracle.factor(n, c)),
 }
 
 
@@ -55,7 +55,7 @@ class Case:
     def size(self) -> float:
         """The norm of all leaves together."""
         return oracle.norm(
-            (x for leaf in self.leaves for x in leaf.ravel().tolist()), self.norm.p, self.norm.size_power
+            (x for leaf in self.leaves for x in leaf.ravel().tolist()), self.norm.ord, self.norm.size_power
         )
 
     @property
@@ -108,15 +108,15 @@ def arrays(fw: Framework, case: Case) -> Any:
 def wanted(case: Case, curve: Callable[[float, float], float]) -> list[np.ndarray]:
     """Return what plain loops make of the case."""
     paths = optree.tree_paths(case.nested)
-    p, power, scope = case.norm.p, case.norm.size_power, SCOPES[case.scope]
-    if scope.join is None:
+    p, power, scope = case.norm.ord, case.norm.size_power, SCOPES[case.scope]
+    if scope.label is None:
         covered = [scope.covered(leaf.ndim, 0) for leaf in case.leaves]
         over = [tuple(range(leaf.ndim)) if c is None else c for leaf, c in zip(case.leaves, covered, strict=True)]
         return [
             oracle.clip_axes(leaf, case.limit, axes, p, power, curve) if leaf.size else leaf
             for leaf, axes in zip(case.leaves, over, strict=True)
         ]
-    labels = [scope.join(path, None) for path in paths]
+    labels = [scope.label(path, None) for path in paths]
     by_label = {}
     for label in set(labels):
         group = [leaf for leaf, own in zip(case.leaves, labels, strict=True) if own == label]
@@ -170,7 +170,7 @@ def test_below_and_above(fw: Framework) -> None:
         new = [
             fw.numpy(leaf).astype(old.dtype) for leaf, old in zip(optree.tree_leaves(once), case.leaves, strict=True)
         ]
-        size = oracle.norm((x for leaf in new for x in leaf.ravel().tolist()), case.norm.p, case.norm.size_power)
+        size = oracle.norm((x for leaf in new for x in leaf.ravel().tolist()), case.norm.ord, case.norm.size_power)
         note(f"norm {case.size}, limit {limit}, then {size}")
         if case.size <= limit * (1 - 1e-5):
             for old, leaf in zip(case.leaves, new, strict=True):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ways(*ROUNDED)
 RULES: dict[str, tuple[uc.Rule, Callable[[], Any]]] = {
     "autoclip": (uc.autoclip(window=1000), lambda: by_hand.AutoClip(10)),
     "autoclip(95)": (uc.autoclip(95, window=1000), lambda: by_hand.AutoClip(95)),
-    "percentile": (uc.percentile(5), lambda: by_hand.BitsAndBytes(5)),
+    "percentile": (uc.percentile_clipping(5), lambda: by_hand.BitsAndBytes(5)),
     "zclip": (uc.zclip(), lambda: by_hand.ZClip("reciprocal")),
     "zclip to the mean": (uc.zclip(target="mean"), lambda: by_hand.ZClip("mean")),
     "zclip to the threshold": (uc.zclip(target="threshold"), lambda: by_hand.ZClip("threshold")),

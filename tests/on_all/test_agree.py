@@ -85,11 +85,11 @@ def slices(covered: Callable[[int], tuple[int, ...]]) -> Callable[[list[np.ndarr
 CASES: dict[str, tuple[Callable[[float], Any], Callable[[list[np.ndarray]], Parts], float, float]] = {
     "average": (uc.by_average_norm, apart, 2, 1),
     "block rms": (uc.by_block_rms, apart, 2, 0.5),
-    "groups": (lambda c: uc.Rule(c, scope=uc.groups(lambda path, leaf: path[0])), labelled, 2, 0),
-    "each entry": (lambda c: uc.Rule(c, scope=uc.each_entry), slices(lambda ndim: ()), 2, 0),
-    "each example": (lambda c: uc.Rule(c, scope=uc.each_example), examples, 2, 0),
+    "groups": (lambda c: uc.Rule(c, scope=uc.scopes.groups(lambda path, leaf: path[0])), labelled, 2, 0),
+    "each entry": (lambda c: uc.Rule(c, scope=uc.scopes.each_entry), slices(lambda ndim: ()), 2, 0),
+    "each example": (lambda c: uc.Rule(c, scope=uc.scopes.each_example), examples, 2, 0),
     "unit": (
-        lambda c: uc.Rule(c, scope=uc.unit(0)),
+        lambda c: uc.Rule(c, scope=uc.scopes.unit(0)),
         slices(lambda ndim: tuple(range(1 if ndim > 1 else 0, ndim))),
         2,
         0,

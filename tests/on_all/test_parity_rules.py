@@ -64,11 +64,11 @@ def test_gradients_of_examples() -> None:
 
     each = jax.vmap(jax.grad(loss), (None, 0, 0))
     params = jax.tree.map(jnp.asarray, PARAMS)
-    total, _ = jax.jit(lambda p, x, y: uc.clip_and_mean(each(p, x, y), rule))(params, x, y)
+    total, _ = jax.jit(lambda p, x, y: uc.clip_and_sum(each(p, x, y), rule))(params, x, y)
     theirs = {name: torch.from_numpy(array) for name, array in PARAMS.items()}
     examples = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(theirs, torch.from_numpy(x), torch.from_numpy(y))
-    ours, _ = uc.clip_and_mean(examples, rule)
+    ours, _ = uc.clip_and_sum(examples, rule)
     close({name: array.numpy() for name, array in ours.items()}, total)
     by_hand = jax.tree.map(np.asarray, each(params, x, y))
     norms = np.sqrt((by_hand["kernel"] ** 2).sum((1, 2)) + (by_hand["bias"] ** 2).sum(1))
-    close(total["bias"], (by_hand["bias"] * np.minimum(1, 0.3 / norms)[:, None]).mean(0))
+    close(total["bias"], (by_hand["bias"] * np.minimum(1, 0.3 / norms)[:, None]).sum(0))

@@ -64,7 +64,7 @@ def test_vmap_and_sums() -> None:
             jax.grad(lambda g, rule=rule: sum(map(jnp.sum, jax.tree.leaves(uc.clip(g, rule, WEIGHTS)[0]))))(GRADS[2])
         for rule in (uc.by_example_norm(1.0), uc.auto_s(), uc.by_example_layer_norm(1.0)):
             uc.clip_and_sum(GRADS[0], rule)
-            uc.clip_and_mean(GRADS[2], rule)
+            uc.clip_and_sum(GRADS[2], rule)
 
 
 @pytest.mark.parametrize("by", [1e30, 1e-30])

@@ -108,7 +108,7 @@ def test_per_example(way: Any) -> None:
     one = jax.grad(lambda w, x, y: loss_of(w, x[None], y[None]))
     each = jax.vmap(one, (None, 0, 0))(start(), X, Y)
     clipped = way(jax.vmap(lambda x, y: uc.clip_by_global_norm(one(start(), x, y), 20.0)[0]))(X, Y)
-    scoped, report = way(lambda g: uc.clip(g, uc.Rule(20.0, scope=uc.each_example)))(each)
+    scoped, report = way(lambda g: uc.clip(g, uc.Rule(20.0, scope=uc.scopes.each_example)))(each)
     native = [jax.tree.map(lambda g, i=i: g[i], each) for i in range(len(X))]
     assert 0 < int((report.factors < 1).sum()) < len(X)
     for i, grads in enumerate(native):
@@ -202,10 +202,10 @@ def test_shard_map(name: str, way: Any, by: float) -> None:
 
 LEARNING = {
     "adagc": uc.adagc(warmup=2),
-    "units": uc.Rule(uc.Ema(1.05, 0.9, warmup=1), scope=uc.unit(-1)),
+    "units": uc.Rule(uc.limits.Ema(1.05, 0.9, warmup=1), scope=uc.scopes.unit(-1)),
     "adagn": uc.adagn(),
     "zclip": uc.zclip(warmup=2),
-    "split": uc.Rule(uc.Split(1.0, by_size=True), scope=uc.unit(-1)),
+    "split": uc.Rule(uc.limits.Split(1.0, by_size=True), scope=uc.scopes.unit(-1)),
 }
 
 
@@ -230,7 +230,7 @@ def test_shard_map_of_rules_that_learn() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 40])
-@pytest.mark.parametrize("scope", [uc.unit(), uc.each_leaf], ids=str)
+@pytest.mark.parametrize("scope", [uc.scopes.unit(), uc.scopes.each_leaf], ids=str)
 def test_shards_beside_copies(scope: uc.Scope, count: int) -> None:
     """What each device has alike stays known to be alike, beside gradients of which each has a part."""
     one = Mesh(np.asarray(jax.devices()[:1]), ("shards",))
@@ -455,7 +455,7 @@ def test_without_compilation() -> None:
 @pytest.mark.parametrize(
     "rule",
     [
-        uc.autoclip(window=5), uc.autoclip(window=None), uc.percentile(window=5), uc.zclip(), uc.log_zscore(),
+        uc.autoclip(window=5), uc.autoclip(window=None), uc.percentile_clipping(window=5), uc.zclip(), uc.log_zscore(),
         uc.adagc(), uc.norm_growth(), uc.skip_spikes(window=4), uc.spam(), uc.adagn(), uc.by_example_quantile(),
         uc.chain(uc.zclip(), uc.log_zscore()),
     ],

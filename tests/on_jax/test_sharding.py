@@ -40,7 +40,7 @@ RULES: dict[str, uc.Rule] = {
     "adagc": uc.adagc(warmup=2),
     "spam": uc.spam(factor=0.5, warmup=1),
     "adagn": uc.adagn(),
-    "joint warm-up of rows": uc.Rule(uc.Ema(1.0, 0.9, warmup=2), scope=uc.each_row),
+    "joint warm-up of rows": uc.Rule(uc.limits.Ema(1.0, 0.9, warmup=2), scope=uc.scopes.each_row),
     "policy skip": uc.by_global_norm(1.0, nonfinite="skip"),
     "policy zero": uc.by_global_norm(1.0, nonfinite="zero"),
 }
@@ -142,7 +142,7 @@ def many(kind: str) -> None:
 
 def sixteen(kind: str, failures: dict[str, str]) -> None:
     """Find which rules of several norms gather something of 16 leaves, which are divided in every way."""
-    rules = {title: rule for title, rule in RULES.items() if rule.scope != uc.all_leaves}
+    rules = {title: rule for title, rule in RULES.items() if rule.scope != uc.scopes.all_leaves}
     _, _, grads, params = divided(kind, 8, 8)
     _, gathers = compiled(rules, grads, params)
 

@@ -174,7 +174,9 @@ def test_export(rows: str) -> None:
             same(loaded.call(cut(given(by)), jnp.float32(limit)), leaves(everything(cut(values(by)), limit)))
 
 
-@pytest.mark.parametrize("rule", [uc.adagc(warmup=1), uc.percentile(50, window=3), uc.zclip(warmup=2)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [uc.adagc(warmup=1), uc.percentile_clipping(50, window=3), uc.zclip(warmup=2)], ids=repr
+)
 def test_export_of_a_state(rule: uc.Rule) -> None:
     """An exported step that was serialized learns as eager code does; its state comes and goes as arrays."""
     first = rule.init(given())

@@ -58,7 +58,7 @@ def equal(one: Any, other: Any, tolerance: float = 1e-5) -> None:
 MIGRATIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "clipnorm": ({"clipnorm": 0.5}, uc.by_norm(0.5)),
     "global_clipnorm": ({"global_clipnorm": 0.5}, uc.by_global_norm(0.5)),
-    "clipvalue": ({"clipvalue": 0.5}, uc.by_value(0.5)),
+    "clipvalue": ({"clipvalue": 0.5}, uc.by_value(-0.5, 0.5)),
 }
 
 
@@ -264,7 +264,7 @@ def test_files_with_a_wrong_state(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")  # as Keras says, too
 def test_groups_need_gradients() -> None:
     """A rule that remembers groups refuses a step in which one has no gradient."""
-    rule = uc.Rule(uc.Percentile(50, 4), scope=uc.groups(lambda path, leaf: path[0]))
+    rule = uc.Rule(uc.limits.Percentile(50, 4), scope=uc.scopes.groups(lambda path, leaf: path[0]))
     optimizer = ClippedOptimizer(SGD(0.1), rule)
     params = [keras.Variable(np.ones(2, np.float32), name=name) for name in "ab"]
     optimizer.build(params)
@@ -347,6 +347,9 @@ def test_logs() -> None:
         assert history["clip/share"][epoch] == np.mean([step["clip/share"] for step in steps])
         for name in ("clip/norm", "clip/limit", "clip/factor"):
             assert history[name][epoch] == pytest.approx(steps[-1][name], rel=1e-5)
+        assert history["clip/norm_max"][epoch] == pytest.approx(max(step["clip/norm"] for step in steps), rel=1e-5)
+    assert repr(single.optimizer) == "<ClippedOptimizer: uc.Rule(100.0), SGD of 4 variables, 12 steps>"
+    assert repr(ClippedOptimizer(SGD(0.01), rule)) == "<ClippedOptimizer: uc.Rule(100.0), SGD, not built>"
     assert 0 < np.mean(history["clip/share"]) < 1
 
 
@@ -397,7 +400,7 @@ def test_embedding() -> None:
         made.fit(ids, target, batch_size=10, epochs=3, shuffle=False, verbose=0)
         return made
 
-    ours = table(ClippedOptimizer(SGD(1.0), uc.by_value(0.01)))
+    ours = table(ClippedOptimizer(SGD(1.0), uc.by_value(-0.01, 0.01)))
     free = table(SGD(1.0))
     assert np.abs(ours.get_weights()[0] - free.get_weights()[0]).max() > 0.1
     clipped = table(ClippedOptimizer(SGD(1.0), uc.by_global_norm(0.5)))

@@ -37,11 +37,11 @@ class Earlier(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: Any, context: uc.Context) -> Two:
+    def init(self, norms: Any, context: uc.limits.Context) -> Two:
         """Nothing is seen yet."""
         return Two(norms + 1, norms + 1)
 
-    def __call__(self, norms: Any, state: Two, context: uc.Context) -> Any:
+    def __call__(self, norms: Any, state: Two, context: uc.limits.Context) -> Any:
         """Shift."""
         return state.before, Two(norms, state.last)
 
@@ -55,13 +55,13 @@ RULES: dict[str, Any] = {
     "global": uc.by_global_norm(1.0),
     "global-huge": uc.by_global_norm(1e9),
     "norm": uc.by_norm(0.5),
-    "value": uc.by_value(0.3),
+    "value": uc.by_value(-0.3, 0.3),
     "agc": uc.agc(0.1),
     "autoclip": uc.autoclip(50, window=4),
     "adagc": uc.adagc(warmup=2),
     "skip-nan": uc.by_global_norm(1.0, nonfinite="skip"),
     "skip-spikes": uc.skip_spikes(2.0, window=4, warmup=3),
-    "chain": uc.chain(uc.by_value(2.0), uc.zclip(warmup=2), lambda g: -g),
+    "chain": uc.chain(uc.by_value(-2.0, 2.0), uc.zclip(warmup=2), lambda g: -g),
     "masked": uc.masked(uc.autoclip(50, window=4), is_kernel),
     "groups": uc.by_group_norm({"layer": 1.0, "head": 0.1}, lambda path, leaf: path[0].split("/")[0]),
     "earlier": uc.Rule(Earlier()),
@@ -270,9 +270,11 @@ def test_epoch_scalars() -> None:
     assert optimizer.epoch_scalars()["clip/skipped"] == 0.25
     optimizer.begin_epoch()
     assert math.isnan(optimizer.epoch_scalars()["clip/share"])
+    assert math.isnan(optimizer.epoch_scalars()["clip/norm_max"])
     optimizer.apply(gradients(spoiled=False)[0], params)
     assert optimizer.epoch_scalars()["clip/share"] == 0.0
-    other = ClippedOptimizer(SGD(0.1), uc.by_value(1.0))
+    assert optimizer.epoch_scalars()["clip/norm_max"] == float(optimizer.scalars()["clip/norm"])
+    other = ClippedOptimizer(SGD(0.1), uc.by_value(-1.0, 1.0))
     other.apply(gradients(spoiled=False)[0], variables())
     assert other.scalars() == other.epoch_scalars() == {}
 
@@ -280,14 +282,14 @@ def test_epoch_scalars() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no-optimizer": (lambda: ClippedOptimizer("adam", uc.by_norm(1.0)), TypeError, "inner must be a keras.optim"),
     "no-rule": (lambda: ClippedOptimizer(SGD(), 1.0), TypeError, "rule must be a rule, such as uc.by_global_norm"),
-    "a-limit": (lambda: ClippedOptimizer(SGD(), uc.Ema(1.0, 0.9)), TypeError, r"uc\.Rule\(limit\)"),
+    "a-limit": (lambda: ClippedOptimizer(SGD(), uc.limits.Ema(1.0, 0.9)), TypeError, r"uc\.Rule\(limit\)"),
     "clipnorm": (lambda: ClippedOptimizer(SGD(clipnorm=2.0), uc.by_norm(1.0)), ValueError, r"uc\.by_norm\(2\.0\)"),
     "global": (
         lambda: ClippedOptimizer(SGD(global_clipnorm=2.0), uc.by_norm(1.0)), ValueError, r"uc\.by_global_norm\(2\.0\)",
     ),
     "clipvalue": (lambda: ClippedOptimizer(SGD(clipvalue=2.0), uc.by_norm(1.0)), ValueError, r"uc\.by_value\(2\.0\)"),
     "clipped": (
-        lambda: ClippedOptimizer(ClippedOptimizer(SGD(), uc.by_value(1.0)), uc.by_norm(1.0)), ValueError, r"uc\.chain",
+        lambda: ClippedOptimizer(ClippedOptimizer(SGD(), uc.by_norm(1.0)), uc.by_norm(1.0)), ValueError, r"uc\.chain",
     ),
     "scaled-inside": (
         lambda: ClippedOptimizer(LossScaleOptimizer(SGD()), uc.by_norm(1.0)),
@@ -336,14 +338,17 @@ def test_refusals(name: str) -> None:
 
 
 PRESETS: list[Any] = [
-    uc.by_value(-1.0, 2.0), uc.by_value(np.inf), uc.by_norm(1.0, axis=0, ord=1, curve=uc.soft), uc.by_average_norm(1.0),
-    uc.by_global_norm(math.inf, ord=math.inf, nonfinite="zero"), uc.by_global_norm(1.0, curve=uc.tanh),
+    uc.by_value(-1.0, 2.0), uc.by_value(-np.inf, np.inf),
+    uc.by_norm(1.0, axis=0, ord=1, curve=uc.curves.soft), uc.by_average_norm(1.0),
+    uc.by_global_norm(math.inf, ord=math.inf, nonfinite="zero"), uc.by_global_norm(1.0, curve=uc.curves.tanh),
     uc.by_block_rms(1.0), uc.by_example_norm(1.0), uc.by_example_layer_norm(1.0, by_size=True),
     uc.by_example_quantile(), uc.auto_s(), uc.psac(), uc.agc(), uc.larc(0.1), uc.autoclip(),
     uc.autoclip(window=None), uc.agc(0.1, axis=(0, 1)), uc.agc(ord=math.inf), uc.by_example_quantile(min=0.05, max=2.0),
     uc.zclip(clip_factor=0.7, skip_update_on_spike=True),
-    uc.percentile(), uc.zclip(), uc.log_zscore(), uc.adagc(), uc.norm_growth(), uc.skip_spikes(), uc.spam(), uc.adagn(),
-    uc.normalized(), uc.chain(uc.by_value(1.0), uc.adagc()), uc.Rule(1.0, scope=uc.unit(1), norm=uc.RMS),
+    uc.percentile_clipping(),
+    uc.zclip(), uc.log_zscore(), uc.adagc(), uc.norm_growth(), uc.skip_spikes(), uc.spam(), uc.adagn(),
+    uc.to_global_norm(),
+    uc.chain(uc.by_value(-1.0, 1.0), uc.adagc()), uc.Rule(1.0, scope=uc.scopes.unit(1), norm=uc.norms.RMS),
 ]  # fmt: skip
 
 

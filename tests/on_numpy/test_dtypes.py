@@ -63,7 +63,7 @@ def test_no_numbers(leaf: np.ndarray) -> None:
     """What holds no numbers that gradients can have is refused, before anything is changed."""
     first = np.asarray([3.0, 4.0])
     for clip in (uc.clip, uc.clip_):
-        for rule in (uc.by_norm(1.0), uc.by_value(1.0)):
+        for rule in (uc.by_norm(1.0), uc.by_value(-1.0, 1.0)):
             with pytest.raises(TypeError, match=r"grads\[1\] is a numpy.ndarray of dtype .* not an array of numbers"):
                 clip([first, leaf], rule)
     assert first.tolist() == [3, 4]

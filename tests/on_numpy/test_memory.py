@@ -35,7 +35,7 @@ def peak(call: Callable[[], Any]) -> int:
     return most
 
 
-@pytest.mark.parametrize("scope", [uc.all_leaves, uc.each_leaf], ids=repr)
+@pytest.mark.parametrize("scope", [uc.scopes.all_leaves, uc.scopes.each_leaf], ids=repr)
 @pytest.mark.parametrize("shapes", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "complex64", "bfloat16"])
 def test_memory(dtype: str, shapes: list[tuple[int, ...]], scope: uc.Scope) -> None:

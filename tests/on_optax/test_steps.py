@@ -22,7 +22,7 @@ RULES = {
     "each leaf": uc.by_norm(0.5),
     "each unit": uc.by_norm(0.5, axis=0),
     "block rms": uc.by_block_rms(0.3),
-    "value": uc.by_value(0.2),
+    "value": uc.by_value(-0.2, 0.2),
     "relative": uc.agc(0.1),
     "autoclip": uc.autoclip(50, window=5),
     "adagc": uc.adagc(warmup=2),
@@ -31,7 +31,7 @@ RULES = {
     "skip NaN": uc.by_global_norm(1.0, nonfinite="skip"),
     "zero NaN": uc.by_global_norm(1.0, nonfinite="zero"),
     "skip spikes": uc.skip_spikes(3.0, window=8, warmup=3),
-    "chain": uc.chain(uc.by_value(0.9), jnp.sin, uc.autoclip(50, window=5, nonfinite="skip")),
+    "chain": uc.chain(uc.by_value(-0.9, 0.9), jnp.sin, uc.autoclip(50, window=5, nonfinite="skip")),
     "masked": uc.masked(uc.by_global_norm(0.5), lambda path, leaf: path[0] == "body"),
     "function": jnp.tanh,
 }

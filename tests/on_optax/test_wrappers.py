@@ -23,7 +23,7 @@ RULES = [
     uc.autoclip(50, window=4),
     uc.adagc(warmup=1),
     uc.skip_spikes(window=4),
-    uc.chain(uc.by_value(1.0), uc.zclip()),
+    uc.chain(uc.by_value(-1.0, 1.0), uc.zclip()),
 ]
 
 
@@ -87,7 +87,7 @@ def test_names_of_optax() -> None:
 BARE = [
     uc.by_global_norm(1.0),
     uc.zclip(),
-    uc.by_value(1.0),
+    uc.by_value(-1.0, 1.0),
     uc.chain(uc.zclip()),
     uc.masked(uc.zclip(), lambda *_: True),
 ]
@@ -219,7 +219,7 @@ def test_scalars_of_several() -> None:
 
 def test_a_rule_without_norms_logs_nothing() -> None:
     """By value there is no norm."""
-    assert scalars(to_optax(uc.by_value(1.0)).init(PARAMS)) == {}
+    assert scalars(to_optax(uc.by_value(-1.0, 1.0)).init(PARAMS)) == {}
 
 
 def test_scalars_of_an_optimizer_that_does_not_clip() -> None:
@@ -268,7 +268,7 @@ def test_params_are_missing(jit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [uc.adagc(), uc.percentile(50, 4), uc.spam(), uc.chain(uc.autoclip(), uc.adagc())], ids=repr
+    "rule", [uc.adagc(), uc.percentile_clipping(50, 4), uc.spam(), uc.chain(uc.autoclip(), uc.adagc())], ids=repr
 )
 def test_as_many_other_leaves(rule: Any) -> None:
     """The state of as many other leaves, or of another kind of rule, is refused by name where it can be read."""
@@ -290,10 +290,10 @@ def test_as_many_other_leaves(rule: Any) -> None:
 def test_another_kind_of_rule() -> None:
     """States that look alike, but are of another kind of rule, are told apart; other numbers are not another kind."""
     grads = {"w": jnp.ones(2)}
-    state = to_optax(uc.Rule(uc.Percentile(50, 4))).init(grads)
+    state = to_optax(uc.Rule(uc.limits.Percentile(50, 4))).init(grads)
     with pytest.raises(ValueError, match="and this one is that of another kind of rule"):
-        to_optax(uc.Rule(uc.Percentile(50, 4), norm=uc.L1)).update(grads, state)
-    to_optax(uc.Rule(uc.Percentile(90, 4))).update(grads, state)
+        to_optax(uc.Rule(uc.limits.Percentile(50, 4), norm=uc.norms.L1)).update(grads, state)
+    to_optax(uc.Rule(uc.limits.Percentile(90, 4))).update(grads, state)
     assert to_optax(uc.by_norm(1.0)).init(grads).leaves is None
 
 
@@ -314,7 +314,9 @@ def test_another_set_of_leaves() -> None:
 
 
 @pytest.mark.parametrize("grads", [{}, {"w": None}], ids=["no leaves", "no gradient"])
-@pytest.mark.parametrize("rule", [uc.autoclip(), uc.chain(uc.by_value(1.0), uc.autoclip(), uc.skip_spikes())], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [uc.autoclip(), uc.chain(uc.by_value(-1.0, 1.0), uc.autoclip(), uc.skip_spikes())], ids=repr
+)
 def test_a_tree_without_gradients(rule: Any, grads: Any) -> None:
     """A part without gradients, as masks and groups of optax may leave, changes nothing and is no error."""
     optimizer = to_optax(rule, optax.adam(0.1))

@@ -30,7 +30,7 @@ RULES = {
     "clipped": uc.by_global_norm(0.5),
     "not clipped": uc.by_global_norm(1e6),
     "each leaf": uc.by_norm(0.3),
-    "by value": uc.by_value(0.1),
+    "by value": uc.by_value(-0.1, 0.1),
     "parameters": uc.agc(0.05),
     "memory": uc.autoclip(50, window=4),
     "each remembered": uc.adagc(warmup=2),
@@ -38,7 +38,7 @@ RULES = {
     "spikes": uc.skip_spikes(z=3.0, window=4, warmup=2),
     "chain": uc.chain(uc.autoclip(50, window=4), uc.by_global_norm(0.4), lambda grad: 0.5 * grad),
     "masked": uc.masked(uc.adagc(warmup=2), lambda path, leaf: path[0].startswith("rnn/")),
-    "groups": uc.Rule(0.3, scope=uc.groups(lambda path, leaf: path[0].split("/")[0])),
+    "groups": uc.Rule(0.3, scope=uc.scopes.groups(lambda path, leaf: path[0].split("/")[0])),
 }
 SIZES = [1.0, 0.3, 2.0, 0.7, 300.0, 1.5]
 """What the loss is multiplied by at each step; one is a spike."""
@@ -248,7 +248,7 @@ def old_idiom(name: str, limit: float, gvs: list[Any]) -> list[Any]:
     [
         ("clip_by_global_norm", lambda optimizer: clip_gradients_by_norm(optimizer, 0.2)),
         ("clip_by_norm", lambda optimizer: ClippedOptimizer(optimizer, uc.by_norm(0.2))),
-        ("clip_by_value", lambda optimizer: ClippedOptimizer(optimizer, uc.by_value(0.2))),
+        ("clip_by_value", lambda optimizer: ClippedOptimizer(optimizer, uc.by_value(-0.2, 0.2))),
     ],
 )
 def test_migration(name: str, make: Any) -> None:
@@ -313,7 +313,7 @@ def test_clipped_once() -> None:
     """compute_gradients does not clip; what is changed and applied is clipped once."""
     with tf.Graph().as_default(), tf1.Session() as session:
         w, spy = tf1.get_variable("w", initializer=[0.0, 0.0]), Spy(1.0)
-        optimizer = ClippedOptimizer(spy, uc.Rule(1.0, curve=uc.soft))  # with which once and twice differ
+        optimizer = ClippedOptimizer(spy, uc.Rule(1.0, curve=uc.curves.soft))  # with which once and twice differ
         gvs = optimizer.compute_gradients(tf.reduce_sum(w * [1.5, 2.0]), [w])
         train = optimizer.apply_gradients([(2 * g, v) for g, v in gvs])
         session.run(tf1.global_variables_initializer())
@@ -378,7 +378,9 @@ def test_a_checkpoint_from_before() -> None:
     assert added == {"Adam/clip/norms:0", "Adam/clip/count:0"}
 
 
-@pytest.mark.parametrize("rule", [uc.adagc(), uc.chain(uc.by_value(1.0), uc.percentile(50, 4))], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [uc.adagc(), uc.chain(uc.by_value(-1.0, 1.0), uc.percentile_clipping(50, 4))], ids=repr
+)
 def test_a_saver_knows_other_variables(tmp_path: Path, rule: Any) -> None:
     """A checkpoint with the norms of as many other variables has no norms of these: the error names them."""
 
@@ -562,7 +564,7 @@ def test_eager_variables_without_names() -> None:
 def test_groups_that_come_and_go() -> None:
     """A rule that remembers groups needs a gradient in each of them: a state of one is not that of another."""
     u, v = tf.Variable([3.0], name="u"), tf.Variable([4.0], name="v")
-    rule = uc.Rule(uc.Ema(1.01, 0.9), scope=uc.groups(lambda path, leaf: path[0]))
+    rule = uc.Rule(uc.limits.Ema(1.01, 0.9), scope=uc.scopes.groups(lambda path, leaf: path[0]))
     optimizer = ClippedOptimizer(OPTIMIZERS["descent"](), rule)
     optimizer.apply_gradients([(tf.constant([1.0]), u)])
     with pytest.raises(ValueError, match=r"group 'u', group 'v' had a gradient at one step and none at another"):
@@ -610,7 +612,7 @@ class LossLimit(uc.Limit):
 
     needs = frozenset({"loss"})
 
-    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
         """Ask for the loss."""
         return math.inf if context.loss is None else context.loss, state
 

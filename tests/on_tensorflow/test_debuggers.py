@@ -51,7 +51,7 @@ def test_sums_of_examples() -> None:
     grads = arrays_of(float32, STEPS[0])
     for rule in (uc.by_example_norm(1.0), uc.auto_s()):
         uc.clip_and_sum(grads, rule)
-        tf.function(lambda g, rule=rule: uc.clip_and_mean(g, rule), autograph=False)(grads)
+        tf.function(lambda g, rule=rule: uc.clip_and_sum(g, rule), autograph=False)(grads)
 
 
 def test_check_numerics_ops() -> None:

@@ -21,7 +21,7 @@ RULES: dict[str, tuple[Any, Callable[[np.ndarray], Any]]] = {
     "by norm": (uc.by_norm(2.0), lambda g: oracle.clip_leaf(g, 2.0)),
     "below": (uc.by_norm(100.0), lambda g: g),
     "axis": (uc.by_norm(2.0, axis=-1), lambda g: oracle.clip_axes(g, 2.0, (-1,))),
-    "value": (uc.by_value(1.0), lambda g: np.clip(g, -1, 1)),
+    "value": (uc.by_value(-1.0, 1.0), lambda g: np.clip(g, -1, 1)),
     "agc": (uc.agc(0.5), lambda g: g * 0.5),
     "zero": (uc.by_norm(2.0, nonfinite="zero"), lambda g: oracle.clip_leaf(g, 2.0)),
     "skip": (uc.by_norm(2.0, nonfinite="skip"), lambda g: oracle.clip_leaf(g, 2.0)),
@@ -52,7 +52,7 @@ def test_limits(dtype: str) -> None:
     """A limit may be a 0-d tensor of a narrow dtype, and a state is saved and loaded beside any gradient."""
     limit = tf.constant(2.0, dtype) if not dtype.startswith("complex") else 2.0
     for grads in (tf.cast(tf.constant(4.0), dtype), tf.cast(tf.fill((2, 2), 2.0), dtype)):
-        for rule in (uc.by_norm(limit), uc.by_global_norm(limit, curve=uc.normalize)):
+        for rule in (uc.by_norm(limit), uc.by_global_norm(limit, curve=uc.curves.normalize)):
             assert tf.norm(tf.cast(uc.clip(grads, rule)[0], "complex128")).numpy() == 2
         clipper, other = uc.Clipper(uc.norm_growth()), uc.Clipper(uc.norm_growth())
         clipper(grads)

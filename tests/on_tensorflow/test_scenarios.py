@@ -287,8 +287,8 @@ RULES = {
     "axis 1": uc.by_norm(1.5, axis=1),
     "rms": uc.by_block_rms(0.5),
     "average": uc.by_average_norm(0.1),
-    "each example": uc.Rule(1.5, scope=uc.each_example),
-    "value": uc.by_value(0.5),
+    "each example": uc.Rule(1.5, scope=uc.scopes.each_example),
+    "value": uc.by_value(-0.5, 0.5),
 }
 
 

@@ -69,8 +69,8 @@ PER_LEAF = {
     "agc": uc.agc(0.1, axis=0),
     "last axis": uc.by_norm(0.5, axis=-1),
     "adagc": uc.adagc(warmup=1),
-    "percentile": uc.percentile(50, window=3),
-    "warm-up of rows": uc.Rule(uc.Ema(1.05, 0.9, warmup=1), scope=uc.Scope(axes=(0,))),
+    "percentile": uc.percentile_clipping(50, window=3),
+    "warm-up of rows": uc.Rule(uc.limits.Ema(1.05, 0.9, warmup=1), scope=uc.Scope(axes=(0,))),
 }
 NO_AXES = ["each leaf", "adagc", "percentile"]
 
@@ -201,7 +201,7 @@ def test_tf1_graph() -> None:
 @pytest.mark.parametrize(("norm", "limit"), [(1e30, 1e-20), (1e-20, 1e30), (2.0, 1.0)])
 def test_factors_out_of_range(size: int, norm: float, limit: float) -> None:
     """Grappler, which puts factors together, leaves two of them alone whose product no float32 can hold."""
-    rule = uc.normalized(limit)
+    rule = uc.to_global_norm(limit)
 
     @tf.function(autograph=False)
     def clip(grads: tf.Tensor) -> tf.Tensor:

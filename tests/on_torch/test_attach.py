@@ -53,11 +53,11 @@ class Usual(uc.Limit):
 
     memory: ClassVar[bool] = True
 
-    def init(self, norms: Any, context: uc.Context) -> Seen:
+    def init(self, norms: Any, context: uc.limits.Context) -> Seen:
         """Nothing is seen yet."""
         return Seen(0 * norms, 0 * norms)
 
-    def __call__(self, norms: Any, state: Seen, context: uc.Context) -> Any:
+    def __call__(self, norms: Any, state: Seen, context: uc.limits.Context) -> Any:
         """Take the norms in first."""
         total, count = state.total + norms, state.count + 1
         return 0.5 * total / count, Seen(total, count)
@@ -68,7 +68,7 @@ class Relative(uc.Limit):
 
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
 
-    def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
         """Ask for the parameters."""
         return 0.01 * context.params + 1e-3, state
 
@@ -79,11 +79,11 @@ RULES = {
     "zero": uc.by_global_norm(0.0),
     "largest": uc.by_global_norm(0.1, ord=math.inf),
     "each leaf": uc.by_norm(0.3),
-    "by value": uc.by_value(0.1),
+    "by value": uc.by_value(-0.1, 0.1),
     "parameters": uc.Rule(Relative()),
     "memory": uc.Rule(Usual()),
-    "each remembered": uc.Rule(Usual(), scope=uc.each_leaf),
-    "each group": uc.Rule(0.3, scope=uc.groups(lambda path, leaf: path[0])),
+    "each remembered": uc.Rule(Usual(), scope=uc.scopes.each_leaf),
+    "each group": uc.Rule(0.3, scope=uc.scopes.groups(lambda path, leaf: path[0])),
     "zeroed": uc.by_global_norm(0.5, nonfinite="zero"),
 }
 
@@ -262,7 +262,7 @@ def test_float16_that_cannot_be_unscaled() -> None:
         handle = attach(optimizer, rule)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
         scaler.scale(w.float() @ torch.tensor([3.0, 0.0, 1e-6])).backward()
-        if rule.scope == uc.each_leaf:
+        if rule.scope == uc.scopes.each_leaf:
             with pytest.raises(ValueError, match="float16 cannot hold them"):
                 scaler.step(optimizer)
         else:
@@ -311,7 +311,7 @@ def test_the_users_own_grad_scale() -> None:
     assert optimizer.grad_scale is own
 
 
-@pytest.mark.parametrize("scope", [uc.all_leaves, uc.each_leaf], ids=repr)
+@pytest.mark.parametrize("scope", [uc.scopes.all_leaves, uc.scopes.each_leaf], ids=repr)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("bad", [0, 2])
 def test_skip_skips_the_step(make: Any, scope: Any, bad: int) -> None:
@@ -616,7 +616,7 @@ def test_a_step_inside_a_step(closure: bool) -> None:
 
 
 @pytest.mark.parametrize("make", [UNFUSED["adam"], FUSED["fused-adam"]], ids=str)
-@pytest.mark.parametrize("scope", [uc.all_leaves, uc.each_leaf], ids=repr)
+@pytest.mark.parametrize("scope", [uc.scopes.all_leaves, uc.scopes.each_leaf], ids=repr)
 def test_checkpoints(make: Any, scope: Any) -> None:
     """A run that is stopped, saved and loaded goes on as if it had not been stopped."""
     rule = uc.Rule(Usual(), scope=scope)
@@ -661,7 +661,7 @@ def test_checkpoints(make: Any, scope: Any) -> None:
 def test_checkpoint_of_another_rule() -> None:
     """A state that does not fit is refused, and the error says what to do."""
     optimizers = [SGD(model().parameters(), lr=0.1) for _ in range(3)]
-    attach(optimizers[0], uc.Rule(Usual(), scope=uc.each_leaf))
+    attach(optimizers[0], uc.Rule(Usual(), scope=uc.scopes.each_leaf))
     attach(optimizers[1], uc.Rule(Usual()))
     attach(optimizers[2], uc.by_global_norm(1.0))
     saved = optimizers[0].state_dict()
@@ -686,7 +686,7 @@ def remembering(params: Any, rule: Any, steps: int = 2) -> Any:
 
 LEAF_RULES = {
     "adagc": uc.adagc(),
-    "percentile": uc.percentile(50, 4),
+    "percentile": uc.percentile_clipping(50, 4),
     "norm_growth": uc.norm_growth(),
     "adagn": uc.adagn(),
     "spam": uc.spam(),
@@ -737,7 +737,7 @@ def test_a_joint_norm_and_another_layer() -> None:
 
 def test_groups_that_come_and_go() -> None:
     """A rule that remembers groups by their labels needs a gradient in each of them, as one of each parameter does."""
-    rule = uc.Rule(uc.Percentile(50, 4), scope=uc.groups(lambda path, leaf: path[1][0]))
+    rule = uc.Rule(uc.limits.Percentile(50, 4), scope=uc.scopes.groups(lambda path, leaf: path[1][0]))
     optimizer = remembering(layers(), rule)
     optimizer.param_groups[0]["params"][1].grad = None
     with pytest.raises(ValueError, match=r"group '1' had a gradient at one step and none at another"):
@@ -836,7 +836,7 @@ def test_functions_of_names() -> None:
 
     for rule in (
         uc.masked(uc.agc(), head),
-        uc.chain(uc.by_value(1.0), uc.masked(uc.adagc(), head)),
+        uc.chain(uc.by_value(-1.0, 1.0), uc.masked(uc.adagc(), head)),
         uc.by_group_norm({True: 1.0, False: 2.0}, head),
     ):
         with pytest.raises(TypeError, match=r"fails on \(0, 0\), as .*'startswith'\): .*model\.named_parameters\(\)"):
@@ -848,12 +848,12 @@ def test_functions_of_names() -> None:
 def test_remembered_parameters() -> None:
     """A rule that remembers each parameter needs the gradients of them all; one that joins them does not."""
     net = model()
-    for scope in (uc.all_leaves, uc.each_leaf):
+    for scope in (uc.scopes.all_leaves, uc.scopes.each_leaf):
         optimizer = SGD(net.parameters(), lr=0.1)
         attach(optimizer, uc.Rule(Usual(), scope=scope))
         loss_of(net, 0).backward()
         net[0].bias.grad = None
-        if scope == uc.all_leaves:
+        if scope == uc.scopes.all_leaves:
             optimizer.step()
         else:
             with pytest.raises(ValueError, match=r"each of the 4 parameters .* but 3 have one"):
@@ -976,12 +976,12 @@ def test_schedulers() -> None:
         ),
         (None, uc.by_global_norm, r"uc\.by_global_norm makes one: call it"),
         (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), or a function of one array, got 1.0"),
-        (None, uc.Constant(1.0), r"a limit is only one of its choices: uc.Rule\(limit\)"),
+        (None, uc.limits.Constant(1.0), r"a limit is only one of its choices: uc.Rule\(limit\)"),
         (None, uc.Clipper(uc.by_global_norm(1.0)), "a uc.Clipper is more"),
         (None, uc.Rule, r"rule must be a rule, and uc\.Rule makes one: call it"),
         (None, uc.chain, r"uc\.chain makes one: call it"),
-        (None, uc.Percentile, r"a limit is only one of its choices: uc\.Rule\(limit\)"),
-        (None, uc.hard, r"a curve is only one of its choices: uc\.Rule\(1\.0, curve=curve\)"),
+        (None, uc.limits.Percentile, r"a limit is only one of its choices: uc\.Rule\(limit\)"),
+        (None, uc.curves.hard, r"a curve is only one of its choices: uc\.Rule\(1\.0, curve=curve\)"),
         (None, uc.clip, r"uc\.clip is a function of all gradients: give it a rule such as uc\.by_global_norm\(1\.0\)"),
     ],
 )
@@ -1014,7 +1014,7 @@ def test_other_rules_can_be_attached() -> None:
     """Chains, masks, groups and rules that remember are attached, and saved, as any other."""
     rule = uc.chain(
         uc.masked(uc.zclip(warmup=2), lambda path, leaf: path[0] == 0),
-        uc.by_group_norm({0: 1.0, 1: uc.Ema(1.1, 0.9, 0)}, lambda path, leaf: path[0]),
+        uc.by_group_norm({0: 1.0, 1: uc.limits.Ema(1.1, 0.9, 0)}, lambda path, leaf: path[0]),
     )
     nets = [model(), model()]
     optimizers = [SGD(groups_of(net), lr=0.1) for net in nets]
@@ -1040,7 +1040,7 @@ def test_parameters_without_a_gradient() -> None:
     rules = [
         uc.chain(uc.zclip(), uc.by_global_norm(1.0)),
         uc.masked(uc.zclip(), lambda path, leaf: "0" in str(path[1])),
-        uc.by_group_norm({0: uc.Ema(1.1, 0.9), 1: 1.0}, lambda path, leaf: path[0]),
+        uc.by_group_norm({0: uc.limits.Ema(1.1, 0.9), 1: 1.0}, lambda path, leaf: path[0]),
     ]
     for rule in rules:
         net = model()
@@ -1177,8 +1177,12 @@ def test_scalars_for_a_logger() -> None:
     ("rule", "error", "message"),
     [
         (uc.by_global_norm, TypeError, r"uc.by_global_norm makes one: call it"),
-        (uc.by_example_norm(1.0), ValueError, r"gradients of single examples.*uc.clip_and_mean"),
-        (uc.chain(uc.by_value(1.0), uc.masked(uc.auto_s(), lambda path, leaf: True)), ValueError, r"single examples"),
+        (uc.by_example_norm(1.0), ValueError, r"gradients of single examples.*uc.clip_and_sum"),
+        (
+            uc.chain(uc.by_value(-1.0, 1.0), uc.masked(uc.auto_s(), lambda path, leaf: True)),
+            ValueError,
+            r"single examples",
+        ),
     ],
     ids=["uncalled", "examples", "examples in a chain"],
 )
@@ -1194,7 +1198,7 @@ def test_nothing_to_log_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "by", "to"), [(uc.by_global_norm(1e-20), 1e30, 1e-20), (uc.normalized(1.0), 1e-40, 1.0)]
+    ("rule", "by", "to"), [(uc.by_global_norm(1e-20), 1e30, 1e-20), (uc.to_global_norm(1.0), 1e-40, 1.0)]
 )
 @pytest.mark.parametrize(("fused", "scale"), [(False, 1.0), (True, 1.0), (True, 8.0)])
 def test_factors_out_of_range(rule: uc.Rule, by: float, to: float, fused: bool, scale: float) -> None:

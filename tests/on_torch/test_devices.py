@@ -30,8 +30,8 @@ RULES = [
     uc.by_global_norm(1.0, ord=math.inf, nonfinite="skip"),
     uc.by_norm(1.0, axis=-1),
     uc.by_block_rms(0.1),
-    uc.Rule(1.0, scope=uc.each_entry, curve=uc.curves.tanh),
-    uc.by_value(0.5),
+    uc.Rule(1.0, scope=uc.scopes.each_entry, curve=uc.curves.tanh),
+    uc.by_value(-0.5, 0.5),
     uc.by_value(-np.ones(3), np.ones(3)),
     uc.agc(0.1),
     uc.larc(lr=0.1),
@@ -41,11 +41,11 @@ REMEMBERING = [
     uc.zclip(warmup=2),
     uc.adagc(warmup=1),
     uc.autoclip(10, window=3),
-    uc.percentile(50),
+    uc.percentile_clipping(50),
     uc.norm_growth(),
     uc.skip_spikes(),
-    uc.by_global_norm(uc.Schedule(lambda step: torch.tensor(2.0) / (1 + step))),
-    uc.chain(uc.by_value(0.5), uc.spam()),
+    uc.by_global_norm(uc.limits.Schedule(lambda step: torch.tensor(2.0) / (1 + step))),
+    uc.chain(uc.by_value(-0.5, 0.5), uc.spam()),
 ]
 
 
@@ -96,7 +96,7 @@ def clipped() -> Any:
         for rule in RULES:
             here = grads(by)
             results += [uc.clip(grads(by), rule, grads())[0], uc.clip_(here, rule, grads()), here]
-        results += [uc.clip_and_mean([grads(by)["w"]], uc.by_example_norm(0.5))]
+        results += [uc.clip_and_sum([grads(by)["w"]], uc.by_example_norm(0.5))]
     results += [
         uc.clip_by_global_norm(grads(1e10, dtype), 1 / 3, norm=1e10 / 3) for dtype in (torch.half, torch.double)
     ]
@@ -165,7 +165,7 @@ def test_compiled(defaults: Callable[[], AbstractContextManager[Any]]) -> None:
     rule = uc.zclip(warmup=2)
 
     def function(given: torch.Tensor) -> Any:
-        return uc.clip(given, uc.by_value(0.5))[0], rule.update(given, rule.init(given))[:2]
+        return uc.clip(given, uc.by_value(-0.5, 0.5))[0], rule.update(given, rule.init(given))[:2]
 
     with defaults():
         given = grads()["w"]

@@ -41,9 +41,9 @@ RULES: dict[str, Any] = {
     "columns": uc.by_norm(0.3, axis=0, nonfinite="zero"),
     "columns, largest": uc.by_norm(0.3, axis=0, ord=math.inf),
     "units": uc.agc(0.01),
-    "value": uc.by_value(0.3),
+    "value": uc.by_value(-0.3, 0.3),
     "function": lambda grad: grad / (1 + grad.norm()),
-    "chain": uc.chain(uc.by_value(0.3), uc.by_global_norm(0.5)),
+    "chain": uc.chain(uc.by_value(-0.3, 0.3), uc.by_global_norm(0.5)),
 }
 TRAINED: dict[str, Any] = {
     "global": uc.by_global_norm(0.5),

@@ -83,9 +83,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 RULES = {
     "global": uc.by_global_norm(1.0),
-    "rows": uc.Rule(1.0, scope=uc.axes(-1)),
-    "columns": uc.Rule(1.0, scope=uc.axes(0)),
-    "value": uc.by_value(0.5),
+    "rows": uc.Rule(1.0, scope=uc.scopes.axes(-1)),
+    "columns": uc.Rule(1.0, scope=uc.scopes.axes(0)),
+    "value": uc.by_value(-0.5, 0.5),
 }
 
 
@@ -138,7 +138,7 @@ def test_a_function_that_returns_a_view(turn: Any) -> None:
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
-@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_value(2.0)], ids=repr)
+@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_value(-2.0, 2.0)], ids=repr)
 def test_sparse(rule: Any, coalesced: bool) -> None:
     """A sparse gradient, coalesced or not, is changed in its own memory and stays sparse."""
     grad = torch.sparse_coo_tensor([[7, 3, 7]], torch.tensor([[1.0], [4.0], [2.0]]), (10, 1), check_invariants=True)

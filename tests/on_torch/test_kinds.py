@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import uniclip as uc
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
-RULES = [uc.by_global_norm(2.5), uc.by_norm(2.5, ord=3), uc.by_norm(2.5, axis=-1), uc.by_value(2.0), torch.neg]
+RULES = [uc.by_global_norm(2.5), uc.by_norm(2.5, ord=3), uc.by_norm(2.5, axis=-1), uc.by_value(-2.0, 2.0), torch.neg]
 
 
 class Own(torch.Tensor):

@@ -41,7 +41,7 @@ def test_peak() -> None:
     assert peak(lambda: [torch.zeros(MIB).sum() for _ in range(4)]) < 5 * MIB
 
 
-@pytest.mark.parametrize("scope", [uc.all_leaves, uc.each_leaf], ids=repr)
+@pytest.mark.parametrize("scope", [uc.scopes.all_leaves, uc.scopes.each_leaf], ids=repr)
 @pytest.mark.parametrize("shapes", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_memory(dtype: torch.dtype, shapes: list[tuple[int, ...]], scope: uc.Scope) -> None:

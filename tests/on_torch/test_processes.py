@@ -81,9 +81,9 @@ ONE_NORM: dict[str, Any] = {
     "order 1": uc.by_global_norm(0.5, ord=1),
     "zero": uc.by_global_norm(0.5, nonfinite="zero"),
     "skip": uc.by_global_norm(0.5, nonfinite="skip"),
-    "mean square": uc.Rule(0.1, norm=uc.RMS),
-    "relative": uc.Rule(uc.Relative(0.01)),
-    "chain": uc.chain(uc.by_value(0.3), uc.by_global_norm(0.5)),
+    "mean square": uc.Rule(0.1, norm=uc.norms.RMS),
+    "relative": uc.Rule(uc.limits.Relative(0.01)),
+    "chain": uc.chain(uc.by_value(-0.3, 0.3), uc.by_global_norm(0.5)),
     "masked": uc.masked(uc.by_global_norm(0.5), lambda path, leaf: path[0] != 1),
     "learns": uc.autoclip(50, window=4),
     "skips": uc.skip_spikes(window=4, warmup=2),
@@ -199,7 +199,7 @@ def without_parameters() -> None:
         uc.by_group_norm({0: 1.0, 1: 1.0}, lambda path, leaf: path[0]),
     ):
         for empty in (absent, [], [part(grads[0]), None]):
-            if rule.scope != uc.all_leaves or empty in (absent, []):
+            if rule.scope != uc.scopes.all_leaves or empty in (absent, []):
                 with pytest.raises(ValueError, match="pass params="):
                     uc.clip(empty, rule, None, all_reduce)
     with pytest.raises(ValueError, match="pass params="):
@@ -280,7 +280,7 @@ def losses_of_a_limit_of_ones_own() -> None:
     class Loss(uc.Limit):
         needs = frozenset({"loss"})
 
-        def __call__(self, norms: Any, state: Any, context: uc.Context) -> Any:
+        def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
             return context.loss, state
 
     weight = torch.nn.Parameter(torch.ones(2))
@@ -295,7 +295,7 @@ def losses_and_no_gradients() -> None:
     """Join the loss of a process whose parameters have no gradients, so that nobody waits."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    handle = attach(optimizer, uc.chain(uc.by_value(9.0), SPIKES))
+    handle = attach(optimizer, uc.chain(uc.by_value(-9.0, 9.0), SPIKES))
     weight.grad, handle.loss = torch.ones(2) if rank() else None, 1.0
     optimizer.step()
     same(weight.detach(), torch.zeros(2) if rank() else torch.ones(2))
@@ -377,7 +377,7 @@ def fsdp1_is_refused() -> None:
         before = [None if p.grad is None else p.grad.clone() for p in params]
         clip_grad_value_(params, 0.1)
         same([p.grad for p in params], [None if g is None else g.clamp(-0.1, 0.1) for g in before])
-        attach(optimizer, uc.by_value(0.1)).remove()
+        attach(optimizer, uc.by_value(-0.1, 0.1)).remove()
 
 
 @alone

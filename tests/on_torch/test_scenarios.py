@@ -98,7 +98,7 @@ def test_per_example() -> None:
     one = torch.func.grad(lambda w, x, y: loss_of(w, x[None], y[None]))
     each = torch.func.vmap(one, (None, 0, 0))(weights(), X, Y)
     clipped = torch.func.vmap(lambda x, y: uc.clip_by_global_norm(one(weights(), x, y), 20.0)[0])(X, Y)
-    scoped, report = uc.clip(each, uc.Rule(20.0, scope=uc.each_example))
+    scoped, report = uc.clip(each, uc.Rule(20.0, scope=uc.scopes.each_example))
     assert 0 < int((report.factors < 1).sum()) < len(X)
     for example in range(len(X)):
         wanted = oracle.clip_global([fw.numpy(each["w"][example]), fw.numpy(each["b"][example])], 20.0)

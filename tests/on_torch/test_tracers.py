@@ -111,8 +111,8 @@ RULES = [
     uc.by_global_norm(1.0, nonfinite="skip"),
     uc.by_norm(1.0),
     uc.by_norm(1.0, ord=3),
-    uc.Rule(1.0, scope=uc.each_entry),
-    uc.by_value(0.5),
+    uc.Rule(1.0, scope=uc.scopes.each_entry),
+    uc.by_value(-0.5, 0.5),
     lambda g: g.flip(0) if g.ndim else -g,
     lambda g: g.mT if g.ndim == 2 else g,
 ]

@@ -167,7 +167,9 @@ class Learning(torch.nn.Module):
         return clipped["w"], clipped["b"], tuple(state)
 
 
-@pytest.mark.parametrize("rule", [uc.adagc(warmup=1), uc.percentile(50, window=3), uc.zclip(warmup=2)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [uc.adagc(warmup=1), uc.percentile_clipping(50, window=3), uc.zclip(warmup=2)], ids=repr
+)
 def test_export_of_a_state(rule: uc.Rule) -> None:
     """An exported program that was saved and loaded learns step by step as eager code does."""
     w, b, file = torch.from_numpy(VALUES["w"]), torch.from_numpy(VALUES["b"][0]), io.BytesIO()

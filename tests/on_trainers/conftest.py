@@ -33,13 +33,13 @@ CASES = {
     "small": Case(uc.by_global_norm(0.05)),
     "huge": Case(uc.by_global_norm(1e6)),
     "each leaf": Case(uc.by_norm(0.02)),
-    "by value": Case(uc.by_value(0.01)),
+    "by value": Case(uc.by_value(-0.01, 0.01)),
     "agc": Case(uc.agc(0.01)),
     "autoclip": Case(uc.autoclip(50)),
     "adagc": Case(uc.adagc(warmup=2, warmup_norm=0.05)),
     "skip NaN": Case(uc.by_global_norm(0.05, nonfinite="skip"), NAN),
     "skip spikes": Case(uc.skip_spikes(warmup=3), SPIKE),
-    "chain": Case(uc.chain(uc.by_value(0.05), uc.autoclip(50), uc.by_global_norm(0.1))),
+    "chain": Case(uc.chain(uc.by_value(-0.05, 0.05), uc.autoclip(50), uc.by_global_norm(0.1))),
     "masked": Case(uc.masked(uc.by_global_norm(0.02), lambda path, leaf: leaf.ndim > 1)),
 }
 

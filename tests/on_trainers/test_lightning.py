@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import pickle
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,15 @@ def test_accumulation(tools: Any, rule: Any) -> None:
     tools.same(module.net, net)
     share = sum(float(report.scalars()["clip/share"]) for report in reports) / len(reports)
     assert trainer.callback_metrics["clip/share"] == pytest.approx(share)
+    assert trainer.callback_metrics["clip/norm_max"] == max(float(report.norms) for report in reports)
+
+
+def test_what_it_prints(tools: Any) -> None:
+    """The callback prints its rule, and after training what it has seen."""
+    callback = ClipGradients(uc.by_global_norm(0.05))
+    assert repr(callback) == "<ClipGradients: uc.Rule(0.05), before fit>"
+    fit(Module(tools), tools.batches([1.0] * 4), callback)
+    assert re.search(r"<attach: uc\.Rule\(0\.05\), \w+ of \d+ parameters, 4 steps>", repr(callback))
 
 
 def test_several_optimizers(tools: Any) -> None:
@@ -347,7 +357,7 @@ def test_a_step_reads_nothing() -> None:
 
 def test_a_rule_without_norms_logs_nothing(tools: Any) -> None:
     """By value there is no norm to show."""
-    trainer = fit(Module(tools), tools.batches([1.0] * 2), ClipGradients(uc.by_value(0.01)))
+    trainer = fit(Module(tools), tools.batches([1.0] * 2), ClipGradients(uc.by_value(-0.01, 0.01)))
     assert not trainer.callback_metrics
 
 
@@ -396,7 +406,7 @@ def test_clipped_twice_by_attach(tools: Any) -> None:
 
     def make(net: Any) -> Any:
         optimizer = tools.optimizer(net)
-        attach(optimizer, uc.by_value(1.0))
+        attach(optimizer, uc.by_value(-1.0, 1.0))
         return optimizer
 
     with pytest.raises(ValueError, match="clipped already, by ByValue"):
@@ -430,7 +440,7 @@ def test_sharded(strategy: Any) -> None:
     ("option", "rule", "atol"),
     [
         ({"gradient_clip_val": 0.1}, uc.by_global_norm(0.1), 5e-5),
-        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, uc.by_value(0.01), 0.0),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, uc.by_value(-0.01, 0.01), 0.0),
     ],
     ids=["norm", "value"],
 )

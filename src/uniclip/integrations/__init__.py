@@ -41,8 +41,8 @@ def rule_for_steps(rule: Any) -> Any:
     rule = as_rule(rule)
     if _by_example(rule):
         msg = (
-            f"{short(rule)} clips the gradients of single examples, and an optimizer gets those of the batch: clip by "
-            "uc.clip_and_mean before, and give its result to the optimizer"
+            f"{short(rule)} clips the gradients of single examples, and an optimizer gets those of the batch: sum them "
+            "by uc.clip_and_sum before, and give that, divided by their number, to the optimizer"
         )
         raise ValueError(msg)
     return rule

@@ -40,6 +40,8 @@ class ClipState(NamedTuple):
     """The largest norm before clipping."""
     limit: Any = None
     """The smallest limit."""
+    threshold: Any = None
+    """The smallest norm that is clipped; ``None`` of a rule for which that is the limit."""
     factor: Any = None
     """The smallest factor."""
     share: Any = None
@@ -60,7 +62,7 @@ def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.Gr
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     inner : optax.GradientTransformation, optional
         What gets the clipped gradients. In a step that the rule leaves out the updates are zeros and the state of
@@ -242,7 +244,8 @@ def _nothing_seen(report: Report) -> dict[str, Any]:
     if report.finite is None:
         return {}
     seen = _seen(report)
-    names = _SEEN if report.skipped is not None else _SEEN[:-1]
+    none = {name for name, value in (("skipped", report.skipped), ("threshold", report.thresholds)) if value is None}
+    names = [name for name in _SEEN if name not in none]
     return {name: jnp.zeros((), seen[name].dtype if name in seen else jnp.float32) for name in names}
 
 

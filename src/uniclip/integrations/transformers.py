@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from uniclip._repr import short
 from uniclip.integrations import needs, rule_for_steps
-from uniclip.report import AVERAGED
+from uniclip.report import AVERAGED, LOGGED, NORM_MAX
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback
@@ -31,7 +31,7 @@ class ClipGradients(TrainerCallback):
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
 
     Attributes
     ----------
@@ -61,8 +61,8 @@ class ClipGradients(TrainerCallback):
     The state of a rule that remembers is in ``trainer_state.json`` of each checkpoint, as plain numbers.
 
     To what the Trainer logs about training are added ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"``
-    of the last step and, as means over the steps since the last log, ``"clip/share"`` and, of a rule that may
-    skip a step, ``"clip/skipped"``; see `uniclip.Report.scalars`.
+    of the last step and, over the steps since the last log, the means ``"clip/share"`` and, of a rule that may
+    skip a step, ``"clip/skipped"``, and the largest norm, ``"clip/norm_max"``; see `uniclip.Report.scalars`.
 
     Examples
     --------
@@ -77,12 +77,20 @@ class ClipGradients(TrainerCallback):
         self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
         self._last: dict[str, Any] = {}
         self._sums: dict[str, Any] = {}
+        self._largest: Any = None
         self._steps = 0
+
+    def __repr__(self) -> str:
+        """Return the rule, and what it has seen."""
+        return (
+            f"<ClipGradients: {self.rule!r}, before training>"
+            if self.handle is None
+            else f"<ClipGradients: {self.handle!r}>"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: the rule, no hooks in an optimizer."""
-        fresh: dict[str, Any] = {"handle": None, "_seen": None, "_given": None, "_last": {}, "_sums": {}, "_steps": 0}
-        return vars(self) | fresh
+        return dict(vars(ClipGradients(self.rule)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Attach to the optimizer, and go on from a checkpoint if there is one."""
@@ -90,7 +98,7 @@ class ClipGradients(TrainerCallback):
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
         self.handle = attached(optimizer, self.rule)
-        self._seen, self._last, self._sums, self._steps = None, {}, {}, 0
+        self._seen, self._last, self._sums, self._largest, self._steps = None, {}, {}, None, 0
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
             if saved is not None:
@@ -113,6 +121,9 @@ class ClipGradients(TrainerCallback):
             return
         self._seen, self._last = report, report.scalars()
         self._steps += 1
+        if LOGGED[0] in self._last:
+            norm = self._last[LOGGED[0]]
+            self._largest = norm if self._largest is None else self._largest.maximum(norm)
         for name in self._last.keys() & set(AVERAGED):
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
 
@@ -121,8 +132,9 @@ class ClipGradients(TrainerCallback):
         if "loss" not in logs or not self._steps:  # it is about evaluation
             return
         means = {name: total / self._steps for name, total in self._sums.items()}
-        clip = {name: float(value) for name, value in (self._last | means).items()}
-        self._sums, self._steps = {}, 0
+        largest = {} if self._largest is None else {NORM_MAX: self._largest}
+        clip = {name: float(value) for name, value in (self._last | means | largest).items()}
+        self._sums, self._largest, self._steps = {}, None, 0
         logs.update(clip)
         state.log_history[-1].update(clip)  # written before this is called
 

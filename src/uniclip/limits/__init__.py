@@ -13,13 +13,12 @@ module          limits
 """
 
 from uniclip.limits.averages import Ema, MeanOverRms, SecondMoment
-from uniclip.limits.base import Block, Context, Limit, NoState
-from uniclip.limits.fixed import Constant, PerGroup, Relative, Schedule, Split, TrustRatio, as_limit
+from uniclip.limits.base import Context, Limit, NoState
+from uniclip.limits.fixed import Constant, PerGroup, Relative, Schedule, Split, TrustRatio
 from uniclip.limits.percentiles import Percentile, PercentileOfAll, TrackedQuantile
-from uniclip.limits.zscores import LogZScore, RollingZScore, Target, ZScore
+from uniclip.limits.zscores import LogZScore, RollingZScore, ZScore
 
 __all__ = [
-    "Block",
     "Constant",
     "Context",
     "Ema",
@@ -35,9 +34,12 @@ __all__ = [
     "Schedule",
     "SecondMoment",
     "Split",
-    "Target",
     "TrackedQuantile",
     "TrustRatio",
     "ZScore",
-    "as_limit",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

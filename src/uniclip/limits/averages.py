@@ -108,7 +108,7 @@ class Ema(Remembers):
 class SecondMoment(Remembers):
     """Allow ``√(factor · v)``, v the running mean square of the norms after clipping.
 
-    With the scope `uniclip.each_entry` it is the second moment of each entry.
+    With the scope `uniclip.scopes.each_entry` it is the second moment of each entry.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class MeanOverRms(Remembers):
     """Allow the running mean of the norms divided by their running root mean square: about 1, more while norms grow.
 
     Both learn from every norm, this step's included, and are corrected for beginning with 0. It is made
-    for the curve `uniclip.normalize`.
+    for the curve `uniclip.curves.normalize`.
 
     Parameters
     ----------

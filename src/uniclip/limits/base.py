@@ -44,6 +44,11 @@ class Context:
     Most steps have one block; a limit is called once for each, and ``total`` and ``largest`` look at all of them.
     """
 
+    threshold: Callable[[], Array] | None = None
+    """What a limit sets that limits only above a threshold, and then to less: a function that returns the thresholds.
+
+    It is called when somebody looks at the report."""
+
     def __init__(
         self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
     ) -> None:
@@ -136,7 +141,7 @@ class Limit:
     ...
     ...     def __call__(self, norms, state, context):
     ...         return 0.1 * context.params, state
-    >>> rule = uc.Rule(Tenth(), scope=uc.each_leaf)
+    >>> rule = uc.Rule(Tenth(), scope=uc.scopes.each_leaf)
     >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 10.0]))[0]
     array([0.6, 0.8])
     """

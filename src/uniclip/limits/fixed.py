@@ -55,7 +55,7 @@ class Schedule(Remembers):
 
     Examples
     --------
-    >>> clipper = uc.Clipper(uc.by_global_norm(uc.Schedule(lambda step: 1.0 + 4.0 * 0.5**step)))
+    >>> clipper = uc.Clipper(uc.by_global_norm(uc.limits.Schedule(lambda step: 1.0 + 4.0 * 0.5**step)))
     >>> [clipper(np.asarray([300.0])).item() for _ in range(3)]
     [5.0, 3.0, 2.0]
     """
@@ -183,7 +183,7 @@ class Split(Vectorized):
 
 @dataclass(frozen=True, repr=False)
 class PerGroup(Printed, Limit):
-    """Give each group of the scope `uniclip.groups` a limit of its own.
+    """Give each group of the scope `uniclip.scopes.groups` a limit of its own.
 
     Parameters
     ----------
@@ -230,6 +230,11 @@ class PerGroup(Printed, Limit):
         rows = self._rows(limits, context)
         answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
         each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
+        if any([row.threshold for _, row in rows]):
+            own = [(row, row.threshold, limits_) for limits_, (_, row) in zip(each, rows, strict=True)]
+            context.threshold = lambda: context.xp.concat(
+                [_like_norms(some() if some else limits_, top, row) for row, some, limits_ in own], axis=0
+            )
         return context.xp.concat(each, axis=0), tuple(new for _, new in answers) if self.memory else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
@@ -241,7 +246,7 @@ class PerGroup(Printed, Limit):
         limits: dict[Any, Limit] = {**dict.fromkeys(absent, Constant(math.inf)), **dict(self.limits)}
         for label in context.labels:
             if label not in limits:
-                hint = "; PerGroup needs a scope of groups, scope=uc.groups(label)" if label is None else ""
+                hint = "; PerGroup needs a scope of groups, scope=uc.scopes.groups(label)" if label is None else ""
                 known = ", ".join(map(short, list(limits)[:_NAMED])) + ", ..." * (len(limits) > _NAMED)
                 msg = f"group {short(label)} has no limit: add it to [{known}] (math.inf leaves it alone){hint}"
                 raise ValueError(msg)

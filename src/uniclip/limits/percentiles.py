@@ -39,7 +39,7 @@ class Percentile(Remembers):
 
     Parameters
     ----------
-    q : float
+    percentile : float
         From 0, the smallest norm, to 100, the largest.
     window : int
         How many norms are kept.
@@ -47,13 +47,13 @@ class Percentile(Remembers):
         Whether the first norm fills the window, as if it had been there all along.
     """
 
-    q: float
+    percentile: float
     window: int
     filled: bool = False
 
     def __post_init__(self) -> None:
         """Validate the percentile and the window."""
-        settle(self, q=within("the percentile q", self.q, 0, 100), window=whole("window", self.window, 1))
+        settle(self, percentile=within("percentile", self.percentile, 0, 100), window=whole("window", self.window, 1))
         settle(self, filled=flag("filled", self.filled))
 
     def init(self, norms: Array, context: Context) -> History:  # noqa: ARG002
@@ -67,7 +67,7 @@ class Percentile(Remembers):
         if self.filled:
             begins = aligned(xp, state.count, history) < 1
             history, count = xp.where(begins, xp.expand_dims(norms, axis=1), history), 0 * count + self.window
-        low, high, share = _ranks(xp, self.q, count, norms.dtype)
+        low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
         select = _selected_on_host if isinstance(history, np.ndarray) else _selected
         lower, upper = select(context, history, count, low, high)
         return lower + aligned(xp, share, lower) * (upper - lower), History(history, count)
@@ -82,7 +82,7 @@ class PercentileOfAll(Remembers):
 
     Parameters
     ----------
-    q : float
+    percentile : float
         From 0, the smallest norm, to 100, the largest.
 
     Notes
@@ -90,7 +90,7 @@ class PercentileOfAll(Remembers):
     Source of the way of counting: Masson, Rim and Lee, *DDSketch*, arXiv:1908.10693.
     """
 
-    q: float
+    percentile: float
 
     step: ClassVar[float] = 0.01
     first: ClassVar[float] = -103.5
@@ -102,7 +102,7 @@ class PercentileOfAll(Remembers):
 
     def __post_init__(self) -> None:
         """Validate the percentile."""
-        settle(self, q=within("the percentile q", self.q, 0, 100))
+        settle(self, percentile=within("percentile", self.percentile, 0, 100))
 
     def init(self, norms: Array, context: Context) -> Histogram:
         """Begin with nothing counted."""
@@ -117,7 +117,7 @@ class PercentileOfAll(Remembers):
         log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)
         within_bin = xp.expand_dims(log, axis=1) <= first + self.step * numbers
         below = state.below + xp.astype(within_bin, xp.int32)
-        low, high, share = _ranks(xp, self.q, count, norms.dtype)
+        low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
         lower, upper = (self._value(xp, below, rank, first, norms.dtype) for rank in (low, high))
         return lower + aligned(xp, share, lower) * (upper - lower), Histogram(below, count)
 

@@ -17,7 +17,7 @@ from uniclip.presets.adaptive import (
     autoclip,
     log_zscore,
     norm_growth,
-    percentile,
+    percentile_clipping,
     skip_spikes,
     spam,
     zclip,
@@ -30,7 +30,7 @@ from uniclip.presets.fixed import (
     by_group_norm,
     by_norm,
     by_value,
-    normalized,
+    to_global_norm,
 )
 from uniclip.presets.relative import agc, cowclip, larc
 
@@ -53,10 +53,10 @@ __all__ = [
     "larc",
     "log_zscore",
     "norm_growth",
-    "normalized",
-    "percentile",
+    "percentile_clipping",
     "psac",
     "skip_spikes",
     "spam",
+    "to_global_norm",
     "zclip",
 ]

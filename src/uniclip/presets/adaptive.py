@@ -10,7 +10,8 @@ import math
 from numbers import Real
 
 from uniclip._checks import number, whole, within
-from uniclip.curves import normalize, skip
+from uniclip._mistakes import keywords_known
+from uniclip.curves import normalize, reject
 from uniclip.limits import (
     Ema,
     LogZScore,
@@ -19,14 +20,15 @@ from uniclip.limits import (
     PercentileOfAll,
     RollingZScore,
     SecondMoment,
-    Target,
     ZScore,
 )
+from uniclip.limits.zscores import Target
 from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_entry, each_leaf
 
 
+@keywords_known
 def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale all leaves to a percentile of the joint norms so far, this step's among them.
 
@@ -49,7 +51,7 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
 
     Notes
     -----
-    For less than one percent write ``uc.Rule(uc.Percentile(0.5, window))``.
+    For less than one percent write ``uc.Rule(uc.limits.Percentile(0.5, window))``.
 
     The published code keeps NaN in its history for ever, and saves it in no checkpoint; its port to
     TensorFlow takes the percentile of joint norms, but clips each tensor by itself.
@@ -85,15 +87,16 @@ def _at_least_one(ratio: float) -> None:
         within("ratio", ratio, 1, math.inf, hint if share > 0 else "")
 
 
-def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to the p-th smallest percent of its own last ``window`` norms, this step's among them.
+@keywords_known
+def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each leaf to a percentile of its own last ``window`` norms, this step's among them.
 
     Source: Dettmers et al., *8-bit optimizers*, arXiv:2110.02861; ``percentile_clipping`` of bitsandbytes, which
     0.50 removed.
 
     Parameters
     ----------
-    p : int, default 5
+    percentile : int, default 5
         Which of the norms in order, in percent: 5 clips most steps, 100 is off.
     window : int, default 100
         How many norms are kept; the first one fills the window.
@@ -103,21 +106,22 @@ def percentile(p: int = 5, window: int = 100, *, nonfinite: NonFinite = "propaga
     Raises
     ------
     ValueError
-        If ``p`` is not from 0 to 100, a share such as 0.05 (write 5), or ``window`` below 2.
+        If ``percentile`` is not from 0 to 100, a share such as 0.05 (write 5), or ``window`` below 2.
 
     Examples
     --------
-    >>> clipper = uc.Clipper(uc.percentile(50))
+    >>> clipper = uc.Clipper(uc.percentile_clipping(50))
     >>> [clipper(np.asarray([n])).item() for n in (2.0, 2.5, 1.0)]
     [2.0, 2.0, 1.0]
     """
-    _in_percent("p", p)
-    p, window = whole("p", p, 0), whole("window", window, 2)
-    within("p", p, 0, 100)
-    rank = min(p * window // 100, window - 1)
+    _in_percent("percentile", percentile)
+    percentile, window = whole("percentile", percentile, 0), whole("window", window, 2)
+    within("percentile", percentile, 0, 100)
+    rank = min(percentile * window // 100, window - 1)
     return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
 
 
+@keywords_known
 def zclip(  # noqa: PLR0913 - as many options as the published code has
     z: float = 2.5,
     decay: float = 0.97,
@@ -176,6 +180,7 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     return Rule(limit, scope=all_leaves, nonfinite=nonfinite)
 
 
+@keywords_known
 def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale all leaves to the usual joint norm where it is ``z`` standard deviations above, in logarithms.
 
@@ -199,7 +204,7 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
     Notes
     -----
     TensorFlow's function without its ``global_step`` begins with a mean logarithm of 0, a limit of about 1; here the
-    first norm is the first mean. Its ``static_max_norm`` is ``uc.chain(uc.log_zscore(), uc.by_global_norm(c))``.
+    first norm is the first mean. Its ``static_max_norm`` is ``uc.chain(uc.log_zscore(), uc.by_global_norm(max_norm))``.
 
     Examples
     --------
@@ -210,6 +215,7 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
     return Rule(LogZScore(z, decay), scope=all_leaves, nonfinite=nonfinite)
 
 
+@keywords_known
 def adagc(
     ratio: float = 1.05,
     decay: float = 0.98,
@@ -256,6 +262,7 @@ def adagc(
     return Rule(Ema(ratio, decay, warmup, warmup_norm), scope=each_leaf, nonfinite=nonfinite)
 
 
+@keywords_known
 def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to ``ratio`` times what its norm was after the step before.
 
@@ -288,6 +295,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
 
 
+@keywords_known
 def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *, nonfinite: NonFinite = "skip") -> Rule:
     """Make all gradients 0 where their joint norm, or the loss, is ``z`` standard deviations above its last mean.
 
@@ -327,9 +335,10 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
     """
     window = whole("window", window, 2)
     enough = max(2, window // 2) if warmup is None else warmup
-    return Rule(RollingZScore(z, window, enough), scope=all_leaves, curve=skip, nonfinite=nonfinite)
+    return Rule(RollingZScore(z, window, enough), scope=all_leaves, curve=reject, nonfinite=nonfinite)
 
 
+@keywords_known
 def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each entry to ``±√(factor · v)``, v the running mean of its squares after clipping.
 
@@ -366,6 +375,7 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
     return Rule(SecondMoment(factor, decay, warmup), scope=each_entry, nonfinite=nonfinite)
 
 
+@keywords_known
 def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to the running mean of its norms divided by their running root mean square, about 1.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The published rules for gradients of single examples, with the examples along the first axis of every leaf.
 
-`uniclip.clip_and_sum` and `uniclip.clip_and_mean` clip and add up in one go.
+`uniclip.clip_and_sum` clips and adds up in one go.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from uniclip._mistakes import keywords_known
 from uniclip.curves import Curve, NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
 from uniclip.nonfinite import NonFinite
@@ -16,24 +17,26 @@ from uniclip.rules import Rule
 from uniclip.scopes import each_example, each_row
 
 
-def by_example_norm(c: Any, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient, over all leaves, to norm ``c`` at most.
+@keywords_known
+def by_example_norm(max_norm: Any, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient, over all leaves, to norm ``max_norm`` at most.
 
     Source: Abadi et al., *Deep learning with differential privacy*, arXiv:1607.00133.
 
     Parameters
     ----------
-    c : float, 0-d array, or Limit
+    max_norm : float, 0-d array, or Limit
         At least 0.
     curve : callable, default hard
-        What happens above the limit; `skip` leaves such examples out, `normalize` is AUTO-V.
+        What happens above the limit; `uniclip.curves.reject` leaves such examples out,
+        `uniclip.curves.normalize` is AUTO-V.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If ``c`` is negative or NaN, or, when gradients are clipped, if leaves differ in their number of
+        If ``max_norm`` is negative or NaN, or, when gradients are clipped, if leaves differ in their number of
         examples.
 
     Examples
@@ -44,28 +47,29 @@ def by_example_norm(c: Any, *, curve: Curve = hard, nonfinite: NonFinite = "prop
            [0.3, 0.4]]), array([[6.],
            [0.]])]
     """
-    return Rule(c, scope=each_example, curve=curve, nonfinite=nonfinite)
+    return Rule(max_norm, scope=each_example, curve=curve, nonfinite=nonfinite)
 
 
-def by_example_layer_norm(c: Any, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient leaf by leaf, so that its norm over all leaves is ``c`` at most.
+@keywords_known
+def by_example_layer_norm(max_norm: Any, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient leaf by leaf, so that its norm over all leaves is ``max_norm`` at most.
 
     Source: McMahan, Ramage, Talwar and Zhang, *Learning differentially private recurrent language models*,
     arXiv:1710.06963.
 
     Parameters
     ----------
-    c : float or 0-d array
-        At least 0. Each of K leaves may have the norm c/√K.
+    max_norm : float or 0-d array
+        At least 0. Each of K leaves may have the norm max_norm/√K.
     by_size : bool, default False
-        Let each leaf have c·√(D/ΣD) instead, D its number of entries for an example.
+        Let each leaf have max_norm·√(D/ΣD) instead, D its number of entries for an example.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If ``c`` is negative or NaN.
+        If ``max_norm`` is negative or NaN.
 
     Examples
     --------
@@ -75,9 +79,10 @@ def by_example_layer_norm(c: Any, *, by_size: bool = False, nonfinite: NonFinite
            [0.3, 0.4]]), array([[1.],
            [0.]])]
     """
-    return Rule(Split(c, by_size), scope=each_row, nonfinite=nonfinite)
+    return Rule(Split(max_norm, by_size), scope=each_row, nonfinite=nonfinite)
 
 
+@keywords_known
 def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rule has
     quantile: float = 0.5,
     rate: float = 0.2,
@@ -124,15 +129,16 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
     return Rule(TrackedQuantile(quantile, rate, start, min, max), scope=each_example, nonfinite=nonfinite)
 
 
-def auto_s(c: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient by ``c/(‖g‖ + gamma)``: automatic clipping, for which no limit has to be found.
+@keywords_known
+def auto_s(max_norm: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``: no limit has to be found.
 
-    Source: Bu, Wang, Zha and Karypis, *Automatic clipping*, arXiv:2206.07136. With ``gamma=r`` and c = 1 it is the
+    Source: automatic clipping of Bu, Wang, Zha and Karypis, arXiv:2206.07136. With ``gamma=r`` and c = 1 it is the
     normalization of Yang et al., arXiv:2206.13033.
 
     Parameters
     ----------
-    c : float or 0-d array, default 1
+    max_norm : float or 0-d array, default 1
         What every norm is just below.
     gamma : float, default 0.01
         Above 0: what keeps small gradients small.
@@ -142,24 +148,25 @@ def auto_s(c: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propaga
     Raises
     ------
     ValueError
-        If ``c`` is negative or NaN, or ``gamma`` is not above 0.
+        If ``max_norm`` is negative or NaN, or ``gamma`` is not above 0.
 
     Examples
     --------
     >>> uc.clip(np.asarray([[0.6, 0.8]]), uc.auto_s())[0].round(4)
     array([[0.5941, 0.7921]])
     """
-    return Rule(c, scope=each_example, curve=Regularized(gamma), nonfinite=nonfinite)
+    return Rule(max_norm, scope=each_example, curve=Regularized(gamma), nonfinite=nonfinite)
 
 
-def psac(c: Any = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient by ``c/(‖g‖ + r/(‖g‖ + r))``: tiny gradients do not become large.
+@keywords_known
+def psac(max_norm: Any = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``: tiny gradients do not become large.
 
     Source: Xia et al., *Differentially private learning with per-sample adaptive clipping*, arXiv:2212.00328.
 
     Parameters
     ----------
-    c : float or 0-d array, default 1
+    max_norm : float or 0-d array, default 1
     r : float, default 0.1
         Above 0; the paper tries 0.01 to 0.1.
     nonfinite : str, default "propagate"
@@ -168,7 +175,7 @@ def psac(c: Any = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") ->
     Raises
     ------
     ValueError
-        If ``c`` is negative or NaN, or ``r`` is not above 0.
+        If ``max_norm`` is negative or NaN, or ``r`` is not above 0.
 
     Notes
     -----
@@ -179,4 +186,4 @@ def psac(c: Any = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") ->
     >>> uc.clip(np.asarray([[0.6, 0.8]]), uc.psac())[1].factors.round(5)
     array([0.91667])
     """
-    return Rule(c, scope=each_example, curve=NonMonotonic(r), nonfinite=nonfinite)
+    return Rule(max_norm, scope=each_example, curve=NonMonotonic(r), nonfinite=nonfinite)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from uniclip._mistakes import keywords_known
 from uniclip.limits import Relative, TrustRatio
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import Norm
@@ -12,6 +13,7 @@ from uniclip.rules import Rule
 from uniclip.scopes import along, each_leaf, each_row, unit
 
 
+@keywords_known
 def agc(
     ratio: Any = 0.01,
     eps: float = 1e-3,
@@ -64,6 +66,7 @@ def agc(
     return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 
+@keywords_known
 def cowclip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each row of an embedding table's gradient to ``ratio · count · max(‖row‖, eps)`` at most.
 
@@ -96,6 +99,7 @@ def cowclip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: No
     return Rule(Relative(ratio, eps, counts), scope=each_row, nonfinite=nonfinite)
 
 
+@keywords_known
 def larc(
     lr: Any, trust_coefficient: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:

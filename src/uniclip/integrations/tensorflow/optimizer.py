@@ -71,7 +71,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     ----------
     optimizer : tf.compat.v1.train.Optimizer
         The one that takes the steps. It keeps its name, its slots and the names of its variables.
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
         The path it sees of a gradient is ``(name,)``, the name of its variable: ``("rnn/kernel",)``. If it
         remembers earlier steps, its state is made of variables that are saved with the others, and
         changed by the train op.
@@ -95,7 +95,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     Notes
     -----
-    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
+    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
+    taken:
     variables, slots and ``global_step`` stay as they are.
 
     All train ops that one optimizer builds in a graph share one memory.
@@ -107,7 +108,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     >>> with tf.Graph().as_default(), tf.compat.v1.Session() as session:
     ...     w = tf.compat.v1.get_variable("w", initializer=[0.0, 0.0])
     ...     optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
-    ...     optimizer = ClippedOptimizer(optimizer, uc.by_value(0.5))
+    ...     optimizer = ClippedOptimizer(optimizer, uc.by_value(-0.5, 0.5))
     ...     train = optimizer.minimize(tf.reduce_sum(w * [0.1, -3.0]))
     ...     session.run(tf.compat.v1.global_variables_initializer())
     ...     session.run(train)
@@ -131,6 +132,10 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         self._memories: dict[Any, tuple[dict[str, Any], Rows, list[Any]]] = {}
         optimizer._maybe_initialize_trackable()
         super().__init__(optimizer._use_locking, optimizer.get_name())
+
+    def __repr__(self) -> str:
+        """Return the rule, and the optimizer that takes the steps."""
+        return f"<ClippedOptimizer: {self.rule!r}, {type(self._optimizer).__name__}>"
 
     def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of ``loss``, clip and apply them; see ``tf.compat.v1.train.Optimizer``."""

@@ -124,7 +124,8 @@ def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = No
     >>> w.grad
     tensor([-1.0000,  0.5000])
     """
-    clip_(_grads(parameters), by_value(_limit("clip_value", clip_value, "")))
+    limit = _limit("clip_value", clip_value, "")
+    clip_(_grads(parameters), by_value(-limit, limit))
 
 
 def get_total_norm(

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from uniclip._repr import short
+from uniclip._repr import counted, short
 from uniclip.arraywise import ByValue
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
@@ -52,7 +52,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     ----------
     optimizer : torch.optim.Optimizer
         What wraps one, as that of Accelerate and of Lightning do, is taken for the one inside.
-    rule : Rule, ByValue, Chain, Masked, or a function of one gradient
+    rule : Rule or a function of one gradient
         One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
         it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
 
@@ -77,7 +77,8 @@ def attach(optimizer: Any, rule: Any) -> Attached:
 
     Notes
     -----
-    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.skip`, is not taken:
+    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
+    taken:
     parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
 
@@ -136,6 +137,7 @@ class Attached(Memory):
     def __init__(self, optimizer: Any, rule: Any) -> None:
         self.rule = rule
         self._optimizer = optimizer
+        self._steps = 0
         self._changed: dict[str, Any] = {}
         self._hidden: list[tuple[Any, Any]] = []
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
@@ -153,6 +155,12 @@ class Attached(Memory):
             optimizer.register_load_state_dict_post_hook(self._take),
         ]
         _rules[optimizer] = rule
+
+    def __repr__(self) -> str:
+        """Return the rule, what it clips, and how many steps it has seen."""
+        gone = "" if self._hooks else ", removed"
+        clips = f"{type(self._optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
+        return f"<attach: {self.rule!r}, {clips}, {counted(self._steps, 'step')}{gone}>"
 
     def scalars(self) -> dict[str, Any]:
         """Return what a logger shows of the last step, see `uniclip.Report.scalars`; nothing before the first."""
@@ -233,6 +241,7 @@ class Attached(Memory):
                 self._fold(grads, scale, loss)
             else:
                 self._scale(params, grads, scale, loss)
+        self._steps += 1
         if self.report.skipped is not None:
             self._skip(params, found_inf, fused=fused)
 
