@@ -144,6 +144,6 @@ def _version() -> str:
     from importlib.metadata import version  # noqa: PLC0415 - takes a third of the time that uniclip takes to import
 
     try:
-        return version("uniclip") or "0+unknown"  # some Pythons return None where a file of metadata is broken
+        return version("uniclip-gradients") or "0+unknown"  # some Pythons return None where metadata is broken
     except (ImportError, KeyError):
         return "0+unknown"

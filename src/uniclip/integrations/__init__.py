@@ -5,9 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import uniclip
 from uniclip._repr import short
 from uniclip.rules import as_rule
 from uniclip.scopes import each_example
+
+if not hasattr(uniclip, "Rule"):
+    _found = f"the package uniclip in {', '.join(uniclip.__path__)} is not that of uniclip-gradients, or not all of it"
+    _why = "the clipboard tool called uniclip writes to the same folder, and the one installed last wins"
+    _repair = "pip uninstall uniclip; then pip install --force-reinstall --no-deps uniclip-gradients"
+    _msg = f"{_found}: {_why}. To repair it: {_repair}"
+    raise ImportError(_msg)
 
 
 @contextmanager
