@@ -254,7 +254,8 @@ class _Reports(Made):
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of all rules as one."""
-        each = zip(self.norms, self.limits, self.factors, self.thresholds, strict=True)
+        thresholds = self.thresholds or [None] * len(self.norms)
+        each = zip(self.norms, self.limits, self.factors, thresholds, strict=True)
         return _scalars([Report(*three, thresholds=last) for *three, last in each], self.skipped)
 
 
@@ -272,6 +273,8 @@ def _field(reports: list[Report], name: str) -> Any:
     if name == "skipped":
         return _skipped(reports)
     values = tuple([getattr(report, name) for report in reports])
+    if name == "thresholds" and all(value is None for value in values):
+        return None
     if name not in {"clipped", "finite"}:
         return values
     flags = [value for value in values if value is not None]

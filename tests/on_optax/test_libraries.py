@@ -75,7 +75,6 @@ def test_train_state() -> None:
     assert scalars(state).keys() == {
         "clip/norm",
         "clip/limit",
-        "clip/threshold",
         "clip/factor",
         "clip/share",
         "clip/skipped",
