@@ -14,6 +14,7 @@ import optree
 from uniclip._checks import check
 from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, holds_arrays
+from uniclip._types import AnyRule, Number, RuleLike, T
 from uniclip.absent import unknown
 from uniclip.arraywise import Function
 from uniclip.backends import DEFAULT, backend_of
@@ -27,7 +28,7 @@ from uniclip.step import kept
 from uniclip.tree import Tree, flatten
 
 
-def chain(*rules: Any) -> Chain:
+def chain(*rules: AnyRule) -> Chain:
     """Return a rule that runs the given rules and functions of one gradient array, one after the other.
 
     Each sees what the one before made of the gradients. Where one of them meets gradients that are not
@@ -59,7 +60,7 @@ def chain(*rules: Any) -> Chain:
     return Chain(tuple(map(as_rule, rules)))
 
 
-def masked(rule: Any, where: Callable[[Path, Any], bool]) -> Masked:
+def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
     """Return a rule that clips only the leaves for which ``where(path, leaf)`` is true.
 
     The other leaves come back as they are, and stay out of all norms.
@@ -92,7 +93,7 @@ def masked(rule: Any, where: Callable[[Path, Any], bool]) -> Masked:
 class Chain(Printed):
     """What `chain` returns."""
 
-    rules: tuple[Any, ...]
+    rules: tuple[RuleLike, ...]
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
@@ -115,14 +116,14 @@ class Chain(Printed):
 
     def update(
         self,
-        grads: Any,
+        grads: T,
         state: Any,
         params: Any = None,
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
-        loss: Any = None,
-    ) -> tuple[Any, Any, Report]:
+        loss: Number | None = None,
+    ) -> tuple[T, Any, Report]:
         """Run the rules; see `Rule.update`."""
         fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
         check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
@@ -143,7 +144,7 @@ class Chain(Printed):
 class Masked(Printed):
     """What `masked` returns."""
 
-    rule: Any
+    rule: RuleLike
     where: Callable[[Path, Any], bool]
 
     def __post_init__(self) -> None:
@@ -172,14 +173,14 @@ class Masked(Printed):
 
     def update(
         self,
-        grads: Any,
+        grads: T,
         state: Any,
         params: Any = None,
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
-        loss: Any = None,
-    ) -> tuple[Any, Any, Report]:
+        loss: Number | None = None,
+    ) -> tuple[T, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         tree = flatten(grads)
         if all_reduce is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import uniclip
 from uniclip._repr import short
+from uniclip._types import AnyRule, RuleLike
 from uniclip.rules import as_rule
 from uniclip.scopes import each_example
 
@@ -28,7 +29,7 @@ def needs(library: str, install: str) -> Iterator[None]:
         raise ModuleNotFoundError(msg, name=error.name) from error
 
 
-def rule_for_steps(rule: Any) -> Any:
+def rule_for_steps(rule: AnyRule) -> RuleLike:
     """Return a rule for the gradients that optimizers get, a function of one gradient array as a rule.
 
     Raises

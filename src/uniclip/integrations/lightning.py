@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from uniclip._types import AnyRule
 from uniclip.integrations import needs, rule_for_steps
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX
 
@@ -10,9 +11,10 @@ with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from collections.abc import Sequence
 from typing import Any
 
-from uniclip.integrations.torch import attach
+from uniclip.integrations.torch import Attached, attach
 
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
 """The strategies where a process holds parts of the gradients only: pytorch_lightning has others of the same names."""
@@ -61,12 +63,13 @@ class ClipGradients(Callback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, rule: AnyRule | Sequence[AnyRule | None]) -> None:
+        given: Any = rule  # of the sequences only lists and tuples are taken
         several = isinstance(rule, (list, tuple))
-        self._rules = (
-            [None if one is None else rule_for_steps(one) for one in rule] if several else rule_for_steps(rule)
+        self._rules: Any = (
+            [None if one is None else rule_for_steps(one) for one in given] if several else rule_for_steps(given)
         )
-        self.handles: list[Any] = []
+        self.handles: list[Attached] = []
         self._names: list[str] = []
         self._logged: list[Any] = []
 
@@ -98,7 +101,7 @@ class ClipGradients(Callback):
         """Log the reports of the steps that this batch took."""
         for number, (handle, name) in enumerate(zip(self.handles, self._names, strict=True)):
             report = handle.report
-            if report is self._logged[number] or trainer.barebones:  # no step: batches are accumulated
+            if report is None or report is self._logged[number] or trainer.barebones:  # batches are accumulated
                 continue
             self._logged[number] = report
             for key, value in report.scalars().items():

@@ -18,6 +18,7 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import short
+from uniclip._types import AnyRule
 from uniclip.report import Report
 from uniclip.saved import identity, labels_of, leaves_of, shown
 from uniclip.tree import flatten
@@ -57,7 +58,12 @@ _SEEN = ClipState._fields[2:-1]
 """The fields that a logger shows."""
 
 
-def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.GradientTransformationExtraArgs:
+def to_optax(
+    rule: AnyRule,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Return a gradient transformation that clips by a rule.
 
     Parameters

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from uniclip._repr import short
+from uniclip._types import AnyRule
 from uniclip.integrations import needs, rule_for_steps
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX
 
@@ -14,7 +15,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-from uniclip.integrations.torch.optimizer import attached
+from uniclip.integrations.torch.optimizer import Attached, attached
 
 _SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
 """The kinds of distributed training where a process holds parts of the gradients only."""
@@ -70,9 +71,9 @@ class ClipGradients(TrainerCallback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(..., callbacks=callbacks)
     """
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, rule: AnyRule) -> None:
         self.rule = rule_for_steps(rule)
-        self.handle: Any = None
+        self.handle: Attached | None = None
         self._seen: Any = None
         self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
         self._last: dict[str, Any] = {}
@@ -115,8 +116,8 @@ class ClipGradients(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take in the report of the step, and read nothing of it."""
-        report = self.handle.report
-        if report is self._seen:
+        report = None if self.handle is None else self.handle.report
+        if report is None or report is self._seen:
             _check_skipped(kwargs["optimizer"], self.rule)
             return
         self._seen, self._last = report, report.scalars()

@@ -13,6 +13,7 @@ import numpy as np
 import optree
 
 from uniclip._repr import counted, short
+from uniclip._types import AnyRule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer, refuse_replicas
@@ -66,8 +67,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        inner: Any,
-        rule: Any,
+        inner: keras.optimizers.Optimizer,
+        rule: AnyRule,
         *,
         loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,

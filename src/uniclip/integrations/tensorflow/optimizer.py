@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from uniclip._checks import LIMIT, nonnegative
 from uniclip._repr import short
+from uniclip._types import AnyRule, Number, RuleLike
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_optimizer,
@@ -26,7 +27,7 @@ from uniclip.report import Report
 tf1 = tf.compat.v1
 
 
-def clip_gradients_by_norm(optimizer: Any, clip_norm: Any) -> ClippedOptimizer:
+def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number) -> ClippedOptimizer:
     """Return an optimizer that clips by the global norm: what ``tf.contrib.estimator`` had under this name.
 
     In spite of its name it does not clip each gradient by its own norm: it multiplies all gradients by
@@ -116,11 +117,11 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     [-0.1  0.5]
     """
 
-    rule: Any
+    rule: RuleLike
     report: Report | None = None
-    loss: Any = None
+    loss: Number | None = None
 
-    def __init__(self, optimizer: Any, rule: Any) -> None:
+    def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
         if isinstance(optimizer, ClippedOptimizer):
             clipped = f"this optimizer is clipped already, by {short(optimizer.rule)}"
             msg = f"{clipped}: wrap it once, by uc.chain for two rules"

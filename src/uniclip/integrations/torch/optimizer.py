@@ -15,13 +15,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from uniclip._repr import counted, short
+from uniclip._types import AnyRule, Number, RuleLike
 from uniclip.arraywise import ByValue
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
-from uniclip.integrations.torch.checks import has_stepped, probe, refuse_optimizer
+from uniclip.integrations.torch.checks import Optimizer, has_stepped, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, refuse_parts, several
+from uniclip.report import Report
 from uniclip.rules import Rule, clip_known, measured, norm_of
 from uniclip.saved import labelled, leaves_of, refuse_changed
 from uniclip.scopes import all_leaves
@@ -40,7 +42,7 @@ _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule of each optimizer that has one."""
 
 
-def attach(optimizer: Any, rule: Any) -> Attached:
+def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
 
     All parameter groups are clipped together, in place, and only when the step is taken: gradients
@@ -108,7 +110,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     return handle
 
 
-def attached(optimizer: Any, rule: Any) -> Attached:
+def attached(optimizer: Any, rule: AnyRule) -> Attached:
     """Attach a rule as `attach` does, also late: for callers that restore its state by themselves."""
     refuse_optimizer(optimizer, rule)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -128,13 +130,13 @@ def attached(optimizer: Any, rule: Any) -> Attached:
 class Attached(Memory):
     """What `attach` returns."""
 
-    report: Any = None
+    report: Report | None = None
     """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
-    loss: Any = None
+    loss: Number | None = None
     """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
     returns one. ``None`` after the step. Of several processes the rule sees the mean."""
 
-    def __init__(self, optimizer: Any, rule: Any) -> None:
+    def __init__(self, optimizer: Any, rule: RuleLike) -> None:
         self.rule = rule
         self._optimizer = optimizer
         self._steps = 0
@@ -242,8 +244,9 @@ class Attached(Memory):
             else:
                 self._scale(params, grads, scale, loss)
         self._steps += 1
-        if self.report.skipped is not None:
-            self._skip(params, found_inf, fused=fused)
+        skipped = None if self.report is None else self.report.skipped
+        if skipped is not None:
+            self._skip(skipped, params, found_inf, fused=fused)
 
     def _fold(self, grads: list[Any], scale: Any, loss: Any) -> None:
         """Have the fused kernel multiply by the factor: it divides by ``grad_scale``."""
@@ -302,9 +305,8 @@ class Attached(Memory):
         """Refuse gradients of other groups than the state is for: it knows them by their order, too."""
         refuse_changed(self.rule, self._leaves, leaves_of(self.rule, flatten(self._tree(grad_of))))
 
-    def _skip(self, params: list[Any], found_inf: Any, *, fused: bool) -> None:
+    def _skip(self, skipped: Any, params: list[Any], found_inf: Any, *, fused: bool) -> None:
         """Have a step skipped that the rule leaves out."""
-        skipped = self.report.skipped
         # The fused SGD leaves its momentum uninitialized in a first step that is skipped.
         if fused and not BACKEND.readable(skipped) and not isinstance(self._optimizer, torch.optim.SGD):
             flag = skipped.to(torch.float32)
