@@ -68,4 +68,4 @@ def _functions(rule: Any) -> Iterator[Any]:
     """Yield the functions of ``(path, leaf)`` in a rule."""
     for inside in (*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])):
         yield from _functions(inside)
-    yield from filter(None, (getattr(rule, "where", None), getattr(getattr(rule, "scope", None), "join", None)))
+    yield from filter(None, (getattr(rule, "where", None), getattr(getattr(rule, "scope", None), "label", None)))
