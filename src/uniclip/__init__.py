@@ -11,7 +11,8 @@ Familiar functions, which return clipped gradients
 Run any rule
     ``clipped, report = uc.clip(grads, rule)``, `clip_` in place, `clip_and_sum` over the gradients of examples.
     ``clipper = uc.Clipper(rule)`` remembers for rules that learn: ``clipped = clipper(grads)``.
-    With an optimizer, one line does it: see `uniclip.integrations`.
+    With an optimizer, one line does it: ``from uniclip.integrations.torch import attach``; as ``.torch`` there are
+    ``.keras``, ``.optax``, ``.lightning``, ``.transformers`` and ``.tensorflow``.
 
 Published rules
     Given limits: `by_value`, `by_norm`, `by_average_norm`, `by_global_norm`, `by_group_norm`, `by_block_rms`,
@@ -128,7 +129,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the public names; uniclip's own modules are none of them."""
-    return [*__all__, "__version__", "integrations"]
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,6 +27,7 @@ _ELSEWHERE = {
     "get_total_norm": "uniclip.integrations.torch",
     "to_optax": "uniclip.integrations.optax",
 }
+_ADAPTERS = {"keras", "lightning", "optax", "tensorflow", "torch", "transformers"}
 _OTHER_NAMES = {
     "ByValue": "by_value",
     "Chain": "chain",
@@ -36,6 +37,8 @@ _OTHER_NAMES = {
     "clip_grad_norm": "clip_by_global_norm",
     "normalized": "to_global_norm",
     "percentile": "percentile_clipping",
+    "AVERAGE": "Norm(2, size_power=1)",
+    "clip_and_mean": "clip_and_sum, whose result you divide by the number of examples",
     "skip": "curves.reject",
 }
 """What people may look for, and what it is called here."""
@@ -45,12 +48,14 @@ _CHOICES = {
     "scopes": "a scope is only one of its choices: uc.Rule(1.0, scope=scope)",
     "norms": "a norm is only one of its choices: uc.Rule(1.0, norm=norm)",
     "curves": "a curve is only one of its choices: uc.Rule(1.0, curve=curve)",
-    "clipper": "a uc.Clipper is more: call it, clipped = clipper(grads)",
+    "clipper": "a uc.Clipper has one, clipper.rule; it clips by itself, clipped = clipper(grads)",
 }
 
 
 def home_of(name: str) -> str:
     """Return where a name is that the package has not itself, or what it is called; nothing if that is not known."""
+    if name == "integrations" or name in _ADAPTERS:
+        return f": write from uniclip.integrations.{name if name in _ADAPTERS else 'torch'} import ..."
     if name in _ELSEWHERE:
         return f": it is in {_ELSEWHERE[name]}"
     if name in _OTHER_NAMES:
@@ -95,7 +100,7 @@ def refuse_as_rule(value: Any) -> NoReturn:
     if module in _CHOICES:
         advice = f"and {_CHOICES[module]}"
     elif module in {"presets", "rules", "combine"}:
-        advice = f"and uc.{value.__name__} makes one: call it, as in uc.by_global_norm(1.0)"
+        advice = f"and uc.{value.__name__} makes one: call it, uc.{value.__name__}(...)"
     elif module == "verbs":
         advice = f"and uc.{value.__name__} is a function of all gradients: give it a rule {_RULE}"
     else:

@@ -143,10 +143,11 @@ class Printed:
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return the source text, with the arguments as ``show`` prints them."""
-        known = vars(sys.modules[type(self).__module__])
-        for name, value in known.items():
+        module = type(self).__module__
+        for name in sys.modules[module].__all__ if module in {"uniclip.norms", "uniclip.scopes"} else ():
+            value = getattr(sys.modules[module], name)
             if type(value) is type(self) and value == self:
-                return public(type(self).__module__, name)
+                return public(module, name)
         return f"{public(type(self).__module__, type(self).__qualname__)}({', '.join(self._arguments(show))})"
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:

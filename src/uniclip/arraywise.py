@@ -61,6 +61,10 @@ class Function(EachArray):
 
     function: Callable[[Any], Array]
 
+    def _printed(self, show: Callable[[object], str]) -> str:
+        """Return the function."""
+        return show(self.function)
+
     def apply(self, grads: T, *, in_place: bool) -> tuple[T, Report]:
         """Call the function on each gradient array."""
         return apply_function(grads, self.function, in_place=in_place)

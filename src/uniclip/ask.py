@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import optree
@@ -23,10 +23,6 @@ from uniclip.scale import NUMBERS, Choices
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
-
-
-Thresholds: TypeAlias = Callable[[], list[Any]] | None
-"""What returns the norms above which each block is limited, ``None`` where these are the limits."""
 
 
 class Step(NamedTuple):
@@ -52,7 +48,7 @@ class Asked(NamedTuple):
     step: Step | None = None
     """``None`` before the first step."""
 
-    def limits(self, norms: Blocks, state: Any) -> tuple[list[Any], Any, Thresholds]:
+    def limits(self, norms: Blocks, state: Any) -> tuple[list[Any], Any, list[Any] | None]:
         """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them.
 
         The norms are NaN where they are not finite.
@@ -69,7 +65,7 @@ class Asked(NamedTuple):
         contexts = self.contexts(norms)
         answers = [self._of_block(*pair) for pair in zip(contexts, states, strict=True)]
         limits = [_checked(self.backend, one, n) for (one, _), n in zip(answers, norms, strict=True)]
-        thresholds = _thresholds([context.threshold for context in contexts], limits)
+        thresholds = _thresholds(contexts, limits, norms)
         if not limit.memory:
             return limits, state, thresholds
         new = _with_absent(self.backend, limit, [new for _, new in answers], states)
@@ -160,11 +156,15 @@ def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
     return real(f"the limit of {short(rule.limit)}", limits, wanted), state
 
 
-def _thresholds(known: list[Any], limits: list[Any]) -> Thresholds:
-    """Return what returns the thresholds of each block; those of a limit without any are its limits."""
-    if not any(known):
+def _thresholds(contexts: list[Context], limits: list[Any], norms: Blocks) -> list[Any] | None:
+    """Return the thresholds of each block; those of a limit without any are its limits."""
+    known = [context.threshold for context in contexts]
+    if all(one is None for one in known):
         return None
-    return lambda: [limit if one is None else one() for one, limit in zip(known, limits, strict=True)]
+    for one, n in zip(known, norms, strict=True):
+        if one is not None:
+            refuse_shape("threshold", one, n)
+    return [limit if one is None else one for one, limit in zip(known, limits, strict=True)]
 
 
 def _checked(backend: Backend, value: Any, norms: Any) -> Any:

@@ -16,11 +16,10 @@ from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, holds_arrays
 from uniclip._types import AnyRule, Number, RuleLike, T
 from uniclip.absent import unknown
-from uniclip.arraywise import Function
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
-from uniclip.report import FIELDS, LOGGED, Late, Made, Report
+from uniclip.report import FIELDS, LOGGED, Late, Made, Report, register
 from uniclip.rules import as_rule
 from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
@@ -97,7 +96,7 @@ class Chain(Printed):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
-        return f"uc.chain({', '.join(show(_function_or_rule(rule)) for rule in self.rules)})"
+        return f"uc.chain({', '.join(show(rule) for rule in self.rules)})"
 
     @property
     def memory(self) -> bool:
@@ -153,7 +152,7 @@ class Masked(Printed):
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
-        return f"uc.masked({show(_function_or_rule(self.rule))}, {show(self.where)})"
+        return f"uc.masked({show(self.rule)}, {show(self.where)})"
 
     @property
     def memory(self) -> bool:
@@ -222,10 +221,6 @@ def _truth(answer: Any) -> bool:
     return bool(answer)
 
 
-def _function_or_rule(rule: Any) -> Any:
-    return rule.function if isinstance(rule, Function) else rule
-
-
 def _where(flag: Any, yes: Any, no: Any) -> Any:
     """Return one state where a flag holds, else the other one."""
     if isinstance(flag, NUMBERS):  # that of a step without gradients is of no framework
@@ -248,22 +243,45 @@ def _smaller(a: Any, b: Any) -> Any:
     return (backend_of(a) or DEFAULT).xp.minimum(a, b)
 
 
+def _each(report: Report) -> list[Report]:
+    """Return the reports of the rules in the report of a chain."""
+    thresholds = report.thresholds or [None] * len(report.norms)
+    parts = zip(report.norms, report.limits, report.factors, thresholds, strict=True)
+    more = {"finite": report.finite, "skipped": report.skipped}
+    return [Report(*three, thresholds=last, **more) for *three, last in parts]
+
+
+def _line(report: Report) -> str:
+    """Return the lines of the rules that measure norms as one."""
+    return " | ".join([str(one) for one in _each(report) if one.norms is not None]) or str(Report())
+
+
 class _Reports(Made):
     """The report of a chain: a tuple of each rule's norms, limits and factors."""
 
     __slots__ = ()
+    __str__ = _line
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of all rules as one."""
-        thresholds = self.thresholds or [None] * len(self.norms)
-        each = zip(self.norms, self.limits, self.factors, thresholds, strict=True)
-        return _scalars([Report(*three, thresholds=last) for *three, last in each], self.skipped)
+        return _scalars(_each(self), self.skipped)
+
+
+class _LateReports(Late):
+    """The same, arranged when somebody looks."""
+
+    __slots__ = ()
+    __str__ = _line
+    kind = _Reports
+
+
+register(_LateReports)
 
 
 def _joined(reports: list[Report]) -> Report:
     """Return the report on all rules, to be arranged when somebody looks if theirs are."""
     if any([isinstance(report, Late) for report in reports]):
-        return Late(partial(_field, reports), lambda: _scalars(reports, _skipped(reports)))
+        return _LateReports(partial(_field, reports), lambda: _scalars(reports, _skipped(reports)))
     if all([report.finite is None for report in reports]):
         return Report()
     return _Reports(*[_field(reports, name) for name in FIELDS])

@@ -31,9 +31,9 @@ class Norm(Printed):
     Raises
     ------
     TypeError
-        If ``p`` or ``size_power`` is no number.
+        If ``ord`` or ``size_power`` is no number.
     ValueError
-        If ``p`` is below 1 or NaN, or ``size_power`` not finite.
+        If ``ord`` is below 1 or NaN, or ``size_power`` not finite.
 
     Examples
     --------

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
@@ -17,12 +17,13 @@ from uniclip.tree import flatten
 if TYPE_CHECKING:
     from uniclip.backends import Backend
 
-LOGGED = ("clip/norm", "clip/limit", "clip/threshold", "clip/factor", "clip/share", "clip/skipped")
+NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
+LOGGED = (NORM, LIMIT, "clip/threshold", "clip/factor", SHARE, "clip/skipped")
 """The names of what a logger shows of a report."""
 AVERAGED = LOGGED[4:]
 """Those that say something only as the mean over many steps."""
 NORM_MAX = "clip/norm_max"
-"""The largest norm of all steps since the last log, where not every step is logged."""
+"""The largest finite norm of all steps since the last log, where not every step is logged."""
 _UNLIMITED = 3e38
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
@@ -94,19 +95,22 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report in one line; what a compiler traces has no values yet."""
-        arrays, values = _arrays_of(self.norms), self.scalars()
-        backend = backend_of(arrays[0]) if arrays else None
-        if backend is None:
+        leaves = flatten(self.norms).leaves
+        backend = backend_of(leaves[0]) if leaves else None
+        if not leaves:
             return "no norm measured"
-        count = sum(math.prod(array.shape) for array in arrays)
-        if backend.traced(arrays[0]):
-            return f"{count} norm{'s' * (count > 1)}, traced: the values are known when the program runs"
-        norm, limit, share = (float(values[name]) for name in (LOGGED[0], LOGGED[1], "clip/share"))
+        if backend is None:  # whatever a library of trees has put into the fields
+            return ", ".join([f"{name}={getattr(self, name)!r}" for name in FIELDS])
+        if backend.traced(leaves[0]):
+            return "traced: the values are known when the program runs"
+        norm, limit, share = (float(backend.detached(self.scalars()[name])) for name in (NORM, LIMIT, SHARE))
+        count = sum(math.prod(array.shape) for array in leaves)
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
         words += [f"limit {limit:.3g}"] if count == 1 and limit < _UNLIMITED else []
-        words += [f"clipped {share:.0%}".replace("%", " %")] if count > 1 else ["clipped" if share else "not clipped"]
-        words += ["finite" if bool(self.finite) else "not finite"]
-        words += ["skipped"] if self.skipped is not None and bool(self.skipped) else []
+        percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"  # noqa: PLR2004 - what is rounded to 0
+        words += [f"clipped {percent} %"] if count > 1 else ["clipped" if share else "not clipped"]
+        words += ["finite" if bool(backend.xp.all(self.finite)) else "not finite"]
+        words += ["skipped"] if self.skipped is not None and bool(backend.xp.any(self.skipped)) else []
         return ", ".join(words)
 
     def __repr__(self) -> str:
@@ -115,7 +119,7 @@ class Report:
 
     def without_skip(self) -> Report:
         """Return the report without ``skipped``: leaves that the rule does not see take their step."""
-        return Made(**{name: getattr(self, name) for name in FIELDS if name != "skipped"})
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the fields."""
@@ -138,6 +142,10 @@ class Made(_Fields, Report):
     __slots__ = ()
     __repr__, __str__ = Report.__repr__, Report.__str__
 
+    def without_skip(self) -> Report:
+        """Return the report without ``skipped``: leaves that the rule does not see take their step."""
+        return self._replace(skipped=None)
+
 
 class Late(Report):
     """A report whose fields are arranged when somebody looks: it holds small arrays, and no gradient.
@@ -151,6 +159,8 @@ class Late(Report):
     """
 
     __slots__ = ("_found", "_make", "_scalars")
+    kind: ClassVar[type[Made]] = Made
+    """What a library of trees, or a copy, makes of its fields."""
 
     def __init__(self, make: Callable[[str], Any], scalars: Callable[[], dict[str, Any] | None]) -> None:
         self._make, self._scalars = make, scalars
@@ -163,31 +173,45 @@ class Late(Report):
 
     def without_skip(self) -> Report:
         """Return the report without ``skipped``: leaves that the rule does not see take their step."""
-        return Late(lambda name: None if name == "skipped" else getattr(self, name), lambda: None)
+
+        def scalars() -> dict[str, Any]:
+            return {name: value for name, value in self.scalars().items() if name != LOGGED[-1]}
+
+        return type(self)(lambda name: None if name == "skipped" else getattr(self, name), scalars)
+
+    def __reduce__(self) -> Any:
+        """Return what a copy or a pickle is made of: the fields."""
+        return self.kind, tuple(self)
 
     def __getitem__(self, number: int | slice) -> Any:
         return tuple(self)[number]
 
     def __getattr__(self, name: str) -> Any:
         if name not in FIELDS:
-            raise AttributeError(name)
+            msg = f"a report has no {name!r}: it has {', '.join(FIELDS)}, and scalars()"
+            raise AttributeError(msg)
         if name not in self._found:
             self._found[name] = self._make(name)
         return self._found[name]
 
 
-def opened(late: Late) -> tuple[tuple[Any, ...], None]:
+def opened(late: Late) -> tuple[tuple[Any, ...], type[Made]]:
     """Return the fields of a report for libraries of trees, to whom it is a node with the fields as children."""
-    return tuple(late), None
+    return tuple(late), late.kind
 
 
-def closed(_: None, fields: Iterable[Any]) -> Made:
+def closed(kind: type[Made], fields: Iterable[Any]) -> Made:
     """Return a report of fields that such a library has changed."""
-    return Made(*fields)
+    return kind(*fields)
 
 
-optree.register_pytree_node(Late, opened, closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
-NODES.append((Late, opened, closed))
+def register(kind: type[Late]) -> None:
+    """Make a class of reports a node of libraries of trees."""
+    optree.register_pytree_node(kind, opened, closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
+    NODES.append((kind, opened, closed))
+
+
+register(Late)
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report

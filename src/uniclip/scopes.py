@@ -66,6 +66,8 @@ class Scope(Printed):
         """Return source text that evaluates to an equal scope."""
         if isinstance(self.axes, FanIn) and self.label is None:
             return f"uc.scopes.unit({'' if self.axes.axis is None else self.axes.axis})"
+        if self.axes is None and self.label not in {None, everything}:
+            return f"uc.scopes.groups({show(self.label)})"
         return super()._printed(show)
 
     def covered(self, ndim: int, output_axis: int) -> tuple[int, ...] | None:

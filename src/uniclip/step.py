@@ -10,7 +10,7 @@ import numpy as np
 import optree
 
 from uniclip._repr import short
-from uniclip.ask import Asked, Step, Thresholds, found_loss, on_host, refuse_shape
+from uniclip.ask import Asked, Step, found_loss, on_host, refuse_shape
 from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast
 from uniclip.curves import hard, reject
@@ -47,7 +47,7 @@ class Decision(NamedTuple):
     skipped: Any
     """Whether the step is left out, ``None`` if the rule leaves none out."""
     state: Any
-    thresholds: Thresholds = None
+    thresholds: list[Any] | None = None
 
     def clipped(self, rule: Choices) -> Any:
         """Return the clipped gradients."""
@@ -87,7 +87,7 @@ class _Seen(NamedTuple):
     factors: list[Any]
     sound: list[Any]
     skipped: Any
-    thresholds: Thresholds
+    thresholds: list[Any] | None
 
     def field(self, name: str) -> Any:
         """Return a field of the report, in arrays of the gradients' framework."""
@@ -101,7 +101,7 @@ class _Seen(NamedTuple):
             if name == "skipped":
                 return self._own(self.skipped)
             if name in {"limits", "thresholds"}:
-                blocks = self._like_norms(self.limits if name == "limits" else self.thresholds and self.thresholds())
+                blocks = self._like_norms(self.limits if name == "limits" else self.thresholds)
             else:
                 blocks = getattr(self, name)
             return None if blocks is None else self.layout.arranged(self.tree, list(map(self._own, blocks)))
@@ -111,7 +111,7 @@ class _Seen(NamedTuple):
         if not self.norms or not all(self.layout.groups) or any([0 in n.shape for n in self.norms]):
             return None
         with self.own.quiet():
-            thresholds = self._like_norms(self.thresholds and self.thresholds())
+            thresholds = self._like_norms(self.thresholds)
             limits = self._like_norms(self.limits)
             found = scalars_of(self.backend, self.norms, limits, self.factors, self.skipped, thresholds)
             return {name: self._own(value) for name, value in found.items()}

@@ -75,7 +75,7 @@ class ClipGradients(Callback):
 
     def __repr__(self) -> str:
         """Return the rules, and what they have seen."""
-        return f"<ClipGradients: {self._rules!r}, {list(map(repr, self.handles)) or 'before fit'}>"
+        return f"<ClipGradients: {self.handles or self._rules!r}{'' if self.handles else ', before fit'}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: the rules, no hooks in optimizers."""
@@ -109,7 +109,7 @@ class ClipGradients(Callback):
                 pl_module.log(key + name, value, on_step=not mean, on_epoch=mean, sync_dist=mean, batch_size=1)
                 if key == LOGGED[0]:
                     over = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "batch_size": 1}
-                    pl_module.log(NORM_MAX + name, value, sync_dist=True, **over)
+                    pl_module.log(NORM_MAX + name, value.where(value.isfinite(), 0.0), sync_dist=True, **over)
 
     def _refuse(self, trainer: Any) -> None:
         """Refuse a trainer that clips by itself, or whose optimizers see parts of the gradients only."""

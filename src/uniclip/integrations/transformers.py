@@ -124,6 +124,7 @@ class ClipGradients(TrainerCallback):
         self._steps += 1
         if LOGGED[0] in self._last:
             norm = self._last[LOGGED[0]]
+            norm = norm.where(norm.isfinite(), 0.0)
             self._largest = norm if self._largest is None else self._largest.maximum(norm)
         for name in self._last.keys() & set(AVERAGED):
             self._sums[name] = self._sums.get(name, 0) + self._last[name]

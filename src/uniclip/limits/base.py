@@ -44,10 +44,8 @@ class Context:
     Most steps have one block; a limit is called once for each, and ``total`` and ``largest`` look at all of them.
     """
 
-    threshold: Callable[[], Array] | None = None
-    """What a limit sets that limits only above a threshold, and then to less: a function that returns the thresholds.
-
-    It is called when somebody looks at the report."""
+    threshold: Array | None = None
+    """What a limit sets that limits only above a threshold, and then to less: an array that broadcasts like limits."""
 
     def __init__(
         self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
@@ -181,7 +179,8 @@ class Limit:
             What `init` or the step before returned.
         context : Context
             The array API namespace ``context.xp``, the ``context.labels`` of groups, sums over all blocks of
-            norms and, where `needs` names them, ``context.params``, ``context.sizes`` and ``context.loss``.
+            norms and, where `needs` names them, ``context.params``, ``context.sizes`` and ``context.loss``; a limit
+            that limits only above a threshold, and then to less, sets ``context.threshold`` for the report.
 
         Returns
         -------

@@ -200,6 +200,11 @@ class PerGroup(Printed, Limit):
         pairs = self.limits.items() if isinstance(self.limits, Mapping) else self.limits
         settle(self, limits=tuple((label, as_limit(limit)) for label, limit in pairs))
 
+    def _printed(self, show: Callable[[object], str]) -> str:
+        """Return source text that evaluates to an equal limit."""
+        pairs = [(label, one.value if type(one) is Constant else one) for label, one in self.limits]
+        return f"uc.limits.PerGroup({{{', '.join(f'{show(label)}: {show(one)}' for label, one in pairs)}}})"
+
     @property
     def memory(self) -> bool:  # type: ignore[override]
         """Whether one of the limits remembers."""
@@ -231,11 +236,10 @@ class PerGroup(Printed, Limit):
         rows = self._rows(limits, context)
         answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
         each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
-        if any([row.threshold for _, row in rows]):
-            own = [(row, row.threshold, limits_) for limits_, (_, row) in zip(each, rows, strict=True)]
-            context.threshold = lambda: context.xp.concat(
-                [_like_norms(some() if some else limits_, top, row) for row, some, limits_ in own], axis=0
-            )
+        if any([row.threshold is not None for _, row in rows]):
+            own = [one if row.threshold is None else row.threshold for one, (_, row) in zip(each, rows, strict=True)]
+            like = [_like_norms(one, top, row) for one, (_, row) in zip(own, rows, strict=True)]
+            context.threshold = context.xp.concat(like, axis=0)
         return context.xp.concat(each, axis=0), tuple(new for _, new in answers) if self.memory else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:
@@ -266,5 +270,7 @@ def as_limit(value: Any) -> Limit:
         return value
     if not isinstance(value, (float, int)):  # of which a compiler does not know what else they are
         fits = not callable(value) and not hasattr(value, "memory")
-        check("limit", value, fits, "a number, a 0-d array or a uc.Limit (of a rule, rule.limit)")
+        called = isinstance(value, type) and issubclass(value, Limit)
+        hint = f" (call the class, {value.__name__}(...))" if called else " (of a rule, rule.limit)"
+        check("limit", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")
     return Constant(value)

@@ -96,7 +96,7 @@ class ZScore(Remembers):
         count, std, excess = count + 1, xp.sqrt(variance), n - mean
         steps, far = aligned(xp, count, n), self.z * (std + self.eps)
         known = steps > self.warmup
-        context.threshold = lambda: xp.where(known, mean + far, unlimited(xp, n))
+        context.threshold = xp.where(known, mean + far, unlimited(xp, n))
         spike = known & (excess > far)
         target = self._target(mean, std, far / xp.where(spike, excess, 1.0))
         weight = xp.where(known, 1 - self.decay, 1 / xp.astype(steps, n.dtype))
@@ -161,7 +161,7 @@ class LogZScore(Remembers):
         mean, variance = mean + weight * change, (1 - weight) * (variance + weight * change**2)
         std = xp.sqrt(xp.where(variance > self.eps, variance, self.eps))
         spike = positive & (log - mean > self.z * std)
-        context.threshold = lambda: _above(xp, mean + self.z * std, norms)
+        context.threshold = _above(xp, mean + self.z * std, norms)
         limits = xp.where(spike, xp.exp(mean), unlimited(xp, norms))
         return limits, Moments(mean, variance, xp.where(positive, count + 1, count))
 
@@ -207,7 +207,7 @@ class RollingZScore(Remembers):
         """Compare with the windows, then keep."""
         xp, losses, loss = context.xp, state.losses, context.loss
         thresholds = limits = self._threshold(xp, state.norms, state.norms >= 0)
-        context.threshold = lambda: thresholds
+        context.threshold = thresholds
         if loss is not None:
             loss = xp.reshape(loss, (1,))
             top = unlimited(xp, loss)

@@ -74,7 +74,7 @@ def _in_percent(name: str, value: float, limit: str = "") -> None:
     """Refuse a share of 1 where percents are wanted."""
     share = number(name, value)
     if 0 < share < 1:
-        hint = f"; write uc.Rule(uc.{limit.format(share)}) if it is really meant" if limit else ""
+        hint = f"; write uc.Rule(uc.limits.{limit.format(share)}) if it is really meant" if limit else ""
         msg = f"{name} must be in percent, {share * 100:g} for a share of {share}, got {share}{hint}"
         raise ValueError(msg)
 

@@ -94,7 +94,8 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 ) -> Rule:
     """Scale each example's gradient to a limit that follows a quantile of the examples' norms.
 
-    After each step ``c ← c · exp(-rate · (share - quantile))``, share being that of the examples within c. Source:
+    After each step the limit c becomes ``c · exp(-rate · (share - quantile))``, share being that of the examples
+    within c. Source:
     Andrew, Thakkar, McMahan and Ramaswamy, *Differentially private learning with adaptive clipping*,
     arXiv:1905.03871; what Opacus calls AdaClip.
 
@@ -179,7 +180,8 @@ def psac(max_norm: Number = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "prop
 
     Notes
     -----
-    A fork of Opacus multiplies by the weight where it should divide: there large gradients end near 0, here near c.
+    A fork of Opacus multiplies by the weight where it should divide: there large gradients end near 0, here near
+    ``max_norm``.
 
     Examples
     --------

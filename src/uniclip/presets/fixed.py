@@ -201,8 +201,8 @@ def by_group_norm(
 
 
 @keywords_known
-def to_global_norm(norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale all leaves by one factor to joint norm ``norm``, smaller gradients too: ``g · norm/‖g‖``.
+def to_global_norm(max_norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
+    """Scale all leaves by one factor to joint norm ``max_norm``, smaller gradients too: ``g · max_norm/‖g‖``.
 
     This is normalized gradient descent; zeros stay zeros. Source: Hazan, Levy and Shalev-Shwartz, *Beyond convexity*,
     arXiv:1507.02030; with momentum, Cutkosky and Mehta, arXiv:2002.03305.
@@ -210,7 +210,7 @@ def to_global_norm(norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite 
 
     Parameters
     ----------
-    norm : float, 0-d array, or Limit, default 1
+    max_norm : float, 0-d array, or Limit, default 1
         The joint norm, at least 0.
     ord : float, default 2
         The order of the norm, at least 1.
@@ -220,11 +220,11 @@ def to_global_norm(norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite 
     Raises
     ------
     ValueError
-        If ``norm`` is negative or NaN, or ``ord`` below 1.
+        If ``max_norm`` is negative or NaN, or ``ord`` below 1.
 
     Examples
     --------
     >>> uc.clip([np.asarray([0.3, 0.4])], uc.to_global_norm(1.0))[0]
     [array([0.6, 0.8])]
     """
-    return Rule(norm, scope=all_leaves, norm=Norm(ord), curve=normalize, nonfinite=nonfinite)
+    return Rule(max_norm, scope=all_leaves, norm=Norm(ord), curve=normalize, nonfinite=nonfinite)

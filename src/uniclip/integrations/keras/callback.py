@@ -29,6 +29,10 @@ class LogClipping(keras.callbacks.Callback):
         When the training begins, if a callback that writes the logs comes before.
     """
 
+    def __repr__(self) -> str:
+        """Return what it is."""
+        return "<LogClipping>"
+
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Find the optimizer, also inside of a ``LossScaleOptimizer``."""
         optimizer = self.model.optimizer

@@ -234,8 +234,9 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             values = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in LOGGED]
             self._last.assign(keras.ops.stack(values))
             *sums, count, largest = keras.ops.unstack(value_of(self._totals))
+            finite = keras.ops.where(keras.ops.isfinite(values[0]), values[0], 0.0)
             sums = [total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)]
-            self._totals.assign(keras.ops.stack([*sums, count + 1, keras.ops.maximum(largest, values[0])]))
+            self._totals.assign(keras.ops.stack([*sums, count + 1, keras.ops.maximum(largest, finite)]))
 
     def _when(self, flag: Any, function: Callable[[], None]) -> None:
         when(flag, function, [*self._trainable_variables, *self.variables])

@@ -97,8 +97,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     Notes
     -----
     A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
-    taken:
-    variables, slots and ``global_step`` stay as they are.
+    taken: variables, slots and ``global_step`` stay as they are.
 
     All train ops that one optimizer builds in a graph share one memory.
 

@@ -80,8 +80,7 @@ def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
     Notes
     -----
     A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
-    taken:
-    parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
+    taken: parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
 
     With several processes in ``torch.distributed``, a rule that looks at the loss sees the mean of their losses, so
