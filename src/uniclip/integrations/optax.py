@@ -18,8 +18,8 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import short
+from uniclip.labels import identity, labels_of, leaves_of, shown
 from uniclip.report import Report
-from uniclip.saved import identity, labels_of, leaves_of, shown
 from uniclip.tree import flatten
 
 _REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}

@@ -94,7 +94,7 @@ class ClipGradients(TrainerCallback):
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
             if saved is not None:
-                self.handle.fill(saved, _ANEW)
+                self.handle.load_state_dict(saved, anew=_ANEW)
             elif state.global_step:
                 msg = (
                     f"the checkpoint, saved without the callback, has no state of {short(self.rule)}, which begins anew"
@@ -145,7 +145,7 @@ class _Snapshot:
         self._handle = handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        saved: dict[str, Any] = self._handle.saved()
+        saved: dict[str, Any] = self._handle.state_dict()
         return saved
 
 

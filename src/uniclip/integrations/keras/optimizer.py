@@ -18,8 +18,9 @@ from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, ref
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
 from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
 from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
+from uniclip.labels import identity, leaves_of
 from uniclip.report import AVERAGED, LOGGED, Report
-from uniclip.saved import from_saved, identity, leaves_of, names_of, restored
+from uniclip.saved import from_saved, names_of, restored
 from uniclip.tree import flatten
 
 

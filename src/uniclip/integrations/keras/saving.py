@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._repr import short
-from uniclip.saved import Leaves, labels_of
+from uniclip.labels import Leaves, labels_of
 
 SAVED = "uniclip"
 """Where a file keeps it, beside the variables of the optimizer, which are numbered."""

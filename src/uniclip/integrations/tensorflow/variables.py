@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import tensorflow as tf
 
-from uniclip.combine import Chain, Masked
-from uniclip.saved import leaves_of
+from uniclip.labels import Leaves, leaves_of, parts_of
 from uniclip.tree import flatten
 
 tf1 = tf.compat.v1
@@ -48,7 +47,7 @@ def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str]
     with tf.Graph().as_default(), tf1.Session() as session:
         zeros = {key: tf.zeros(v.shape, v.dtype.base_dtype) for key, v in params.items()}
         state = rule.init(zeros)
-        places = list(_places(rule, iter(leaves_of(rule, flatten(zeros))), state))
+        places = list(_places(rule, leaves_of(rule, flatten(zeros)), state))
         rows = Rows(optree.tree_structure(state), [len(labels) for _, labels in places])
         ways = [[*place, *([label] if label else [])] for place, labels in places for label in labels or [""]]
         names = ["/".join([name, "clip", *[re.sub(r"[^\w.\-/]", "_", part) for part in way]]) for way in ways]
@@ -77,18 +76,13 @@ def unique(names: list[str]) -> list[str]:
     return list(used)
 
 
-def _places(rule: Any, leaves: Iterator[Any], state: Any) -> Iterator[tuple[list[str], list[str]]]:
+def _places(rule: Any, leaves: Leaves, state: Any) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the way to each array of a state, and the labels of its rows, by which a saver finds them."""
-    if isinstance(rule, Chain) and rule.memory:
-        for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
-            yield from (([str(number), *place], labels) for place, labels in _places(one, leaves, inside))
-    elif isinstance(rule, Masked):
-        yield from _places(rule.rule, leaves, state)
-    elif rule.memory:
-        labels = [label.strip("[]'\"") for label in next(leaves) or []]
-        for path in optree.tree_accessors(state):
-            rows = tuple(path(state).shape)[:1] == (len(labels),) and len(labels) > 0
-            yield [_part(entry) for entry in path], labels if rows else []
+    for (way, inside), part in zip(parts_of(rule, state), leaves, strict=True):
+        labels = [label.strip("[]'\"") for label in part or []]
+        for path in optree.tree_accessors(inside):
+            rows = tuple(path(inside).shape)[:1] == (len(labels),) and len(labels) > 0
+            yield [*way, *map(_part, path)], labels if rows else []
 
 
 def _part(entry: Any) -> str:
