@@ -17,8 +17,11 @@ from uniclip.rules import Rule
 from uniclip.scopes import FanIn, Scope, everything
 from uniclip.tree import Tree, flatten, place
 
-Leaves: TypeAlias = list[list[str] | None]
-"""For each rule that remembers, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm."""
+Leaves: TypeAlias = list[list[str | None] | None]
+"""For each rule that remembers, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
+
+In the place of a leaf that is absent (``None``), or that a mask leaves out, there is ``None``: it has a row of its own.
+"""
 
 
 def identity(rule: Any) -> str:
@@ -62,9 +65,12 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
     if not labelled(rule):
         return [None]
     if rule.by_leaf:
-        return [[stable(place("", path)) for path, _ in pairs]]
+        whole = flatten(tree.rebuild(tree.leaves), none_is_leaf=True)
+        both = zip(whole.paths(), whole.leaves, strict=True)
+        return [[None if leaf is None else stable(place("", path)) for path, leaf in both]]
     groups: dict[Hashable, None] = dict.fromkeys(rule.scope.label(path, leaf) for path, leaf in pairs)
-    return [sorted(stable(repr(label)) for label in groups)]
+    names: list[str | None] = [*sorted(stable(repr(label)) for label in groups)]
+    return [names]
 
 
 def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -80,7 +86,7 @@ def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple
 
 def labels_of(leaves: Leaves | None) -> list[str]:
     """Return the leaves or groups of all rules, one after the other."""
-    return [label for part in leaves or () for label in part or ()]
+    return [label for part in leaves or () for label in part or () if label is not None]
 
 
 def refuse_changed(rule: Any, known: Leaves | None, here: Leaves) -> None:

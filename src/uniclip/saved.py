@@ -15,6 +15,7 @@ It is a dict of four entries, the same for every holder of a state and in every 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -128,11 +129,13 @@ def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str],
         msg = f"the saved state is not of {shown(strange)}: it is of {shown(known)}"
         raise ValueError(msg)
 
-    def of(label: str) -> str:
+    def of(label: str | None) -> str | None:
+        if label is None:
+            return None
         return names(label) if callable(names) else names.get(label, label)
 
     leaves = [None if part is None else list(map(of, part)) for part in saved["leaves"]]
-    twice = [label for part in leaves for label in part or () if part and part.count(label) > 1]
+    twice = [label for part in leaves for label, n in Counter(part or ()).items() if label is not None and n > 1]
     if twice:
         msg = f"two leaves of the saved state would become {shown(twice[:1])}"
         raise ValueError(msg)
@@ -235,18 +238,27 @@ def _refuse_format(saved: Any, anew: str) -> None:
 def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> dict[str, Any]:
     """Return the numbers of a saved state with their rows in the order of the leaves or groups here."""
     theirs, values = saved.leaves or [], dict(saved.values)
-    if [part and sorted(part) for part in theirs] != [part and sorted(part) for part in here]:
-        raise ValueError(_of_others(rule, labels_of(theirs), labels_of(here), anew))
+    if [part and set(labels_of([part])) for part in theirs] != [part and set(labels_of([part])) for part in here]:
+        raise ValueError(of_others(rule, labels_of(theirs), labels_of(here), anew))
     for (way, state), old, new in zip(parts_of(rule, like), theirs, here, strict=True):
         if old is None or new is None or old == new:
             continue
-        if not _has_rows(state, len(new)) or len(set(new)) < len(new):
-            raise ValueError(_of_others(rule, old, new, anew))
-        for name, array in zip(names_of(state), optree.tree_leaves(state), strict=True):
-            full = ".".join([*way, name])
-            if full in values and tuple(array.shape)[:1] == tuple(values[full].shape)[:1] == (len(new),):
-                values[full] = np.asarray(to_lists(values[full]))[[old.index(label) for label in new]]
+        names = [".".join([*way, name]) for name in names_of(state)]
+        rows = {name: array for name, array in zip(names, optree.tree_leaves(state), strict=True) if array.shape != ()}
+        found = {name: values[name] for name in rows if name in values}
+        if _has_rows(state, len(new)) and all(len(array) in {1, len(old)} for array in found.values()):
+            values |= {name: _moved(array, old, rows[name], new) for name, array in found.items()}
+        elif labels_of([old]) != labels_of([new]):
+            raise ValueError(of_others(rule, labels_of([old]), labels_of([new]), anew))
     return values
+
+
+def _moved(saved: Any, old: list[str | None], first: Any, new: list[str | None]) -> Any:
+    """Return saved rows in another order; those of absent leaves are as before the first step."""
+    if len(first) != len(new) or len(saved) != len(old):
+        return saved
+    mine, its = np.asarray(to_lists(saved)), np.asarray(to_lists(first))
+    return np.stack([its[n] if label is None else mine[old.index(label)] for n, label in enumerate(new)])
 
 
 def _has_rows(state: Any, count: int) -> bool:
@@ -255,7 +267,7 @@ def _has_rows(state: Any, count: int) -> bool:
     return own and all(tuple(array.shape)[:1] in {(), (1,), (count,)} for array in optree.tree_leaves(state))
 
 
-def _of_others(rule: Any, theirs: list[str], ours: list[str], anew: str) -> str:
+def of_others(rule: Any, theirs: list[str], ours: list[str], anew: str) -> str:
     """Say that a state is that of other leaves or groups than those that are here."""
     missing, extra = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []

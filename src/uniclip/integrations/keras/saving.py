@@ -34,12 +34,14 @@ def known_of(store: Any, rule: Any) -> dict[str, Any]:
     return known
 
 
-def renumbered(saved: Leaves, here: Leaves) -> Leaves:
+def renumbered(saved: Leaves | None, here: Leaves) -> Leaves | None:
     """Return the saved leaves by the names that they have here, if these differ only in what Keras chose.
 
     Keras numbers what has no name, so that the same model made twice has other paths: what was ``dense`` and
     ``dense_1`` is ``dense_2`` and ``dense_3``. And in a model that was loaded, paths begin further inside.
     """
+    if saved is None:
+        return None
     both = [labels_of(saved), labels_of(here)]
     if len(both[0]) != len(both[1]) or [one is None for one in saved] != [one is None for one in here]:
         return saved
