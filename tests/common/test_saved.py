@@ -149,3 +149,18 @@ def test_the_number_is_no_part_of_the_rule() -> None:
     saved = after(uc.adagc(), GRADS, GRADS).state_dict()
     arrays = {**saved, "state": {name: np.asarray(value) for name, value in saved["state"].items()}}
     assert loaded(uc.adagc(), arrays).state_dict() == saved
+
+
+@pytest.mark.parametrize("rule", [uc.adagc(warmup=1), ORDERED["percentile of each leaf"]], ids=["adagc", "percentile"])
+def test_absent_leaves(rule: Any) -> None:
+    """A leaf without a gradient, such as one that is frozen, has a row in the state, and need not be in other trees."""
+    steps = [{key: size * GRADS[key] for key in GRADS} for size in (1.0, 3.0, 9.0, 2.0)]
+    frozen = [OrderedDict(a=None, w=grads["w"], frozen=None, b=grads["b"]) for grads in steps]
+    for before, after_ in ((frozen, steps), (steps, frozen)):
+        one, whole = after(rule, *before[:2]), after(rule, *steps[:2])
+        other = loaded(rule, json.loads(json.dumps(one.state_dict())))
+        for given, grads in zip(after_[2:], steps[2:], strict=True):
+            got, wanted = other(given), whole(grads)
+            np.testing.assert_array_equal(got["w"], wanted["w"])
+            np.testing.assert_array_equal(got["b"], wanted["b"])
+    assert after(rule, *frozen).state_dict()["leaves"] == [[None, "['w']", None, "['b']"]]

@@ -47,7 +47,10 @@ def renumbered(saved: Leaves | None, here: Leaves) -> Leaves | None:
         return saved
     pairs = [(_parts(one), _parts(other)) for one, other in zip(*both, strict=True)]
     ends = [(one[-len(other) :], other[-len(one) :]) for one, other in pairs]
-    return here if _counted_from_0([one for one, _ in ends]) == _counted_from_0([one for _, one in ends]) else saved
+    if _counted_from_0([one for one, _ in ends]) != _counted_from_0([one for _, one in ends]):
+        return saved
+    names = iter(both[1])
+    return [part and [label and next(names) for label in part] for part in saved]
 
 
 def _counted_from_0(paths: list[list[str]]) -> list[list[tuple[str, int]]]:
