@@ -111,10 +111,14 @@ if not tags.has("generated"):  # noqa: F821 - of Sphinx; a second builder takes 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
     """Warn of public names that are not documented, and of documented names that are not public."""
     objects = [name.split(".") for name, entry in env.domaindata["py"]["objects"].items() if not entry.aliased]
-    documented = {parts[1] for parts in objects if parts[0] == "uniclip" and len(parts) > 1} - {"integrations"}
-    for name in sorted(documented ^ set(uniclip.__all__)):
-        where = "docs/api.md" if name in uniclip.__all__ else "uniclip.__all__"
-        logging.getLogger(__name__).warning("uniclip.%s is missing from %s", name, where)
+    homes = [uniclip, uniclip.scopes, uniclip.norms, uniclip.limits, uniclip.curves]
+    for home in homes:
+        path = home.__name__.split(".")
+        documented = {parts[len(path)] for parts in objects if parts[: len(path)] == path and len(parts) > len(path)}
+        public = set(home.__all__) - ({"Limit", "Norm", "Scope"} if home is not uniclip else set())
+        for name in sorted((documented - {"integrations"}) ^ public):
+            where = "docs/api.md" if name in public else f"{home.__name__}.__all__"
+            logging.getLogger(__name__).warning("%s.%s is missing from %s", home.__name__, name, where)
 
 
 def inline_math(translator: Any, node: Any) -> None:

@@ -22,7 +22,7 @@ CURVES: dict[str, Any] = {
     "smooth": uc.curves.smooth,
     "soft": uc.curves.soft,
     "normalize": uc.curves.normalize,
-    "skip": uc.curves.reject,
+    "reject": uc.curves.reject,
 }
 COLORS = [BLUE, ORANGE, GREEN, RED, GRAY]
 MEASURED = {
@@ -32,7 +32,7 @@ MEASURED = {
     "by_block_rms": "L2 norm of the leaf",
     "by_global_norm": "joint norm",
     "by_group_norm": "joint norm of the group",
-    "normalized": "joint norm",
+    "to_global_norm": "joint norm",
     "agc": "norm of the unit",
     "cowclip": "norm of the row",
     "larc": "norm of the leaf",
@@ -114,7 +114,7 @@ FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "by_block_rms": lambda: by_sizes(uc.by_block_rms, 0.25),
     "by_group_norm": by_group,
-    "normalized": lambda: {"": of_norm(uc.to_global_norm(1.0))},
+    "to_global_norm": lambda: {"": of_norm(uc.to_global_norm(1.0))},
     "agc": lambda: relative(uc.agc(0.01), (50.0, 100.0, 200.0)),
     "cowclip": lambda: {
         f"count {n}, ‖w‖ = 0.5": of_norm(uc.cowclip(np.asarray([float(n)])), (1, 1), np.full((1, 1), 0.5))
@@ -124,7 +124,7 @@ FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
         f"lr = {lr:g}, ‖w‖ = 5": of_norm(uc.larc(lr), params=np.asarray([5.0])) for lr in (0.05, 0.1, 0.2)
     },
     "by_example_norm": lambda: examples(
-        {"curve=hard": uc.by_example_norm(1.0), "curve=skip": uc.by_example_norm(1.0, curve=uc.curves.reject)}
+        {"curve=hard": uc.by_example_norm(1.0), "curve=reject": uc.by_example_norm(1.0, curve=uc.curves.reject)}
     ),
     "by_example_layer_norm": lambda: {
         f"{count} {'leaf' if count == 1 else 'leaves'}": [
@@ -143,7 +143,7 @@ FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
 
 REMEMBERING = {
     "autoclip": uc.autoclip(),
-    "percentile": uc.percentile_clipping(),
+    "percentile_clipping": uc.percentile_clipping(),
     "zclip": uc.zclip(),
     "log_zscore": uc.log_zscore(),
     "adagc": uc.adagc(),
@@ -171,7 +171,7 @@ def over_time(rule: Any) -> Figure:
     spikes_only = isinstance(rule.limit, (uc.limits.ZScore, uc.limits.LogZScore, uc.limits.RollingZScore))
     for norm in norms:
         bounds.append(_bound(rule, state) if spikes_only else math.nan)
-        state, report = rule.measure(np.asarray([norm]), state)
+        _, state, report = rule.update(np.asarray([norm]), state)
         limits.append(float(np.ravel(report.limits)[0]))
         after.append(norm * float(np.ravel(report.factors)[0]))
     figure = Figure(figsize=(6.2, 2.3))
@@ -202,11 +202,11 @@ def over_time(rule: Any) -> Figure:
 def _bound(rule: Any, state: Any) -> float:
     """Return the least norm that the rule would clip now, to two digits; NaN if there is none."""
     low, high = 0.1, 1e4
-    if not bool(rule.measure(np.asarray([high]), state)[1].clipped):
+    if not bool(rule.update(np.asarray([high]), state)[2].clipped):
         return math.nan
     while high > 1.01 * low:
         middle = math.sqrt(low * high)
-        clipped = bool(rule.measure(np.asarray([middle]), state)[1].clipped)
+        clipped = bool(rule.update(np.asarray([middle]), state)[2].clipped)
         low, high = (low, middle) if clipped else (middle, high)
     return high
 
@@ -217,7 +217,7 @@ def quantile() -> Figure:
     state, limits, batches = rule.init(np.zeros((batch, 1))), [], []
     for step in range(count):
         grads = rng.lognormal(0.0 if step < count // 2 else 1.0, 0.6, (batch, 1))
-        state, report = rule.measure(grads, state)
+        _, state, report = rule.update(grads, state)
         limits.append(float(np.ravel(report.limits)[0]))
         batches.append(grads[:, 0])
     figure = Figure(figsize=(7, 2.3))

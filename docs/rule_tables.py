@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -54,18 +55,18 @@ class Preset(NamedTuple):
 
 
 PRESETS = {
-    "by_value": Preset("each entry into an interval", (1.0,)),
+    "by_value": Preset("each entry into an interval", (-1.0, 1.0)),
     "by_norm": Preset("each leaf by its own norm", (1.0,)),
     "by_average_norm": Preset("each leaf by TensorFlow 1's average norm", (1.0,)),
     "by_global_norm": Preset("everything by one factor: the usual one", (1.0,)),
     "by_block_rms": Preset("each leaf by its root mean square", (1.0,)),
     "by_group_norm": Preset("each group by its own limit", ({0: 1.0, 1: 1.0}, label)),
-    "normalized": Preset("every gradient to the same length"),
+    "to_global_norm": Preset("every gradient to the same length"),
     "agc": Preset("each output unit beside its weights"),
     "cowclip": Preset("each row of an embedding beside its weights", (np.ones(2),)),
     "larc": Preset("each leaf's step beside its weights", (0.1,)),
     "autoclip": Preset("at a percentile of all norms so far"),
-    "percentile": Preset("each leaf at a percentile of its last norms"),
+    "percentile_clipping": Preset("each leaf at a percentile of its last norms"),
     "zclip": Preset("spikes back towards the running mean"),
     "log_zscore": Preset("spikes in logarithms back to the running mean"),
     "adagc": Preset("each leaf near its running average"),
@@ -127,8 +128,13 @@ def choices(rule: Any) -> list[str]:
     """Return the four choices of a rule as source text; of clipping by value, which is no norm, only the interval."""
     if not isinstance(rule, uc.Rule):
         return ["", "", f"[{rule.min}, {rule.max}]", ""]
-    scope = "groups(label)" if rule.scope == uc.scopes.groups(label) else repr(rule.scope)
-    return [scope, repr(rule.norm), limit_text(rule.limit), getattr(rule.curve, "__name__", repr(rule.curve))]
+    scope = "groups(label)" if rule.scope == uc.scopes.groups(label) else short(rule.scope)
+    return [scope, short(rule.norm), limit_text(rule.limit), getattr(rule.curve, "__name__", short(rule.curve))]
+
+
+def short(choice: Any) -> str:
+    """Return a choice as source text without its module, which is the column's."""
+    return re.sub(r"uc\.([a-z]+\.)?", "", repr(choice))
 
 
 def limit_text(limit: Any) -> str:
@@ -139,7 +145,7 @@ def limit_text(limit: Any) -> str:
         return "Relative(counts, eps=1e-05)"
     if isinstance(limit, uc.limits.Percentile):
         limit = replace(limit, percentile=round(limit.percentile, 2))
-    return repr(limit)
+    return short(limit)
 
 
 def facts(name: str) -> str:
@@ -181,7 +187,7 @@ def share_over_time(rule: Any, draw: Draw) -> float:
     series = draw(np.random.default_rng(0), SETTLE + STEPS)
     state, clipped = rule.init(np.zeros(1)), []
     for norm in series:
-        state, report = rule.measure(np.asarray([norm]), state)
+        _, state, report = rule.update(np.asarray([norm]), state)
         clipped.append(bool(report.clipped))
     return float(np.mean(clipped[SETTLE:]))
 
@@ -196,17 +202,17 @@ def share_of_steps(name: str, draw: Draw) -> float:
     if family(name) == "relative":
         rule = {"cowclip": uc.cowclip(np.ones(5)), "agc": uc.agc(axis=0)}.get(name) or made(name)
         params = [np.ones((5, 10)), np.ones((5, 10))]
-        reports = [rule.measure(grads, (), params)[1] for grads in early[:100]]
+        reports = [rule.update(grads, (), params)[2] for grads in early[:100]]
         limit, norm = _flat(report.limits for report in reports), _flat(report.norms for report in reports)
         params = [np.median(norm) / np.median(limit) * 2 * w for w in params]
-        return float(np.mean([bool(rule.measure(grads, (), params)[1].clipped) for grads in late]))
+        return float(np.mean([bool(rule.update(grads, (), params)[2].clipped) for grads in late]))
     if name == "by_value":
         limit = np.percentile(_flat(np.abs(leaf).ravel() for grads in early for leaf in grads), 90)
         return float(np.mean([any(np.any(np.abs(leaf) > limit) for leaf in grads) for grads in late]))
     rule = replace(made(name), limit=uc.limits.Constant(math.inf))
-    limit = float(np.percentile(_flat(rule.measure(grads, ())[1].norms for grads in early), 90))
+    limit = float(np.percentile(_flat(rule.update(grads, ())[2].norms for grads in early), 90))
     rule = replace(rule, limit=uc.limits.Constant(limit))
-    return float(np.mean([bool(rule.measure(grads, ())[1].clipped) for grads in late]))
+    return float(np.mean([bool(rule.update(grads, ())[2].clipped) for grads in late]))
 
 
 def _gradients(draw: Draw, seed: int, count: int) -> Iterator[list[np.ndarray]]:
@@ -226,7 +232,7 @@ def share_of_examples(name: str, draw: Draw) -> float:
     for _ in range(150):
         direction = rng.normal(size=(2, BATCH, 20))
         direction *= (draw(rng, BATCH) / np.sqrt((direction**2).sum((0, 2))))[:, None]
-        state, report = rule.measure(list(direction), state)
+        _, state, report = rule.update(list(direction), state)
         factors = np.stack(report.factors) if isinstance(report.factors, list) else report.factors[None]
         shares.append(np.mean((factors != 1).any(0)))
     return float(np.mean(shares[50:]))
@@ -256,9 +262,9 @@ NORMALIZERS: dict[str, Any] = {
     "`adagc()`": uc.adagc(),
     "`norm_growth()`": uc.norm_growth(),
     "`autoclip(10)`": uc.autoclip(10),
-    "`percentile(5)`": uc.percentile_clipping(5),
+    "`percentile_clipping(5)`": uc.percentile_clipping(5),
     "`adagn()`": uc.adagn(),
-    "`normalized()`": uc.to_global_norm(),
+    "`to_global_norm()`": uc.to_global_norm(),
 }
 
 
@@ -284,7 +290,7 @@ def adagc_table() -> str:
     rule, series = uc.adagc(warmup=0), [normal(cv)(np.random.default_rng(0), 2 * STEPS) for cv in cvs]
     state, seen = rule.init([np.zeros(1) for _ in cvs]), []
     for norms in zip(*series, strict=True):
-        state, report = rule.measure([np.asarray([norm]) for norm in norms], state)
+        _, state, report = rule.update([np.asarray([norm]) for norm in norms], state)
         seen.append((report.factors, state.averages))
     factors, averages = np.moveaxis(np.asarray(seen[STEPS:], dtype=float), 1, 0)
     found = zip(cvs, (factors < 1).mean(0), averages.mean(0), strict=True)

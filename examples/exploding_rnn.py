@@ -4,7 +4,7 @@
 A plain RNN reads scikit-learn's handwritten digits two pixels at a time, 32 times in a row. All singular values of
 its recurrent matrix start at 1.25, its learning rate at 1: soon one gradient is enormous, one step throws the weights
 away, and the loss is NaN (or stays at chance, all units dead). With the line marked THE CLIP in `make_step`, the same
-for all four frameworks, the same network learns to read. Needs ``pip install "uniclip[demo]"``.
+for all four frameworks, the same network learns to read. Needs ``pip install "uniclip-gradients[demo]"``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 A tiny GPT-2, made from a config, learns to continue this repository's README character by character; nothing is
 downloaded. Each epoch shows what the callback has added to the Trainer's log: the norm and the limit of its last
 step, and the share of its steps that were clipped.
-Needs ``pip install "uniclip[demo]" "transformers[torch]"``.
+Needs ``pip install "uniclip-gradients[demo]" "transformers[torch]"``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 The optimizer is wrapped once, the rule learns its limit from earlier norms, and ``LogClipping`` adds what it did to the
 logs of each epoch. Halfway the model is saved, loaded and trained on: the rule goes on where it was.
-Needs ``pip install "uniclip[demo]" keras`` and TensorFlow, JAX or PyTorch.
+Needs ``pip install "uniclip-gradients[demo]" keras`` and TensorFlow, JAX or PyTorch.
 """
 
 from __future__ import annotations

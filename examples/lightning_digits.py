@@ -3,7 +3,7 @@
 
 A recurrent network reads scikit-learn's handwritten digits row by row. Each epoch shows what the callback has
 logged: the norm and the limit of its last step, and the share of its steps that were clipped.
-Needs ``pip install "uniclip[demo]" lightning``.
+Needs ``pip install "uniclip-gradients[demo]" lightning``.
 """
 
 from __future__ import annotations

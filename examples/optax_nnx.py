@@ -3,7 +3,7 @@
 
 A small convolutional network reads scikit-learn's handwritten digits; one batch in twenty has any labels, and a
 larger gradient than the others. The rule allows no norm above the 90th percentile of the last hundred; its memory is
-a part of the optimizer's state. Needs ``pip install "uniclip[demo]" flax optax``.
+a part of the optimizer's state. Needs ``pip install "uniclip-gradients[demo]" flax optax``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A small network reads scikit-learn's handwritten digits; one batch in twenty is 
 rule that clips remembers: no norm may be above the 90th percentile of the last hundred. So a checkpoint has to hold the
 rule's memory beside weights and momentum. Each framework trains whole, then stops halfway and saves, then goes on in a
 new process; the losses have to be equal bit by bit. Last it goes on without the rule's memory: those losses differ.
-Needs ``pip install "uniclip[demo]"`` and PyTorch, or JAX and flax.
+Needs ``pip install "uniclip-gradients[demo]"`` and PyTorch, or JAX and flax.
 """
 
 from __future__ import annotations

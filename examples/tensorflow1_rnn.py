@@ -5,7 +5,7 @@ It learns the text of this repository's license, character by character, in sequ
 the learning rate are large, so gradients grow from character to character: without clipping the first steps ruin the
 network. The same network is trained without the line and with it, and goes on in a new graph from a checkpoint. Exits
 with 1 if the loss does not fall.
-Needs ``pip install "uniclip[demo]"`` and TensorFlow.
+Needs ``pip install "uniclip-gradients[demo]"`` and TensorFlow.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 It reads LICENSE character by character, under CPU autocast to bfloat16 and with a GradScaler. `attach` is all that
 uniclip asks for: the norms are those of the unscaled gradients, and the limit is learned (no norm may be above the
 75th percentile of the last fifty). Prints a table, and exits with 1 if the loss did not fall.
-Needs ``pip install "uniclip[demo]" torch``.
+Needs ``pip install "uniclip-gradients[demo]" torch``.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import sys as _sys
 from typing import Any
 
 from uniclip import curves, limits, norms, scopes
-from uniclip._mistakes import home_of
+from uniclip._mistakes import home_of as _home_of
 from uniclip.clipper import Clipper
 from uniclip.combine import chain, masked
 from uniclip.limits import Limit
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
     """Look the version up when asked (PEP 562), and say of another name where it is or what it is called."""
     if name == "__version__":
         return _version()
-    msg = f"module {__name__!r} has no attribute {name!r}{home_of(name)}"
+    msg = f"module {__name__!r} has no attribute {name!r}{_home_of(name)}"
     raise AttributeError(msg, name=name, obj=_sys.modules[__name__])
 
 
@@ -144,6 +144,6 @@ def _version() -> str:
     from importlib.metadata import version  # noqa: PLC0415 - takes a third of the time that uniclip takes to import
 
     try:
-        return version("uniclip") or "0+unknown"  # some Pythons return None where a file of metadata is broken
+        return version("uniclip-gradients") or "0+unknown"  # some Pythons return None where metadata is broken
     except (ImportError, KeyError):
         return "0+unknown"

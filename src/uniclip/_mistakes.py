@@ -8,9 +8,10 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from uniclip._repr import holds_arrays, short
+from uniclip._types import RuleLike
 from uniclip.backends import compiling
 
 _RULE = "such as uc.by_global_norm(1.0), or a function of one array"
@@ -38,8 +39,7 @@ _OTHER_NAMES = {
     "skip": "curves.reject",
 }
 """What people may look for, and what it is called here."""
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _CHOICES = {
     "limits": "a limit is only one of its choices: uc.Rule(limit)",
     "scopes": "a scope is only one of its choices: uc.Rule(1.0, scope=scope)",
@@ -59,12 +59,12 @@ def home_of(name: str) -> str:
     return f": it is uniclip.{homes[0]}.{name}" if homes else ""
 
 
-def keywords_known(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def keywords_known(function: _F) -> _F:
     """Refuse a keyword that a function has not by an error that says which ones it has."""
     known = signature(function).parameters
 
     @wraps(function)
-    def checked(*args: _P.args, **named: _P.kwargs) -> _T:
+    def checked(*args: Any, **named: Any) -> Any:
         if not named.keys() <= known.keys():
             wrong = ", ".join([repr(name) for name in named if name not in known])
             takes = ", ".join([str(one).partition(":")[0].partition("=")[0] for one in known.values()])
@@ -72,10 +72,10 @@ def keywords_known(function: Callable[_P, _T]) -> Callable[_P, _T]:
             raise TypeError(msg)
         return function(*args, **named)
 
-    return checked
+    return checked  # type: ignore[return-value]  # its signature is that of the function
 
 
-def is_rule(value: Any) -> bool:
+def is_rule(value: Any) -> TypeGuard[RuleLike]:
     """Whether a value has the interface of a rule."""
     return hasattr(value, "memory") and hasattr(value, "update") and not isinstance(value, type)
 
@@ -89,7 +89,7 @@ def own_module(value: Any) -> str:
     return next((home.partition(".")[2] for home in homes if home.partition(".")[0] == "uniclip"), "")
 
 
-def refuse_as_rule(value: Any) -> None:
+def refuse_as_rule(value: Any) -> NoReturn:
     """Raise a ``TypeError`` that says what to write instead of something that is not a rule."""
     module = own_module(value).partition(".")[0]
     if module in _CHOICES:

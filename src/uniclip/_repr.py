@@ -68,6 +68,11 @@ def article(noun: str) -> str:
     return "an" if noun[:1].lower() in set("aeio") else "a"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def holds_arrays(value: Any) -> bool:
     """Whether a value is an array that is no single number, or a container of arrays."""
     if _is_array(value):

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from uniclip._checks import flag, real, settle
 from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, describe, short
+from uniclip._types import Array, Number, T
 from uniclip.backends import backend_of
 from uniclip.backends.base import cast
 from uniclip.layout import Opened
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 class EachArray(Printed):
     """A rule that measures no norm and remembers nothing; its reports are empty."""
 
-    memory: ClassVar[bool] = False
-    by_leaf: ClassVar[bool] = False
+    memory = False
+    by_leaf = False
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""
@@ -37,19 +38,19 @@ class EachArray(Printed):
 
     def update(
         self,
-        grads: Any,
-        state: NoState,
+        grads: T,
+        state: Any,
         params: Any = None,  # noqa: ARG002 - every rule has it
         all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
         *,
         in_place: bool = False,
-        loss: Any = None,  # noqa: ARG002 - every rule has it
-    ) -> tuple[Any, NoState, Report]:
+        loss: Number | None = None,  # noqa: ARG002 - every rule has it
+    ) -> tuple[T, Any, Report]:
         """Clip ``grads``; see `Rule.update`. The report is empty."""
         clipped, report = self.apply(grads, in_place=in_place)
         return clipped, state, report
 
-    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+    def apply(self, grads: T, *, in_place: bool) -> tuple[T, Report]:
         """Replace each array."""
         raise NotImplementedError
 
@@ -58,9 +59,9 @@ class EachArray(Printed):
 class Function(EachArray):
     """A function of one gradient array as a rule."""
 
-    function: Callable[[Any], Any]
+    function: Callable[[Any], Array]
 
-    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+    def apply(self, grads: T, *, in_place: bool) -> tuple[T, Report]:
         """Call the function on each gradient array."""
         return apply_function(grads, self.function, in_place=in_place)
 
@@ -75,8 +76,8 @@ class ByValue(EachArray):
         The bounds; arrays broadcast against each leaf. Integer gradients need whole bounds.
     """
 
-    min: Any
-    max: Any
+    min: Number
+    max: Number
 
     def __post_init__(self) -> None:
         """Validate the bounds."""
@@ -92,7 +93,7 @@ class ByValue(EachArray):
     def _wrong_way(self) -> str:
         return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
 
-    def apply(self, grads: Any, *, in_place: bool) -> tuple[Any, Report]:
+    def apply(self, grads: T, *, in_place: bool) -> tuple[T, Report]:
         """Clip each entry."""
         return apply(grads, self._bounds, in_place=in_place)
 
@@ -117,7 +118,7 @@ class ByValue(EachArray):
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
-def apply_function(grads: Any, function: Callable[[Any], Any], *, in_place: bool = False) -> tuple[Any, Report]:
+def apply_function(grads: T, function: Callable[[Any], Array], *, in_place: bool = False) -> tuple[T, Report]:
     """Replace each gradient array by a function of it alone."""
     return apply(grads, partial(_of_function, function, in_place), in_place=in_place)
 
@@ -142,9 +143,7 @@ def _of_function(
     return lambda _, new: new, result
 
 
-def apply(
-    grads: Any, prepare: Callable[[Backend, Any], tuple[Any, ...]], *, in_place: bool = False
-) -> tuple[Any, Report]:
+def apply(grads: T, prepare: Callable[[Backend, Any], tuple[Any, ...]], *, in_place: bool = False) -> tuple[T, Report]:
     """Replace each gradient array (a sparse one's stored values) by a function of it.
 
     ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import optree
@@ -23,6 +23,10 @@ from uniclip.scale import NUMBERS, Choices
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+
+
+Thresholds: TypeAlias = Callable[[], list[Any]] | None
+"""What returns the norms above which each block is limited, ``None`` where these are the limits."""
 
 
 class Step(NamedTuple):
@@ -48,26 +52,28 @@ class Asked(NamedTuple):
     step: Step | None = None
     """``None`` before the first step."""
 
-    def limits(self, norms: Blocks, state: Any) -> tuple[list[Any], Any]:
-        """Return the limits of each block, numbers or arrays, and the next state; validate both.
+    def limits(self, norms: Blocks, state: Any) -> tuple[list[Any], Any, Thresholds]:
+        """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them.
 
         The norms are NaN where they are not finite.
         """
         rule, limit = self.rule, self.rule.limit
         if type(limit) is Constant:  # which needs no context
-            return [_checked(self.backend, self._constant(limit.value), n) for n in norms], state
+            return [_checked(self.backend, self._constant(limit.value), n) for n in norms], state, None
         absent_everywhere = not self.given.tree.leaves and self.step is not None and self.step.all_reduce is None
         if limit.memory:
             if absent_everywhere:  # a step without gradients teaches nothing
-                return [math.inf] * len(norms), state
+                return [math.inf] * len(norms), state, None
             _check_state(rule, self.given, self.layout, state)
         states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
-        answers = [self._of_block(*pair) for pair in zip(self.contexts(norms), states, strict=True)]
+        contexts = self.contexts(norms)
+        answers = [self._of_block(*pair) for pair in zip(contexts, states, strict=True)]
         limits = [_checked(self.backend, one, n) for (one, _), n in zip(answers, norms, strict=True)]
+        thresholds = _thresholds([context.threshold for context in contexts], limits)
         if not limit.memory:
-            return limits, state
+            return limits, state, thresholds
         new = _with_absent(self.backend, limit, [new for _, new in answers], states)
-        return limits, new[0] if len(new) == 1 else tuple(new)
+        return limits, new[0] if len(new) == 1 else tuple(new), thresholds
 
     def contexts(self, norms: Blocks) -> list[Context]:
         """Build the context of each block; what the limit needs is measured now."""
@@ -152,6 +158,13 @@ def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
         return limits, state
     wanted = f"a number or an array of real numbers that broadcasts against norms of shape {tuple(norms.shape)}"
     return real(f"the limit of {short(rule.limit)}", limits, wanted), state
+
+
+def _thresholds(known: list[Any], limits: list[Any]) -> Thresholds:
+    """Return what returns the thresholds of each block; those of a limit without any are its limits."""
+    if not any(known):
+        return None
+    return lambda: [limit if one is None else one() for one, limit in zip(known, limits, strict=True)]
 
 
 def _checked(backend: Backend, value: Any, norms: Any) -> Any:

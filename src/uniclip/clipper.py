@@ -9,6 +9,7 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
+from uniclip._types import AnyRule, Number, T
 from uniclip._values import to_lists
 from uniclip.absent import unknown
 from uniclip.backends import backend_of
@@ -38,7 +39,7 @@ class Clipper:
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
         With memory or without.
 
     Attributes
@@ -71,7 +72,7 @@ class Clipper:
     50.0
     """
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, rule: AnyRule) -> None:
         self.rule = as_rule(rule)
         self._last = _Last()
 
@@ -93,7 +94,9 @@ class Clipper:
     def state(self, state: Any) -> None:
         self._last = _Last(state, leaves=self._last.leaves)
 
-    def __call__(self, grads: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Any = None) -> Any:
+    def __call__(
+        self, grads: T, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Number | None = None
+    ) -> T:
         """Clip the gradients of a step.
 
         Parameters
@@ -116,7 +119,9 @@ class Clipper:
         """
         return self._step(grads, params, all_reduce, loss, in_place=False)[0]
 
-    def clip_(self, grads: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Any = None) -> Report:
+    def clip_(
+        self, grads: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Number | None = None
+    ) -> Report:
         """Clip the gradients of a step in place, as `uniclip.clip_` does, and return the report."""
         return self._step(grads, params, all_reduce, loss, in_place=True)[1]
 
@@ -181,8 +186,8 @@ class Clipper:
         return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW)
 
     def _step(
-        self, grads: Any, params: Any, all_reduce: AllReduce | None, loss: Any, *, in_place: bool
-    ) -> tuple[Any, Report]:
+        self, grads: T, params: Any, all_reduce: AllReduce | None, loss: Number | None, *, in_place: bool
+    ) -> tuple[T, Report]:
         state, leaves = self._last.state, self._last.leaves
         if state is None or labelled(self.rule):
             tree = flatten(grads)

@@ -14,6 +14,7 @@ import optree
 from uniclip._checks import check
 from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, holds_arrays
+from uniclip._types import AnyRule, Number, RuleLike, T
 from uniclip.absent import unknown
 from uniclip.arraywise import Function
 from uniclip.backends import DEFAULT, backend_of
@@ -27,7 +28,7 @@ from uniclip.step import kept
 from uniclip.tree import Tree, flatten
 
 
-def chain(*rules: Any) -> Chain:
+def chain(*rules: AnyRule) -> Chain:
     """Return a rule that runs the given rules and functions of one gradient array, one after the other.
 
     Each sees what the one before made of the gradients. Where one of them meets gradients that are not
@@ -36,12 +37,12 @@ def chain(*rules: Any) -> Chain:
 
     Parameters
     ----------
-    *rules : Rule, ByValue, Chain, Masked, or callable
+    *rules : rule or callable
         A callable gets one gradient array and returns the array to put in its place.
 
     Returns
     -------
-    Chain
+    rule
         Its reports hold, as ``norms``, ``limits`` and ``factors``, a tuple of each rule's own; as
         ``clipped`` and ``skipped`` whether any of them did, as ``finite`` whether all found finite gradients.
 
@@ -59,20 +60,20 @@ def chain(*rules: Any) -> Chain:
     return Chain(tuple(map(as_rule, rules)))
 
 
-def masked(rule: Any, where: Callable[[Path, Any], bool]) -> Masked:
+def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
     """Return a rule that clips only the leaves for which ``where(path, leaf)`` is true.
 
     The other leaves come back as they are, and stay out of all norms.
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : rule or callable
     where : callable
         Of the tuple of keys that leads to a leaf, such as ``("encoder", 0, "weight")``, and the leaf.
 
     Returns
     -------
-    Masked
+    rule
 
     Raises
     ------
@@ -92,7 +93,7 @@ def masked(rule: Any, where: Callable[[Path, Any], bool]) -> Masked:
 class Chain(Printed):
     """What `chain` returns."""
 
-    rules: tuple[Any, ...]
+    rules: tuple[RuleLike, ...]
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
@@ -115,14 +116,14 @@ class Chain(Printed):
 
     def update(
         self,
-        grads: Any,
+        grads: T,
         state: Any,
         params: Any = None,
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
-        loss: Any = None,
-    ) -> tuple[Any, Any, Report]:
+        loss: Number | None = None,
+    ) -> tuple[T, Any, Report]:
         """Run the rules; see `Rule.update`."""
         fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
         check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
@@ -143,7 +144,7 @@ class Chain(Printed):
 class Masked(Printed):
     """What `masked` returns."""
 
-    rule: Any
+    rule: RuleLike
     where: Callable[[Path, Any], bool]
 
     def __post_init__(self) -> None:
@@ -172,14 +173,14 @@ class Masked(Printed):
 
     def update(
         self,
-        grads: Any,
+        grads: T,
         state: Any,
         params: Any = None,
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
-        loss: Any = None,
-    ) -> tuple[Any, Any, Report]:
+        loss: Number | None = None,
+    ) -> tuple[T, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         tree = flatten(grads)
         if all_reduce is None:
@@ -254,8 +255,9 @@ class _Reports(Made):
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of all rules as one."""
-        each = zip(self.norms, self.limits, self.factors, strict=True)
-        return _scalars([Report(*values) for values in each], self.skipped)
+        thresholds = self.thresholds or [None] * len(self.norms)
+        each = zip(self.norms, self.limits, self.factors, thresholds, strict=True)
+        return _scalars([Report(*three, thresholds=last) for *three, last in each], self.skipped)
 
 
 def _joined(reports: list[Report]) -> Report:
@@ -272,6 +274,8 @@ def _field(reports: list[Report], name: str) -> Any:
     if name == "skipped":
         return _skipped(reports)
     values = tuple([getattr(report, name) for report in reports])
+    if name == "thresholds" and all(value is None for value in values):
+        return None
     if name not in {"clipped", "finite"}:
         return values
     flags = [value for value in values if value is not None]
@@ -280,11 +284,8 @@ def _field(reports: list[Report], name: str) -> Any:
 
 def _scalars(reports: list[Report], skipped: Any) -> dict[str, Any]:
     """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
-    each = [Report(one.norms, one.limits, one.factors, skipped=skipped).scalars() for one in reports]
-    join = (_larger, _smaller, mul, _larger, _larger)
-    measured = [scalars for scalars in each if scalars]
-    names = [name for name in LOGGED if measured and name in measured[0]]
-    return {
-        name: reduce(function, [scalars[name] for scalars in measured])
-        for name, function in zip(names, join, strict=False)
-    }
+    parts = [(one.norms, one.limits, one.factors, one.thresholds) for one in reports]
+    each = [Report(*three, skipped=skipped, thresholds=last).scalars() for *three, last in parts]
+    join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))
+    found = {name: [scalars[name] for scalars in each if name in scalars] for name in LOGGED}
+    return {name: reduce(join[name], values) for name, values in found.items() if values}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +17,14 @@ from uniclip.tree import flatten
 if TYPE_CHECKING:
     from uniclip.backends import Backend
 
-LOGGED = ("clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped")
+LOGGED = ("clip/norm", "clip/limit", "clip/threshold", "clip/factor", "clip/share", "clip/skipped")
 """The names of what a logger shows of a report."""
-AVERAGED = LOGGED[3:]
+AVERAGED = LOGGED[4:]
 """Those that say something only as the mean over many steps."""
-FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped")
+NORM_MAX = "clip/norm_max"
+"""The largest norm of all steps since the last log, where not every step is logged."""
+_UNLIMITED = 3e38
+FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
 
 class Report:
@@ -45,6 +49,9 @@ class Report:
     skipped
         Whether the rule left the whole step out, for the optimizer to do so too (a boolean 0-d array; ``None`` if the
         rule neither has the curve `uniclip.curves.reject` nor the policy ``"skip"``).
+    thresholds
+        Above which norms the rule clips, where it then clips to less, as `uniclip.zclip` does; ``None`` where these are
+        the limits.
     """
 
     __slots__ = ()
@@ -59,6 +66,7 @@ class Report:
     clipped: Any
     finite: Any
     skipped: Any
+    thresholds: Any
 
     def scalars(self) -> dict[str, Any]:
         """Return what a logger shows, under the same names for every rule.
@@ -66,11 +74,12 @@ class Report:
         Returns
         -------
         dict of str to 0-d array
-            ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit; ``"clip/factor"``,
-            the smallest factor; ``"clip/share"``, the share of the factors that are not 1 (of one factor 0 or 1: its
-            mean over the steps is the share of steps that were clipped); and, of a rule that may skip a step,
-            ``"clip/skipped"``, 0 or 1. They are floats on the gradients' device, and nothing is read from it. Of a
-            rule that measures no norm it is empty; of a `uniclip.chain`, ``"clip/factor"`` is the product of its
+            ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit; of a rule that has
+            one, ``"clip/threshold"``, the smallest norm that is clipped; ``"clip/factor"``, the smallest factor;
+            ``"clip/share"``, the share of the factors that are not 1 (of one factor 0 or 1: its mean over the steps is
+            the share of steps that were clipped); and, of a rule that may skip a step, ``"clip/skipped"``, 0 or 1.
+            They are floats on the gradients' device, and nothing is read from it. Of a rule that measures no norm it is
+            empty; of a `uniclip.chain`, ``"clip/factor"`` is the product of its
             rules', and ``"clip/share"`` that of the rule which clipped most.
 
         Examples
@@ -79,17 +88,34 @@ class Report:
         >>> {name: float(value) for name, value in report.scalars().items()}
         {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 0.5}
         """
-        norms, limits, factors = map(_arrays_of, (self.norms, self.limits, self.factors))
-        return scalars_of(backend_of(norms[0]) or DEFAULT, norms, limits, factors, self.skipped) if norms else {}
+        norms, limits, factors, thresholds = map(_arrays_of, (self.norms, self.limits, self.factors, self.thresholds))
+        backend = backend_of(norms[0]) if norms else None
+        return scalars_of(backend or DEFAULT, norms, limits, factors, self.skipped, thresholds) if norms else {}
+
+    def __str__(self) -> str:
+        """Return the report in one line; what a compiler traces has no values yet."""
+        arrays, values = _arrays_of(self.norms), self.scalars()
+        backend = backend_of(arrays[0]) if arrays else None
+        if backend is None:
+            return "no norm measured"
+        count = sum(math.prod(array.shape) for array in arrays)
+        if backend.traced(arrays[0]):
+            return f"{count} norm{'s' * (count > 1)}, traced: the values are known when the program runs"
+        norm, limit, share = (float(values[name]) for name in (LOGGED[0], LOGGED[1], "clip/share"))
+        words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
+        words += [f"limit {limit:.3g}"] if count == 1 and limit < _UNLIMITED else []
+        words += [f"clipped {share:.0%}".replace("%", " %")] if count > 1 else ["clipped" if share else "not clipped"]
+        words += ["finite" if bool(self.finite) else "not finite"]
+        words += ["skipped"] if self.skipped is not None and bool(self.skipped) else []
+        return ", ".join(words)
 
     def __repr__(self) -> str:
-        """Say that the norms are those before clipping."""
-        shown = [f"{name}={getattr(self, name)!r}{' (before clipping)' * (name == 'norms')}" for name in FIELDS]
-        return f"Report({', '.join(shown)})"
+        """Return the report in one line."""
+        return f"<Report: {self}>"
 
     def without_skip(self) -> Report:
         """Return the report without ``skipped``: leaves that the rule does not see take their step."""
-        return Made(*[getattr(self, name) for name in FIELDS[:-1]])
+        return Made(**{name: getattr(self, name) for name in FIELDS if name != "skipped"})
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the fields."""
@@ -103,13 +129,14 @@ class _Fields(NamedTuple):
     clipped: Any = None
     finite: Any = None
     skipped: Any = None
+    thresholds: Any = None
 
 
 class Made(_Fields, Report):
     """A report whose fields are there: it can leave code that is traced."""
 
     __slots__ = ()
-    __repr__ = Report.__repr__
+    __repr__, __str__ = Report.__repr__, Report.__str__
 
 
 class Late(Report):
@@ -163,17 +190,21 @@ optree.register_pytree_node(Late, opened, closed, namespace=EVERYWHERE)  # type:
 NODES.append((Late, opened, closed))
 
 
-def scalars_of(
-    backend: Backend, norms: list[Any], limits: list[Any], factors: list[Any], skipped: Any
+def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
+    backend: Backend, norms: list[Any], limits: list[Any], factors: list[Any], skipped: Any = None, thresholds: Any = ()
 ) -> dict[str, Any]:
-    """Return the scalars of arrays that hold all norms, limits and factors."""
+    """Return the scalars of arrays that hold all norms, limits, factors and thresholds."""
     xp = backend.xp
     least = _over(backend, xp.min, factors)
-    largest, lowest = _over(backend, xp.max, norms), _over(backend, xp.min, limits)
-    values = [largest, lowest, least, _share_changed(backend, factors)]
-    if skipped is not None:
-        values.append(xp.asarray(skipped, dtype=least.dtype))
-    return dict(zip(LOGGED, values, strict=False))
+    values = (
+        _over(backend, xp.max, norms),
+        _over(backend, xp.min, limits),
+        _over(backend, xp.min, thresholds) if thresholds else None,
+        least,
+        _share_changed(backend, factors),
+        None if skipped is None else xp.asarray(skipped, dtype=least.dtype),
+    )
+    return {name: value for name, value in zip(LOGGED, values, strict=True) if value is not None}
 
 
 def _arrays_of(values: Any) -> list[Any]:

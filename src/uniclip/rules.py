@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uniclip._checks import check, flag, one_of, refuse_in_step, settle
 from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
 from uniclip._repr import Printed
+from uniclip._types import AnyRule, MaxNorm, Number, RuleLike, T
 from uniclip.absent import Filled, filled
 from uniclip.arraywise import Function
 from uniclip.ask import Step
@@ -65,11 +66,25 @@ class Rule(Printed):
     uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
     """
 
-    limit: Any
+    if TYPE_CHECKING:
+        limit: Limit  # which a number that is given becomes
+    else:
+        limit: MaxNorm
     scope: Scope = field(default_factory=lambda: all_leaves)  # compilers cannot take plain defaults of a class
     norm: Norm = field(default_factory=lambda: L2)
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            limit: MaxNorm,
+            scope: Scope = all_leaves,
+            norm: Norm = L2,
+            curve: Curve = hard,
+            nonfinite: NonFinite = "propagate",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         """Convert a number or an array to a constant limit, and validate the choices."""
@@ -99,8 +114,7 @@ class Rule(Printed):
     @property
     def memory(self) -> bool:
         """Whether the rule remembers earlier steps."""
-        limit: Limit = self.limit
-        return limit.memory
+        return self.limit.memory
 
     @property
     def by_leaf(self) -> bool:
@@ -128,14 +142,14 @@ class Rule(Printed):
 
     def update(
         self,
-        grads: Any,
+        grads: T,
         state: Any,
         params: Any = None,
         all_reduce: AllReduce | None = None,
         *,
         in_place: bool = False,
-        loss: Any = None,
-    ) -> tuple[Any, Any, Report]:
+        loss: Number | None = None,
+    ) -> tuple[T, Any, Report]:
         """Clip ``grads``; the pure form, for jit, scan and checkpoints.
 
         Parameters
@@ -226,7 +240,7 @@ def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
     return rule
 
 
-def as_rule(rule: Any) -> Any:
+def as_rule(rule: AnyRule) -> RuleLike:
     """Return a rule as it is, a function of one gradient array as a rule."""
     if is_rule(rule):
         return rule

@@ -37,9 +37,9 @@ class Scope(Printed):
     Examples
     --------
     >>> uc.Scope(axes=(0,))
-    Scope(axes=(0,))
+    uc.Scope(axes=(0,))
     >>> uc.scopes.all_leaves
-    all_leaves
+    uc.scopes.all_leaves
     """
 
     axes: Axes = None

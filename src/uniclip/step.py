@@ -10,7 +10,7 @@ import numpy as np
 import optree
 
 from uniclip._repr import short
-from uniclip.ask import Asked, Step, found_loss, on_host, refuse_shape
+from uniclip.ask import Asked, Step, Thresholds, found_loss, on_host, refuse_shape
 from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast
 from uniclip.curves import hard, reject
@@ -47,6 +47,7 @@ class Decision(NamedTuple):
     skipped: Any
     """Whether the step is left out, ``None`` if the rule leaves none out."""
     state: Any
+    thresholds: Thresholds = None
 
     def clipped(self, rule: Choices) -> Any:
         """Return the clipped gradients."""
@@ -66,6 +67,7 @@ class Decision(NamedTuple):
         seen = _Seen(
             own, self.backend, self.layout, given.tree._replace(leaves=[]), own.device(given.first), self.norms,
             self.limits, [some.product(self.backend.xp) for some in self.factors], self.sound, self.skipped,
+            self.thresholds,
         )  # fmt: skip
         if given.tree.spec is None or own.traced(given.first):  # a way back that may hold the gradients
             return Made(*[seen.field(name) for name in Made._fields])
@@ -85,6 +87,7 @@ class _Seen(NamedTuple):
     factors: list[Any]
     sound: list[Any]
     skipped: Any
+    thresholds: Thresholds
 
     def field(self, name: str) -> Any:
         """Return a field of the report, in arrays of the gradients' framework."""
@@ -97,20 +100,25 @@ class _Seen(NamedTuple):
                 return self._own(finite(self.backend, self.sound, self.norms))
             if name == "skipped":
                 return self._own(self.skipped)
-            blocks = self._limits() if name == "limits" else getattr(self, name)
-            return self.layout.arranged(self.tree, list(map(self._own, blocks)))
+            if name in {"limits", "thresholds"}:
+                blocks = self._like_norms(self.limits if name == "limits" else self.thresholds and self.thresholds())
+            else:
+                blocks = getattr(self, name)
+            return None if blocks is None else self.layout.arranged(self.tree, list(map(self._own, blocks)))
 
     def scalars(self) -> dict[str, Any] | None:
         """Return the scalars, of NumPy's arrays where there are; ``None`` if some rows are of absent gradients."""
         if not self.norms or not all(self.layout.groups) or any([0 in n.shape for n in self.norms]):
             return None
         with self.own.quiet():
-            found = scalars_of(self.backend, self.norms, self._limits(), self.factors, self.skipped)
+            thresholds = self._like_norms(self.thresholds and self.thresholds())
+            limits = self._like_norms(self.limits)
+            found = scalars_of(self.backend, self.norms, limits, self.factors, self.skipped, thresholds)
             return {name: self._own(value) for name, value in found.items()}
 
-    def _limits(self) -> list[Any]:
+    def _like_norms(self, values: list[Any] | None) -> Any:
         xp = self.backend.xp
-        return [xp.zeros_like(n) + limit for n, limit in zip(self.norms, self.limits, strict=True)]
+        return values and [xp.zeros_like(n) + value for n, value in zip(self.norms, values, strict=True)]
 
     def _own(self, value: Any) -> Any:
         host = isinstance(value, (bool, np.ndarray, np.generic))
@@ -166,7 +174,7 @@ class _OfOne(NamedTuple):
 
     def field(self, name: str) -> Any:
         """Return a field of the report, in an array of the gradients' framework."""
-        if name == "skipped":
+        if name in {"skipped", "thresholds"}:
             return None
         value = self.factors != 1 if name == "clipped" else True if name == "finite" else getattr(self, name)
         return self._own(value)
@@ -174,7 +182,7 @@ class _OfOne(NamedTuple):
     def scalars(self) -> dict[str, Any]:
         """Return the scalars."""
         norms, limits, factors = ([np.asarray(value)] for value in (self.norms, self.limits, self.factors))
-        return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors, None).items()}
+        return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors).items()}
 
     def _own(self, value: Any) -> Any:
         return self.own.from_host(np.asarray(value), self.device)
@@ -223,7 +231,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     faults = [n - n for n in norms]
     # A limit sees ∞ as NaN: as a limit, ∞ would leave alone. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    limits, new_state = Asked(rule, given, layout, backend, step).limits(seen, state)
+    limits, new_state, thresholds = Asked(rule, given, layout, backend, step).limits(seen, state)
     decided = rule.nonfinite in {"raise", "skip"} or rule.limit.memory
     fine = finite(backend, sound, norms) if decided else None
     if rule.nonfinite == "raise":
@@ -233,7 +241,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     if rule.limit.memory:
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine)
-    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state)
+    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state, thresholds)
 
 
 def first_state(rule: Choices, given: Opened) -> Any:

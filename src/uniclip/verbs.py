@@ -11,6 +11,7 @@ from typing import Any
 from uniclip._checks import LIMIT, in_order, nonnegatives, real
 from uniclip._mistakes import keywords_known, refuse_swapped
 from uniclip._repr import short
+from uniclip._types import AnyRule, Number, T
 from uniclip.absent import Filled
 from uniclip.arraywise import ByValue
 from uniclip.ask import Step
@@ -25,14 +26,14 @@ from uniclip.step import Decision, Single
 
 
 @keywords_known
-def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
+def clip(grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[T, Report]:
     """Clip gradients by a rule that remembers nothing, or by a function of one gradient array.
 
     Parameters
     ----------
     grads : array or tree of arrays
         Of one framework. ``None`` leaves are absent gradients and keep their place.
-    rule : Rule, ByValue, or callable
+    rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     params : tree, optional
         The parameters, for limits that compare with them; a tree of the same paths as ``grads``.
@@ -72,7 +73,7 @@ def clip(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None
 
 
 @keywords_known
-def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | None = None) -> Report:
+def clip_(grads: Any, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None) -> Report:
     """Clip gradients in place, piece by piece: no second set of gradients is made.
 
     Parameters
@@ -97,7 +98,7 @@ def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | Non
 
     Notes
     -----
-    A function of an array, the scope `each_entry`, and tensors that record derivatives need memory of
+    A function of an array, the scope `uniclip.scopes.each_entry`, and tensors that record derivatives need memory of
     the array's own size.
 
     Examples
@@ -111,7 +112,7 @@ def clip_(grads: Any, rule: Any, params: Any = None, all_reduce: AllReduce | Non
 
 
 @keywords_known
-def clip_and_sum(grads: Any, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[Any, Report]:
+def clip_and_sum(grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[T, Report]:
     """Clip the gradients of single examples and add them up, without keeping the clipped ones.
 
     Parameters
@@ -161,7 +162,7 @@ def clip_and_sum(grads: Any, rule: Rule, params: Any = None, all_reduce: AllRedu
 
 
 @keywords_known
-def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
+def clip_by_value(grads: T, min: Number, max: Number) -> T:
     """Clip each entry into ``[min, max]``.
 
     Parameters
@@ -197,7 +198,7 @@ def clip_by_value(grads: Any, min: Any, max: Any) -> Any:
 
 
 @keywords_known
-def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> Any:
+def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> T:
     """Scale each leaf by itself to norm ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
 
     Parameters
@@ -233,7 +234,7 @@ def clip_by_norm(grads: Any, max_norm: Any, *, axis: int | tuple[int, ...] | Non
 
 
 @keywords_known
-def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
+def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     """Scale each leaf by itself to ``‖g‖₂/N ≤ max_norm``, N its number of entries.
 
     This is TF 1's function of that name. It is not the root mean square ``‖g‖₂/√N``, which
@@ -267,7 +268,7 @@ def clip_by_average_norm(grads: Any, max_norm: Any) -> Any:
 
 
 @keywords_known
-def clip_by_global_norm(grads: Any, max_norm: Any, *, ord: float = 2, norm: Any = None) -> tuple[Any, Any]:
+def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Number | None = None) -> tuple[T, Any]:
     """Scale all leaves by one factor, ``min(1, max_norm/‖grads‖)``: the direction is kept.
 
     Parameters
@@ -353,7 +354,7 @@ def _by_global_norm(max_norm: Any, ord: Any) -> Rule:
     return by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
 
 
-def _clip(grads: Any, rule: Any, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[Any, Report]:
+def _clip(grads: T, rule: AnyRule, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[T, Report]:
     refuse_swapped(grads, rule, "uc.clip_(grads, rule)" if in_place else "uc.clip(grads, rule)")
     rule = as_rule(rule)
     _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")

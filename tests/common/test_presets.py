@@ -583,7 +583,7 @@ def test_rules_that_are_none() -> None:
         (lambda: uc.by_example_quantile(start=2.0, max=1.0), "start must be from min to max"),
         (lambda: uc.autoclip(0.95), r"percentile must be in percent, 95 for a share of 0\.95.*uc\.Percentile\(0\.95"),
         (lambda: uc.autoclip(0.95, window=None), r"percentile must be in percent, 95 for a share of 0\.95"),
-        (lambda: uc.percentile_clipping(0.05), r"p must be in percent, 5 for a share of 0\.05, got 0\.05"),
+        (lambda: uc.percentile_clipping(0.05), r"percentile must be in percent, 5 for a share of 0\.05, got 0\.05"),
         (lambda: uc.by_example_quantile(50), r"quantile must be from 0 to 1 \(a share: 0\.5 for 50 %\), got 50"),
         (lambda: uc.zclip(decay=97), r"decay must be from 0 to below 1 \(a share: 0\.97 for 97 %\), got 97"),
         (lambda: uc.norm_growth(0.01), r"ratio must be at least 1 .*1\.01 for a growth of 1 %.*got 0\.01"),

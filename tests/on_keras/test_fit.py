@@ -347,6 +347,9 @@ def test_logs() -> None:
         assert history["clip/share"][epoch] == np.mean([step["clip/share"] for step in steps])
         for name in ("clip/norm", "clip/limit", "clip/factor"):
             assert history[name][epoch] == pytest.approx(steps[-1][name], rel=1e-5)
+        assert history["clip/norm_max"][epoch] == pytest.approx(max(step["clip/norm"] for step in steps), rel=1e-5)
+    assert repr(single.optimizer) == "<ClippedOptimizer: uc.Rule(100.0), SGD of 4 variables, 12 steps>"
+    assert repr(ClippedOptimizer(SGD(0.01), rule)) == "<ClippedOptimizer: uc.Rule(100.0), SGD, not built>"
     assert 0 < np.mean(history["clip/share"]) < 1
 
 

@@ -72,7 +72,13 @@ def test_train_state() -> None:
         state = apply(state, grad(state.params, size * X))
         close(scalars(state), seen)
     close(state.params, params)
-    assert scalars(state).keys() == {"clip/norm", "clip/limit", "clip/factor", "clip/share", "clip/skipped"}
+    assert scalars(state).keys() == {
+        "clip/norm",
+        "clip/limit",
+        "clip/factor",
+        "clip/share",
+        "clip/skipped",
+    }
 
 
 @pytest.mark.parametrize("file", [by_flax, by_orbax])

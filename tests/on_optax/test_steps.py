@@ -155,7 +155,7 @@ def test_the_steps_are_such_that_rules_change_them(name: str) -> None:
 
 NATIVE = {
     "global norm": (optax.clip_by_global_norm, uc.by_global_norm),
-    "value": (optax.clip, uc.by_value),
+    "value": (optax.clip, lambda c: uc.by_value(-c, c)),
     "block rms": (optax.clip_by_block_rms, uc.by_block_rms),
     "relative": (optax.adaptive_grad_clip, partial(uc.agc, eps=1e-3)),
 }

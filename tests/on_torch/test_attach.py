@@ -652,7 +652,7 @@ def test_checkpoints(make: Any, scope: Any) -> None:
     after.load_state_dict(plain.state_dict())  # and a checkpoint without the rule leaves the state as it is
     assert handles[2].state is state
     with pytest.warns(
-        UserWarning, match=r"has no state of Rule\(.*attach the rule first, then optimizer.load_state_dict"
+        UserWarning, match=r"has no state of uc\.Rule\(.*attach the rule first, then optimizer.load_state_dict"
     ):
         after.step()
     after.step()
@@ -665,7 +665,7 @@ def test_checkpoint_of_another_rule() -> None:
     attach(optimizers[1], uc.Rule(Usual()))
     attach(optimizers[2], uc.by_global_norm(1.0))
     saved = optimizers[0].state_dict()
-    with pytest.raises(ValueError, match=r"another rule than Rule\(.*del state_dict\['uniclip'\]"):
+    with pytest.raises(ValueError, match=r"another rule than uc\.Rule\(.*del state_dict\['uniclip'\]"):
         optimizers[1].load_state_dict(saved)
     optimizers[2].load_state_dict(saved)  # remembers nothing anyway
     assert "uniclip" not in optimizers[2].state_dict()
@@ -885,7 +885,7 @@ def test_remove(make: Any) -> None:
     optimizer = make(groups_of(net))
     before = {name: copy.copy(value) for name, value in vars(optimizer).items()}
     handle = attach(optimizer, uc.Rule(Usual()))
-    with pytest.raises(ValueError, match=r"clipped already, by Rule\(.*call remove\(\)"):
+    with pytest.raises(ValueError, match=r"clipped already, by uc\.Rule\(.*call remove\(\)"):
         attach(optimizer, uc.by_global_norm(1.0))
     handle.remove()
     handle.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import pickle
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,15 @@ def test_accumulation(tools: Any, rule: Any) -> None:
     tools.same(module.net, net)
     share = sum(float(report.scalars()["clip/share"]) for report in reports) / len(reports)
     assert trainer.callback_metrics["clip/share"] == pytest.approx(share)
+    assert trainer.callback_metrics["clip/norm_max"] == max(float(report.norms) for report in reports)
+
+
+def test_what_it_prints(tools: Any) -> None:
+    """The callback prints its rule, and after training what it has seen."""
+    callback = ClipGradients(uc.by_global_norm(0.05))
+    assert repr(callback) == "<ClipGradients: uc.Rule(0.05), before fit>"
+    fit(Module(tools), tools.batches([1.0] * 4), callback)
+    assert re.search(r"<attach: uc\.Rule\(0\.05\), \w+ of \d+ parameters, 4 steps>", repr(callback))
 
 
 def test_several_optimizers(tools: Any) -> None:
@@ -245,7 +255,7 @@ def test_resume(tools: Any, tmp_path: Path, rule: Any) -> None:
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=False)
     del saved["optimizer_states"][0]["uniclip"]
     torch.save(saved, tmp_path / "forgot.ckpt")
-    with pytest.warns(UserWarning, match=r"has no state of Rule\("):
+    with pytest.warns(UserWarning, match=r"has no state of uc\.Rule\("):
         anew = resumed(tools, tmp_path, "forgot.ckpt", rule)
     with pytest.raises(AssertionError):
         tools.same(anew, whole.net)
@@ -340,9 +350,9 @@ def test_a_step_reads_nothing() -> None:
         callback.on_train_batch_end(SimpleNamespace(barebones=False), module)
         with pytest.raises(AssertionError):
             float(logged["clip/norm"])
-    assert {name: float(value) for name, value in logged.items()} == pytest.approx(
-        {"clip/norm": 3**0.5, "clip/limit": 0.05, "clip/factor": 0.05 / 3**0.5, "clip/share": 1.0, "clip/skipped": 0.0}
-    )
+    wanted = {"clip/norm": 3**0.5, "clip/limit": 0.05, "clip/factor": 0.05 / 3**0.5, "clip/norm_max": 3**0.5}
+    wanted |= {"clip/share": 1.0, "clip/skipped": 0.0}
+    assert {name: float(value) for name, value in logged.items()} == pytest.approx(wanted)
 
 
 def test_a_rule_without_norms_logs_nothing(tools: Any) -> None:
@@ -399,7 +409,7 @@ def test_clipped_twice_by_attach(tools: Any) -> None:
         attach(optimizer, uc.by_value(-1.0, 1.0))
         return optimizer
 
-    with pytest.raises(ValueError, match="clipped already, by ByValue"):
+    with pytest.raises(ValueError, match=r"clipped already, by uc\.by_value"):
         fit(Module(tools, make), tools.batches([1.0]), ClipGradients(uc.by_global_norm(1.0)))
 
 

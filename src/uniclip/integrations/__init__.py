@@ -5,9 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import uniclip
 from uniclip._repr import short
+from uniclip._types import AnyRule, RuleLike
 from uniclip.rules import as_rule
 from uniclip.scopes import each_example
+
+if not hasattr(uniclip, "Rule"):
+    _found = f"the package uniclip in {', '.join(uniclip.__path__)} is not that of uniclip-gradients, or not all of it"
+    _why = "the clipboard tool called uniclip writes to the same folder, and the one installed last wins"
+    _repair = "pip uninstall uniclip; then pip install --force-reinstall --no-deps uniclip-gradients"
+    _msg = f"{_found}: {_why}. To repair it: {_repair}"
+    raise ImportError(_msg)
 
 
 @contextmanager
@@ -20,7 +29,7 @@ def needs(library: str, install: str) -> Iterator[None]:
         raise ModuleNotFoundError(msg, name=error.name) from error
 
 
-def rule_for_steps(rule: Any) -> Any:
+def rule_for_steps(rule: AnyRule) -> RuleLike:
     """Return a rule for the gradients that optimizers get, a function of one gradient array as a rule.
 
     Raises

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from uniclip._types import AnyRule
 from uniclip.integrations import needs, rule_for_steps
-from uniclip.report import AVERAGED
+from uniclip.report import AVERAGED, LOGGED, NORM_MAX
 
 with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from collections.abc import Sequence
 from typing import Any
 
-from uniclip.integrations.torch import attach
+from uniclip.integrations.torch import Attached, attach
 
 _SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
 """The strategies where a process holds parts of the gradients only: pytorch_lightning has others of the same names."""
@@ -26,7 +28,7 @@ class ClipGradients(Callback):
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, callable, or list of these
+    rule : Rule, callable, or list of these
         A list holds one for each optimizer, in the order of ``configure_optimizers``; ``None`` leaves one alone.
 
     Attributes
@@ -50,8 +52,9 @@ class ClipGradients(Callback):
     The state of a rule that remembers is in the checkpoint, in the state of its optimizer. The optimizers stay
     clipped when ``fit`` is over, so that ``trainer.save_checkpoint`` still finds it there.
 
-    After each step ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are logged, and as means over the
-    epoch ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``; see `uniclip.Report.scalars`. Of
+    After each step ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are logged; once in an epoch the means
+    ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"`` over its steps, and its largest norm,
+    ``"clip/norm_max"``; see `uniclip.Report.scalars`. Of
     several optimizers ``"clip/norm/0"``, ``"clip/norm/1"`` and so on.
 
     Examples
@@ -60,14 +63,19 @@ class ClipGradients(Callback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, rule: AnyRule | Sequence[AnyRule | None]) -> None:
+        given: Any = rule  # of the sequences only lists and tuples are taken
         several = isinstance(rule, (list, tuple))
-        self._rules = (
-            [None if one is None else rule_for_steps(one) for one in rule] if several else rule_for_steps(rule)
+        self._rules: Any = (
+            [None if one is None else rule_for_steps(one) for one in given] if several else rule_for_steps(given)
         )
-        self.handles: list[Any] = []
+        self.handles: list[Attached] = []
         self._names: list[str] = []
         self._logged: list[Any] = []
+
+    def __repr__(self) -> str:
+        """Return the rules, and what they have seen."""
+        return f"<ClipGradients: {self._rules!r}, {list(map(repr, self.handles)) or 'before fit'}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: the rules, no hooks in optimizers."""
@@ -93,12 +101,15 @@ class ClipGradients(Callback):
         """Log the reports of the steps that this batch took."""
         for number, (handle, name) in enumerate(zip(self.handles, self._names, strict=True)):
             report = handle.report
-            if report is self._logged[number] or trainer.barebones:  # no step: batches are accumulated
+            if report is None or report is self._logged[number] or trainer.barebones:  # batches are accumulated
                 continue
             self._logged[number] = report
             for key, value in report.scalars().items():
                 mean = key in AVERAGED
                 pl_module.log(key + name, value, on_step=not mean, on_epoch=mean, sync_dist=mean, batch_size=1)
+                if key == LOGGED[0]:
+                    over = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "batch_size": 1}
+                    pl_module.log(NORM_MAX + name, value, sync_dist=True, **over)
 
     def _refuse(self, trainer: Any) -> None:
         """Refuse a trainer that clips by itself, or whose optimizers see parts of the gradients only."""

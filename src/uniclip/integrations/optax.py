@@ -19,6 +19,7 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
+from uniclip._types import AnyRule
 from uniclip.labels import identity, labels_of, leaves_of, shown
 from uniclip.report import Report
 from uniclip.saved import from_dict as state_from_dict
@@ -43,6 +44,8 @@ class ClipState(NamedTuple):
     """The largest norm before clipping."""
     limit: Any = None
     """The smallest limit."""
+    threshold: Any = None
+    """The smallest norm that is clipped; ``None`` of a rule for which that is the limit."""
     factor: Any = None
     """The smallest factor."""
     share: Any = None
@@ -58,12 +61,17 @@ _SEEN = ClipState._fields[2:-1]
 """The fields that a logger shows."""
 
 
-def to_optax(rule: Any, inner: Any = None, *, axis_name: Any = None) -> optax.GradientTransformationExtraArgs:
+def to_optax(
+    rule: AnyRule,
+    inner: optax.GradientTransformation | None = None,
+    *,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Return a gradient transformation that clips by a rule.
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     inner : optax.GradientTransformation, optional
         What gets the clipped gradients. In a step that the rule leaves out the updates are zeros and the state of
@@ -329,7 +337,8 @@ def _nothing_seen(report: Report) -> dict[str, Any]:
     if report.finite is None:
         return {}
     seen = _seen(report)
-    names = _SEEN if report.skipped is not None else _SEEN[:-1]
+    none = {name for name, value in (("skipped", report.skipped), ("threshold", report.thresholds)) if value is None}
+    names = [name for name in _SEEN if name not in none]
     return {name: jnp.zeros((), seen[name].dtype if name in seen else jnp.float32) for name in names}
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from uniclip._checks import check
 from uniclip._repr import short
+from uniclip._types import AnyRule
 from uniclip.integrations import needs, rule_for_steps
-from uniclip.report import AVERAGED
+from uniclip.report import AVERAGED, LOGGED, NORM_MAX
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback
@@ -15,7 +16,7 @@ import dataclasses
 import warnings
 from typing import Any
 
-from uniclip.integrations.torch.optimizer import attached
+from uniclip.integrations.torch.optimizer import Attached, attached
 
 _SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
 """The kinds of distributed training where a process holds parts of the gradients only."""
@@ -32,7 +33,7 @@ class ClipGradients(TrainerCallback):
 
     Parameters
     ----------
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
 
     Attributes
     ----------
@@ -62,8 +63,8 @@ class ClipGradients(TrainerCallback):
     The state of a rule that remembers is in ``trainer_state.json`` of each checkpoint, as plain numbers.
 
     To what the Trainer logs about training are added ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"``
-    of the last step and, as means over the steps since the last log, ``"clip/share"`` and, of a rule that may
-    skip a step, ``"clip/skipped"``; see `uniclip.Report.scalars`.
+    of the last step and, over the steps since the last log, the means ``"clip/share"`` and, of a rule that may
+    skip a step, ``"clip/skipped"``, and the largest norm, ``"clip/norm_max"``; see `uniclip.Report.scalars`.
 
     Examples
     --------
@@ -71,20 +72,28 @@ class ClipGradients(TrainerCallback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(..., callbacks=callbacks)
     """
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, rule: AnyRule) -> None:
         self.rule = rule_for_steps(rule)
-        self.handle: Any = None
+        self.handle: Attached | None = None
         self._seen: Any = None
         self._loaded: dict[str, Any] = {}
         self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
         self._last: dict[str, Any] = {}
         self._sums: dict[str, Any] = {}
+        self._largest: Any = None
         self._steps = 0
+
+    def __repr__(self) -> str:
+        """Return the rule, and what it has seen."""
+        return (
+            f"<ClipGradients: {self.rule!r}, before training>"
+            if self.handle is None
+            else f"<ClipGradients: {self.handle!r}>"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: the rule, no hooks in an optimizer."""
-        fresh: dict[str, Any] = {"handle": None, "_seen": None, "_given": None, "_last": {}, "_sums": {}, "_steps": 0}
-        return vars(self) | fresh
+        return dict(vars(ClipGradients(self.rule)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does."""
@@ -106,7 +115,7 @@ class ClipGradients(TrainerCallback):
             If it is that of another rule or of other parameters, or holds what is no finite number.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
-        if self._given is not None:  # it trains
+        if self.handle is not None and self._given is not None:  # it trains
             self.handle.load_state_dict(saved)
         else:
             self._loaded, self.handle = saved, None
@@ -117,7 +126,7 @@ class ClipGradients(TrainerCallback):
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
         self.handle = attached(optimizer, self.rule)
-        self._seen, self._last, self._sums, self._steps = None, {}, {}, 0
+        self._seen, self._last, self._sums, self._largest, self._steps = None, {}, {}, None, 0
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
             if saved is not None:
@@ -137,12 +146,15 @@ class ClipGradients(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take in the report of the step, and read nothing of it."""
-        report = self.handle.report
-        if report is self._seen:
+        report = None if self.handle is None else self.handle.report
+        if report is None or report is self._seen:
             _check_skipped(kwargs["optimizer"], self.rule)
             return
         self._seen, self._last = report, report.scalars()
         self._steps += 1
+        if LOGGED[0] in self._last:
+            norm = self._last[LOGGED[0]]
+            self._largest = norm if self._largest is None else self._largest.maximum(norm)
         for name in self._last.keys() & set(AVERAGED):
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
 
@@ -151,8 +163,9 @@ class ClipGradients(TrainerCallback):
         if "loss" not in logs or not self._steps:  # it is about evaluation
             return
         means = {name: total / self._steps for name, total in self._sums.items()}
-        clip = {name: float(value) for name, value in (self._last | means).items()}
-        self._sums, self._steps = {}, 0
+        largest = {} if self._largest is None else {NORM_MAX: self._largest}
+        clip = {name: float(value) for name, value in (self._last | means | largest).items()}
+        self._sums, self._largest, self._steps = {}, None, 0
         logs.update(clip)
         state.log_history[-1].update(clip)  # written before this is called
 

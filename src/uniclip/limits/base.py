@@ -44,6 +44,11 @@ class Context:
     Most steps have one block; a limit is called once for each, and ``total`` and ``largest`` look at all of them.
     """
 
+    threshold: Callable[[], Array] | None = None
+    """What a limit sets that limits only above a threshold, and then to less: a function that returns the thresholds.
+
+    It is called when somebody looks at the report."""
+
     def __init__(
         self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
     ) -> None:

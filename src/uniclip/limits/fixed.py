@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from uniclip._checks import LIMIT, check, flag, nonnegative, nonnegatives, settle
 from uniclip._repr import Printed, short
+from uniclip._types import Number
 from uniclip.limits.base import Array, Context, Limit, NoState, Remembers, State, Vectorized, aligned, unlimited
 
 _NAMED = 10
@@ -26,7 +27,7 @@ class Constant(Vectorized):
         At least 0; a 0-d array may be traced, so that changing it recompiles nothing.
     """
 
-    value: Any
+    value: Number
 
     def __post_init__(self) -> None:
         """Validate the limit."""
@@ -92,8 +93,8 @@ class Relative(Vectorized):
         One number for each norm of a group, of these norms' shape, to multiply its limit by.
     """
 
-    ratio: Any
-    eps: Any = 1e-3
+    ratio: Number
+    eps: Number = 1e-3
     counts: Any = None
 
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
@@ -132,7 +133,7 @@ class TrustRatio(Vectorized):
         What the optimizer adds to the gradient: the factor is for both together.
     """
 
-    lr: Any
+    lr: Number
     trust_coefficient: float
     weight_decay: float
 
@@ -162,7 +163,7 @@ class Split(Vectorized):
         Give each norm ``total·√(D/ΣD)``, D its number of entries, instead of ``total/√K``.
     """
 
-    total: Any
+    total: Number
     by_size: bool = False
 
     def __post_init__(self) -> None:
@@ -230,6 +231,11 @@ class PerGroup(Printed, Limit):
         rows = self._rows(limits, context)
         answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
         each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
+        if any([row.threshold for _, row in rows]):
+            own = [(row, row.threshold, limits_) for limits_, (_, row) in zip(each, rows, strict=True)]
+            context.threshold = lambda: context.xp.concat(
+                [_like_norms(some() if some else limits_, top, row) for row, some, limits_ in own], axis=0
+            )
         return context.xp.concat(each, axis=0), tuple(new for _, new in answers) if self.memory else state
 
     def _rows(self, limits: list[Limit], context: Context) -> list[tuple[Limit, Context]]:

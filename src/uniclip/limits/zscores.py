@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
@@ -95,6 +96,7 @@ class ZScore(Remembers):
         count, std, excess = count + 1, xp.sqrt(variance), n - mean
         steps, far = aligned(xp, count, n), self.z * (std + self.eps)
         known = steps > self.warmup
+        context.threshold = lambda: xp.where(known, mean + far, unlimited(xp, n))
         spike = known & (excess > far)
         target = self._target(mean, std, far / xp.where(spike, excess, 1.0))
         weight = xp.where(known, 1 - self.decay, 1 / xp.astype(steps, n.dtype))
@@ -159,6 +161,7 @@ class LogZScore(Remembers):
         mean, variance = mean + weight * change, (1 - weight) * (variance + weight * change**2)
         std = xp.sqrt(xp.where(variance > self.eps, variance, self.eps))
         spike = positive & (log - mean > self.z * std)
+        context.threshold = lambda: _above(xp, mean + self.z * std, norms)
         limits = xp.where(spike, xp.exp(mean), unlimited(xp, norms))
         return limits, Moments(mean, variance, xp.where(positive, count + 1, count))
 
@@ -203,7 +206,8 @@ class RollingZScore(Remembers):
     def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
         """Compare with the windows, then keep."""
         xp, losses, loss = context.xp, state.losses, context.loss
-        limits = self._threshold(xp, state.norms, state.norms >= 0)
+        thresholds = limits = self._threshold(xp, state.norms, state.norms >= 0)
+        context.threshold = lambda: thresholds
         if loss is not None:
             loss = xp.reshape(loss, (1,))
             top = unlimited(xp, loss)
@@ -225,3 +229,9 @@ class RollingZScore(Remembers):
         std = L2.root(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
         rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
         return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[:, 0, ...]
+
+
+def _above(xp: Any, log: Array, norms: Array) -> Array:
+    """Return the norm of a logarithm, the largest number of the norms' dtype where it is none or too large."""
+    known = log < math.log(unlimited(xp, norms))
+    return xp.where(known, xp.exp(xp.where(known, log, 0.0)), unlimited(xp, norms))

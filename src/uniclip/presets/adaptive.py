@@ -204,7 +204,7 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
     Notes
     -----
     TensorFlow's function without its ``global_step`` begins with a mean logarithm of 0, a limit of about 1; here the
-    first norm is the first mean. Its ``static_max_norm`` is ``uc.chain(uc.log_zscore(), uc.by_global_norm(c))``.
+    first norm is the first mean. Its ``static_max_norm`` is ``uc.chain(uc.log_zscore(), uc.by_global_norm(max_norm))``.
 
     Examples
     --------

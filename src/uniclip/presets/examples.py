@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from uniclip._mistakes import keywords_known
+from uniclip._types import MaxNorm, Number
 from uniclip.curves import Curve, NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
 from uniclip.nonfinite import NonFinite
@@ -18,7 +18,7 @@ from uniclip.scopes import each_example, each_row
 
 
 @keywords_known
-def by_example_norm(max_norm: Any, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
+def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient, over all leaves, to norm ``max_norm`` at most.
 
     Source: Abadi et al., *Deep learning with differential privacy*, arXiv:1607.00133.
@@ -51,7 +51,7 @@ def by_example_norm(max_norm: Any, *, curve: Curve = hard, nonfinite: NonFinite 
 
 
 @keywords_known
-def by_example_layer_norm(max_norm: Any, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
+def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient leaf by leaf, so that its norm over all leaves is ``max_norm`` at most.
 
     Source: McMahan, Ramage, Talwar and Zhang, *Learning differentially private recurrent language models*,
@@ -130,7 +130,7 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 
 
 @keywords_known
-def auto_s(max_norm: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
+def auto_s(max_norm: Number = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``: no limit has to be found.
 
     Source: automatic clipping of Bu, Wang, Zha and Karypis, arXiv:2206.07136. With ``gamma=r`` and c = 1 it is the
@@ -159,7 +159,7 @@ def auto_s(max_norm: Any = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "
 
 
 @keywords_known
-def psac(max_norm: Any = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
+def psac(max_norm: Number = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``: tiny gradients do not become large.
 
     Source: Xia et al., *Differentially private learning with per-sample adaptive clipping*, arXiv:2212.00328.

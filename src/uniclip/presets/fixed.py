@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from uniclip._mistakes import keywords_known
+from uniclip._types import MaxNorm, Number
 from uniclip.arraywise import ByValue
 from uniclip.curves import Curve, hard, normalize
 from uniclip.limits import PerGroup
@@ -17,7 +18,7 @@ from uniclip.scopes import Label, all_leaves, along, each_leaf, groups
 
 
 @keywords_known
-def by_value(min: Any, max: Any) -> ByValue:
+def by_value(min: Number, max: Number) -> ByValue:
     """Clip each entry into ``[min, max]``.
 
     Source: Mikolov, PhD thesis, 2012.
@@ -42,7 +43,7 @@ def by_value(min: Any, max: Any) -> ByValue:
 
 @keywords_known
 def by_norm(
-    max_norm: Any,
+    max_norm: MaxNorm,
     axis: int | tuple[int, ...] | None = None,
     ord: float = 2,
     *,
@@ -84,7 +85,7 @@ def by_norm(
 
 
 @keywords_known
-def by_average_norm(max_norm: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
+def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
 
     Source: the function ``clip_by_average_norm`` of TF 1.
@@ -110,7 +111,9 @@ def by_average_norm(max_norm: Any, *, nonfinite: NonFinite = "propagate") -> Rul
 
 
 @keywords_known
-def by_global_norm(max_norm: Any, ord: float = 2, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
+def by_global_norm(
+    max_norm: MaxNorm, ord: float = 2, *, curve: Curve = hard, nonfinite: NonFinite = "propagate"
+) -> Rule:
     """Scale all leaves by one factor to joint norm ``max_norm`` at most, which keeps the direction.
 
     Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
@@ -140,7 +143,7 @@ def by_global_norm(max_norm: Any, ord: float = 2, *, curve: Curve = hard, nonfin
 
 
 @keywords_known
-def by_block_rms(max_norm: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
+def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to root mean square ``max_norm`` at most: ``g · min(1, max_norm·√N/‖g‖₂)``.
 
     Source: Shazeer and Stern, *Adafactor*, arXiv:1804.04235.
@@ -167,7 +170,7 @@ def by_block_rms(max_norm: Any, *, nonfinite: NonFinite = "propagate") -> Rule:
 
 @keywords_known
 def by_group_norm(
-    max_norm: Mapping[Hashable, Any], label: Label, ord: float = 2, *, nonfinite: NonFinite = "propagate"
+    max_norm: Mapping[Any, MaxNorm], label: Label, ord: float = 2, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:
     """Scale the leaves of each group by one factor to the group's own joint norm at most.
 
@@ -198,7 +201,7 @@ def by_group_norm(
 
 
 @keywords_known
-def to_global_norm(norm: Any = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
+def to_global_norm(norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale all leaves by one factor to joint norm ``norm``, smaller gradients too: ``g · norm/‖g‖``.
 
     This is normalized gradient descent; zeros stay zeros. Source: Hazan, Levy and Shalev-Shwartz, *Beyond convexity*,

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from uniclip._mistakes import keywords_known
+from uniclip._types import Array, Number
 from uniclip.limits import Relative, TrustRatio
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import Norm
@@ -15,7 +14,7 @@ from uniclip.scopes import along, each_leaf, each_row, unit
 
 @keywords_known
 def agc(
-    ratio: Any = 0.01,
+    ratio: Number = 0.01,
     eps: float = 1e-3,
     axis: int | tuple[int, ...] | None = None,
     ord: float = 2,  # noqa: A002 - the standard's name
@@ -67,7 +66,7 @@ def agc(
 
 
 @keywords_known
-def cowclip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
+def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each row of an embedding table's gradient to ``ratio · count · max(‖row‖, eps)`` at most.
 
     Source: Zheng et al., *CowClip*, arXiv:2204.06240. Only for the embedding table: clip it by itself, or
@@ -101,7 +100,7 @@ def cowclip(counts: Any, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: No
 
 @keywords_known
 def larc(
-    lr: Any, trust_coefficient: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate"
+    lr: Number, trust_coefficient: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:
     """Scale each leaf so that a step at the learning rate ``lr`` is at most ``trust_coefficient · ‖w‖`` long.
 

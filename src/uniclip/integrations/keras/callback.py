@@ -19,8 +19,9 @@ class LogClipping(keras.callbacks.Callback):
     """Add the scalars of a `ClippedOptimizer` to the logs of each epoch.
 
     ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are those of the epoch's last step, ``"clip/share"`` and
-    ``"clip/skipped"`` the average over its steps. They are read once in an epoch. Put it before callbacks that write
-    the logs, such as ``CSVLogger``; the progress bar and ``History`` come last by themselves.
+    ``"clip/skipped"`` the average over its steps, and ``"clip/norm_max"`` is the largest norm of them. They are read
+    once in an epoch. Put it before callbacks that write the logs, such as ``CSVLogger``; the progress bar and
+    ``History`` come last by themselves.
 
     Warns
     -----

@@ -12,7 +12,11 @@ from uniclip._repr import short
 from uniclip.labels import Leaves, labelled, leaves_of, refuse_changed
 from uniclip.tree import flatten
 
-_INSTEAD = {"clipnorm": "uc.by_norm", "global_clipnorm": "uc.by_global_norm", "clipvalue": "uc.by_value"}
+_INSTEAD = {
+    "clipnorm": "uc.by_norm({0!r})",
+    "global_clipnorm": "uc.by_global_norm({0!r})",
+    "clipvalue": "uc.by_value(-{0!r}, {0!r})",
+}
 """The rules that do as Keras' own options."""
 
 
@@ -30,7 +34,8 @@ def refuse_optimizer(inner: Any) -> None:
     for option, preset in _INSTEAD.items():
         value = getattr(inner, option)
         if value is not None:
-            msg = f"inner clips by itself, {option}={value!r}: leave that out, and give {preset}({value!r}) as the rule"
+            rule = preset.format(value)
+            msg = f"inner clips by itself, {option}={value!r}: leave that out, and give {rule} as the rule"
             raise ValueError(msg)
     for option in ("loss_scale_factor", "gradient_accumulation_steps"):
         value = getattr(inner, option)

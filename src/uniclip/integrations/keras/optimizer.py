@@ -13,14 +13,16 @@ import numpy as np
 import optree
 
 from uniclip._checks import check
-from uniclip._repr import short
+from uniclip._repr import counted, short
+from uniclip._types import AnyRule
+from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer, refuse_replicas
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
 from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
 from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
 from uniclip.labels import Leaves, labels_of, leaves_of
-from uniclip.report import AVERAGED, LOGGED, Report
+from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
 from uniclip.saved import from_saved, names_of, of_others, restored, to_saved
 from uniclip.tree import flatten
 
@@ -39,7 +41,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     ----------
     inner : keras.optimizers.Optimizer
         Takes the steps. Its ``learning_rate`` and ``iterations`` are those of the wrapper.
-    rule : Rule, ByValue, Chain, Masked, or function of one gradient array
+    rule : Rule or function of one gradient array
         It sees the gradients as a dict by ``variable.path``, so that the path of a leaf is, for example,
         ``("sequential/dense/kernel",)``.
     loss_scale_factor : float, optional
@@ -69,8 +71,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     def __init__(
         self,
-        inner: Any,
-        rule: Any,
+        inner: keras.optimizers.Optimizer,
+        rule: AnyRule,
         *,
         loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,
@@ -92,6 +94,15 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._acting = output_last(self.rule)
         self._logged: Sequence[str] = ()
 
+    def __repr__(self) -> str:
+        """Return the rule, what it clips and, where they can be read, how many steps were taken."""
+        clips = f"<ClippedOptimizer: {self.rule!r}, {type(self.inner).__name__}"
+        if not self.built:
+            return f"{clips}, not built>"
+        steps: Any = value_of(self.iterations)
+        seen = "" if (backend_of(steps) or DEFAULT).traced(steps) else f", {counted(int(steps), 'step')}"
+        return f"{clips} of {counted(len(self._paths), 'variable')}{seen}>"
+
     def build(self, variables: Any) -> None:
         """Create the variables: those of the rule, and those of the optimizer inside."""
         if self.built:
@@ -105,7 +116,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         first, self._spec = optree.tree_flatten(self._acting.init(tree))
         self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
         self._last = self._remember(np.zeros(len(LOGGED), np.float32), "scalars")
-        self._totals = self._remember(np.zeros(len(AVERAGED) + 1, np.float32), "totals")
+        self._totals = self._remember(np.zeros(len(AVERAGED) + 2, np.float32), "totals")
         super().build(variables)
 
     def _remember(self, array: Any, name: str) -> Any:
@@ -267,9 +278,9 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         if scalars:
             values = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in LOGGED]
             self._last.assign(keras.ops.stack(values))
-            self._totals.assign(
-                self._totals + keras.ops.stack([*values[-len(AVERAGED) :], keras.ops.ones_like(values[0])])
-            )
+            *sums, count, largest = keras.ops.unstack(value_of(self._totals))
+            sums = [total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)]
+            self._totals.assign(keras.ops.stack([*sums, count + 1, keras.ops.maximum(largest, values[0])]))
 
     def _when(self, flag: Any, function: Callable[[], None]) -> None:
         when(flag, function, [*self._trainable_variables, *self.variables])
@@ -292,14 +303,17 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             self._totals.assign(np.zeros(self._totals.shape, np.float32))
 
     def epoch_scalars(self) -> dict[str, float]:
-        """Return the scalars of the last step as floats, shares as their average since `begin_epoch`.
+        """Return the scalars of the last step as floats, shares as their average since `begin_epoch`, the largest norm.
 
-        ``"clip/share"`` and ``"clip/skipped"`` are NaN if no step was taken since then.
+        ``"clip/share"``, ``"clip/skipped"`` and ``"clip/norm_max"`` are NaN if no step was taken since then.
         """
         values = {name: float(value) for name, value in self.scalars().items()}
-        *sums, count = map(float, keras.ops.convert_to_numpy(value_of(self._totals))) if values else (0.0,)
-        means = {name: total / count if count else math.nan for name, total in zip(AVERAGED, sums, strict=False)}
-        return values | {name: mean for name, mean in means.items() if name in values}
+        if not values:
+            return {}
+        *sums, count, largest = map(float, keras.ops.convert_to_numpy(value_of(self._totals)))
+        means = {name: total / count if count else math.nan for name, total in zip(AVERAGED, sums, strict=True)}
+        over_epoch = {name: mean for name, mean in means.items() if name in values}
+        return values | over_epoch | {NORM_MAX: largest if count else math.nan}
 
     def get_config(self) -> dict[str, Any]:
         """Return the optimizer inside, the rule and the options as plain data."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
+from uniclip._types import AnyRule, Number, RuleLike
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_optimizer,
@@ -39,7 +40,7 @@ tf1 = tf.compat.v1
 _BEGIN = "begin anew by load_rule_state_dict({})"
 
 
-def clip_gradients_by_norm(optimizer: Any, clip_norm: Any) -> ClippedOptimizer:
+def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number) -> ClippedOptimizer:
     """Return an optimizer that clips by the global norm: what ``tf.contrib.estimator`` had under this name.
 
     In spite of its name it does not clip each gradient by its own norm: it multiplies all gradients by
@@ -84,7 +85,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     ----------
     optimizer : tf.compat.v1.train.Optimizer
         The one that takes the steps. It keeps its name, its slots and the names of its variables.
-    rule : Rule, ByValue, Chain, Masked, or callable
+    rule : Rule or callable
         The path it sees of a gradient is ``(name,)``, the name of its variable: ``("rnn/kernel",)``. If it
         remembers earlier steps, its state is made of variables that are saved with the others, and
         changed by the train op.
@@ -129,11 +130,11 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     [-0.1  0.5]
     """
 
-    rule: Any
+    rule: RuleLike
     report: Report | None = None
-    loss: Any = None
+    loss: Number | None = None
 
-    def __init__(self, optimizer: Any, rule: Any) -> None:
+    def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
         if isinstance(optimizer, ClippedOptimizer):
             clipped = f"this optimizer is clipped already, by {short(optimizer.rule)}"
             msg = f"{clipped}: wrap it once, by uc.chain for two rules"
@@ -145,6 +146,10 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         self._memories: dict[Any, tuple[dict[str, Any], Rows, list[Any]]] = {}
         optimizer._maybe_initialize_trackable()
         super().__init__(optimizer._use_locking, optimizer.get_name())
+
+    def __repr__(self) -> str:
+        """Return the rule, and the optimizer that takes the steps."""
+        return f"<ClippedOptimizer: {self.rule!r}, {type(self._optimizer).__name__}>"
 
     def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of ``loss``, clip and apply them; see ``tf.compat.v1.train.Optimizer``."""

@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""What cannot be attached."""
+"""What a rule can be attached to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
 from uniclip.tree import flatten
+
+
+class Optimizer(Protocol):
+    """A ``torch.optim.Optimizer``, for type checkers to tell it from a model also where PyTorch is not installed."""
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of parameters."""
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """What takes a step."""
 
 
 def refuse_optimizer(optimizer: Any, rule: Any) -> None:
@@ -56,4 +68,4 @@ def _functions(rule: Any) -> Iterator[Any]:
     """Yield the functions of ``(path, leaf)`` in a rule."""
     for inside in (*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])):
         yield from _functions(inside)
-    yield from filter(None, (getattr(rule, "where", None), getattr(getattr(rule, "scope", None), "join", None)))
+    yield from filter(None, (getattr(rule, "where", None), getattr(getattr(rule, "scope", None), "label", None)))

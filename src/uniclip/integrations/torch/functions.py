@@ -15,6 +15,7 @@ import torch
 
 from uniclip._checks import LIMIT, nonnegative, number, within
 from uniclip._repr import article, short
+from uniclip._types import Array
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations.torch.processes import refuse_parts
@@ -26,12 +27,12 @@ from uniclip.verbs import clip_
 
 
 def clip_grad_norm_(
-    parameters: Any,
-    max_norm: Any,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float | Array,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-) -> Any:
+) -> torch.Tensor:
     """Scale the gradients of parameters in place to a norm of ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
 
     Parameters
@@ -95,7 +96,9 @@ def clip_grad_norm_(
         raise _as_pytorch_raises(error) from error
 
 
-def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = None) -> None:
+def clip_grad_value_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float | Array, foreach: bool | None = None
+) -> None:
     """Clip each entry of the gradients of parameters in place into ``[-clip_value, clip_value]``.
 
     Parameters
@@ -129,11 +132,11 @@ def clip_grad_value_(parameters: Any, clip_value: Any, foreach: bool | None = No
 
 
 def get_total_norm(
-    tensors: Any,
+    tensors: torch.Tensor | Iterable[torch.Tensor | None],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-) -> Any:
+) -> torch.Tensor:
     """Return the norm of tensors together: ``(Σ|x|ᵖ)^(1/p)``.
 
     Parameters
@@ -174,9 +177,9 @@ def get_total_norm(
 
 
 def clip_grads_with_norm_(
-    parameters: Any,
-    max_norm: Any,
-    total_norm: Any,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float | Array,
+    total_norm: float | Array,
     foreach: bool | None = None,
 ) -> None:
     """Scale the gradients of parameters in place by ``min(1, max_norm/total_norm)``: their norm is known already.

@@ -14,15 +14,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from uniclip._repr import short
+from uniclip._repr import counted, short
+from uniclip._types import AnyRule, Number, RuleLike
 from uniclip.arraywise import ByValue
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
-from uniclip.integrations.torch.checks import has_stepped, probe, refuse_optimizer
+from uniclip.integrations.torch.checks import Optimizer, has_stepped, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, refuse_parts, several
 from uniclip.labels import labelled, leaves_of, refuse_changed
+from uniclip.report import Report
 from uniclip.rules import Rule, clip_known, measured, norm_of
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
@@ -40,7 +42,7 @@ _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule of each optimizer that has one."""
 
 
-def attach(optimizer: Any, rule: Any) -> Attached:
+def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
 
     All parameter groups are clipped together, in place, and only when the step is taken: gradients
@@ -52,7 +54,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     ----------
     optimizer : torch.optim.Optimizer
         What wraps one, as that of Accelerate and of Lightning do, is taken for the one inside.
-    rule : Rule, ByValue, Chain, Masked, or a function of one gradient
+    rule : Rule or a function of one gradient
         One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
         it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
 
@@ -108,7 +110,7 @@ def attach(optimizer: Any, rule: Any) -> Attached:
     return handle
 
 
-def attached(optimizer: Any, rule: Any) -> Attached:
+def attached(optimizer: Any, rule: AnyRule) -> Attached:
     """Attach a rule as `attach` does, also late: for callers that restore its state by themselves."""
     refuse_optimizer(optimizer, rule)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -128,15 +130,16 @@ def attached(optimizer: Any, rule: Any) -> Attached:
 class Attached(Memory):
     """What `attach` returns."""
 
-    report: Any = None
+    report: Report | None = None
     """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
-    loss: Any = None
+    loss: Number | None = None
     """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
     returns one. ``None`` after the step. Of several processes the rule sees the mean."""
 
-    def __init__(self, optimizer: Any, rule: Any) -> None:
+    def __init__(self, optimizer: Any, rule: RuleLike) -> None:
         self.rule = rule
         self._optimizer = optimizer
+        self._steps = 0
         self._changed: dict[str, Any] = {}
         self._hidden: list[tuple[Any, Any]] = []
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
@@ -154,6 +157,12 @@ class Attached(Memory):
             optimizer.register_load_state_dict_post_hook(self._take),
         ]
         _rules[optimizer] = rule
+
+    def __repr__(self) -> str:
+        """Return the rule, what it clips, and how many steps it has seen."""
+        gone = "" if self._hooks else ", removed"
+        clips = f"{type(self._optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
+        return f"<attach: {self.rule!r}, {clips}, {counted(self._steps, 'step')}{gone}>"
 
     def scalars(self) -> dict[str, Any]:
         """Return what a logger shows of the last step, see `uniclip.Report.scalars`; nothing before the first."""
@@ -234,8 +243,10 @@ class Attached(Memory):
                 self._fold(grads, scale, loss)
             else:
                 self._scale(params, grads, scale, loss)
-        if self.report.skipped is not None:
-            self._skip(params, found_inf, fused=fused)
+        self._steps += 1
+        skipped = None if self.report is None else self.report.skipped
+        if skipped is not None:
+            self._skip(skipped, params, found_inf, fused=fused)
 
     def _fold(self, grads: list[Any], scale: Any, loss: Any) -> None:
         """Have the fused kernel multiply by the factor: it divides by ``grad_scale``."""
@@ -294,9 +305,8 @@ class Attached(Memory):
         """Refuse gradients of other groups than the state is for: it knows them by their order, too."""
         refuse_changed(self.rule, self._leaves, leaves_of(self.rule, flatten(self._tree(grad_of))))
 
-    def _skip(self, params: list[Any], found_inf: Any, *, fused: bool) -> None:
+    def _skip(self, skipped: Any, params: list[Any], found_inf: Any, *, fused: bool) -> None:
         """Have a step skipped that the rule leaves out."""
-        skipped = self.report.skipped
         # The fused SGD leaves its momentum uninitialized in a first step that is skipped.
         if fused and not BACKEND.readable(skipped) and not isinstance(self._optimizer, torch.optim.SGD):
             flag = skipped.to(torch.float32)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT
+"""Seven mistakes that a type checker finds, whether a framework is installed or not; `mended` has none of them.
+
+Each is on a line that says so. The file is read by checkers, and never run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import uniclip as uc
+from uniclip.integrations.torch import attach
+
+
+class Model:
+    """As much of a model as matters here."""
+
+    def parameters(self) -> list[Any]:
+        """Return the parameters."""
+        return []
+
+    def forward(self, x: float) -> float:
+        """Return what the model makes of a number."""
+        return x
+
+
+class Optimizer:
+    """As much of an optimizer as matters here."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.param_groups = [{"params": params}]
+
+    def step(self) -> None:
+        """Take a step."""
+
+
+model = Model()
+optimizer = Optimizer(model.parameters())
+grads = {"w": np.asarray([3.0, 4.0]), "b": np.asarray([12.0])}
+
+rule = uc.by_global_norm("1.0")  # mistake: a text for a limit
+clipped, report = uc.clip(grads, 1.0)  # mistake: a number for a rule
+handle = attach(model, uc.zclip())  # mistake: a model for an optimizer
+skipping = uc.by_norm(1.0, nonfinite="ignore")  # mistake: a wrong policy
+scalars = uc.clip(grads, uc.by_norm(1.0)).scalars()  # mistake: a method of the report, on the pair with the report
+norms = uc.clip_(grads, uc.by_norm(1.0)).norm  # mistake: an unknown field
+name = uc.clip_by_value(grads["w"], -1.0, 1.0).upper()  # mistake: a tensor taken for a text
