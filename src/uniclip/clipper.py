@@ -10,22 +10,14 @@ import optree
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip._types import AnyRule, Number, T
+from uniclip._values import to_lists
 from uniclip.absent import unknown
 from uniclip.backends import backend_of
+from uniclip.labels import Leaves, labelled, leaves_of, refuse_changed
 from uniclip.measure import AllReduce
 from uniclip.report import Report
 from uniclip.rules import as_rule
-from uniclip.saved import (
-    Leaves,
-    Saved,
-    from_saved,
-    labelled,
-    leaves_of,
-    refuse_changed,
-    restored,
-    to_lists,
-    to_saved,
-)
+from uniclip.saved import Saved, from_saved, restored, to_saved
 from uniclip.tree import flatten
 
 _ANEW = "begin anew by load_state_dict({})"
@@ -145,8 +137,8 @@ class Clipper:
         -------
         dict
             It can be passed to ``json.dumps``, too: ``"state"`` holds the numbers by name, ``"leaves"`` says whose
-            norms they are, and ``"rule"`` of which kind of rule. Before the first step it is empty, and of a rule that
-            remembers nothing.
+            norms they are, ``"rule"`` of which kind of rule, and ``"format"`` is the number of this form. Before the
+            first step it is empty, and of a rule that remembers nothing.
         """
         last = self._last
         if last.loaded is not None:
@@ -158,7 +150,7 @@ class Clipper:
         return to_saved(self.rule, last.leaves if known else leaves_of(self.rule, flatten([])), last.state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, in this or in another framework.
+        """Go on from what was saved, by a clipper or any other holder, in this or in another framework.
 
         Parameters
         ----------

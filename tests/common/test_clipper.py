@@ -304,9 +304,9 @@ def test_state_dict(fw: Framework, rule: Any) -> None:
     train(clipper, steps_of(fw))
     saved = clipper.state_dict()
     assert type(saved) is dict
-    assert list(saved) == (["rule", "leaves", "state"] if rule.memory else [])
+    assert list(saved) == (["format", "rule", "leaves", "state"] if rule.memory else [])
     assert plain(saved)
-    assert json.loads(json.dumps(saved)) == saved
+    assert json.loads(json.dumps(saved, allow_nan=False)) == saved
 
 
 def test_names_in_a_state_dict(fw: Framework) -> None:
@@ -473,13 +473,6 @@ def test_other_leaves(fw: Framework, name: str) -> None:
     loaded(renamed, rule)(others)
     loaded({**saved, "leaves": None}, rule)(others)
     assert b
-
-
-def test_leaves_in_another_order() -> None:
-    """The same leaves in another order are others: a state knows them by it."""
-    saved = saved_by(uc.adagc(), {"b": np.ones(2), "w": np.ones(3)})
-    with pytest.raises(ValueError, match="it holds their norms in another order; give the same leaves"):
-        loaded({**saved, "leaves": [saved["leaves"][0][::-1]]}, uc.adagc())({"b": np.ones(2), "w": np.ones(3)})
 
 
 def test_other_leaves_of_a_joint_norm(fw: Framework) -> None:

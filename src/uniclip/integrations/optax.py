@@ -15,12 +15,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip._types import AnyRule
+from uniclip.labels import identity, labels_of, leaves_of, shown
 from uniclip.report import Report
-from uniclip.saved import identity, labels_of, leaves_of, shown
+from uniclip.saved import from_dict as state_from_dict
+from uniclip.saved import to_dict as state_to_dict
 from uniclip.tree import flatten
 
 _REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
@@ -113,7 +116,7 @@ def to_optax(
     all_reduce = None if axis_name is None else partial(_all_reduce, axis_name)
 
     def init(params: Any) -> ClipState:
-        zeros = jax.tree.map(_zeros, params, is_leaf=_is_variable)
+        zeros = _all_zeros(params)
         memory = rule.init(zeros)
         _, _, report = rule.update(zeros, memory, zeros)  # which numbers there are, and their dtypes
         known = jnp.asarray(_checksums(rule, zeros)) if rule.memory else None
@@ -185,6 +188,90 @@ def scalars(opt_state: Any) -> dict[str, Any]:
         for name, value in zip(_SEEN, state[2:-1], strict=True)
         for array in jax.tree.leaves(value)  # one or none; NNX puts each into a variable
     }
+
+
+def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
+    """Return what a rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
+
+    Parameters
+    ----------
+    rule : Rule, ByValue, Chain, Masked, or callable
+        That of `to_optax`.
+    opt_state : tree
+        The state of an optimizer with one `to_optax` anywhere inside; as in `scalars`.
+    params : tree
+        They say whose norms the state holds.
+
+    Raises
+    ------
+    ValueError
+        If there is no clip state, or several, or that of another rule or of other leaves.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from uniclip.integrations.optax import from_dict, to_dict, to_optax
+    >>> rule, params = uc.norm_growth(), {"w": jnp.zeros(2)}
+    >>> optimizer = optax.chain(to_optax(rule), optax.adam(0.1))
+    >>> _, state = optimizer.update({"w": jnp.asarray([3.0, 4.0])}, optimizer.init(params))
+    >>> to_dict(rule, state, params)["state"]
+    {'averages': [5.0], 'count': 1}
+    >>> state = from_dict(rule, to_dict(rule, state, params), optimizer.init(params), params)
+    """
+    rule, state, zeros = rule_for_steps(rule), _only(opt_state), _all_zeros(params)
+    if not rule.memory:
+        return {}
+    _refuse_others(rule, next(iter(jax.tree.leaves(state.leaves)), None), zeros)
+    spec = optree.tree_structure(rule.init(zeros))
+    return state_to_dict(rule, optree.tree_unflatten(spec, jax.tree.leaves(state.memory)), zeros)
+
+
+def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> Any:
+    """Return the state of an optimizer with what the rule remembered, whatever saved it and in whatever framework.
+
+    Parameters
+    ----------
+    rule : Rule, ByValue, Chain, Masked, or callable
+        That of `to_optax`.
+    saved : dict
+        An empty one is a new beginning.
+    opt_state : tree
+        What ``init(params)`` returned, or an update; all else in it stays as it is.
+    params : tree
+
+    Raises
+    ------
+    TypeError
+        If ``saved`` is no dict.
+    ValueError
+        If there is no clip state, or several; if ``saved`` is that of another rule or of other leaves, or holds what is
+        no finite number.
+    """
+    state = _only(opt_state)
+    memory = state_from_dict(rule_for_steps(rule), saved, _all_zeros(params))
+    new = jax.tree.unflatten(jax.tree.structure(state.memory), jax.tree.leaves(memory))
+
+    def changed(node: Any) -> Any:
+        return node._replace(memory=new) if _is_clip_state(node) else node
+
+    return jax.tree.map(changed, opt_state, is_leaf=_is_clip_state)
+
+
+def _only(opt_state: Any) -> ClipState:
+    """Return the one clip state of an optimizer."""
+    states = _clip_states(opt_state)
+    if len(states) != 1:
+        msg = (
+            f"opt_state holds {len(states) or 'no'} ClipState{'s' * (len(states) > 1)}, and one was expected: pass the "
+            "state of an optimizer with to_optax(rule) inside, of several the part that holds the one, opt_state[0]"
+        )
+        raise ValueError(msg)
+    return states[0]
+
+
+def _all_zeros(params: Any) -> Any:
+    return jax.tree.map(_zeros, params, is_leaf=_is_variable)
 
 
 def _not_its_state(rule: Any, why: str) -> str:

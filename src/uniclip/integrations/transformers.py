@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from uniclip._checks import check
 from uniclip._repr import short
 from uniclip._types import AnyRule
 from uniclip.integrations import needs, rule_for_steps
@@ -75,6 +76,7 @@ class ClipGradients(TrainerCallback):
         self.rule = rule_for_steps(rule)
         self.handle: Attached | None = None
         self._seen: Any = None
+        self._loaded: dict[str, Any] = {}
         self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
         self._last: dict[str, Any] = {}
         self._sums: dict[str, Any] = {}
@@ -93,6 +95,31 @@ class ClipGradients(TrainerCallback):
         """Return what a copy or a pickle holds: the rule, no hooks in an optimizer."""
         return dict(vars(ClipGradients(self.rule)))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does."""
+        return self._loaded if self.handle is None else self.handle.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from what was saved, by whatever holder; a training that goes on from a checkpoint has that of its own.
+
+        Parameters
+        ----------
+        saved : dict
+            An empty one is a new beginning. Before a training it is checked when that begins.
+
+        Raises
+        ------
+        TypeError
+            If it is no dict.
+        ValueError
+            If it is that of another rule or of other parameters, or holds what is no finite number.
+        """
+        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
+        if self.handle is not None and self._given is not None:  # it trains
+            self.handle.load_state_dict(saved)
+        else:
+            self._loaded, self.handle = saved, None
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Attach to the optimizer, and go on from a checkpoint if there is one."""
         self._detach()  # where the training before failed
@@ -103,13 +130,16 @@ class ClipGradients(TrainerCallback):
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
             if saved is not None:
-                self.handle.fill(saved, _ANEW)
+                self.handle.load_state_dict(saved, anew=_ANEW)
+            elif self._loaded:
+                self.handle.load_state_dict(self._loaded)
             elif state.global_step:
                 msg = (
                     f"the checkpoint, saved without the callback, has no state of {short(self.rule)}, which begins anew"
                 )
                 warnings.warn(msg, UserWarning, stacklevel=2)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
+        self._loaded = {}
         self._given = args, args.max_grad_norm
         _warn(args)
         args.max_grad_norm = 0.0
@@ -159,7 +189,7 @@ class _Snapshot:
         self._handle = handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        saved: dict[str, Any] = self._handle.saved()
+        saved: dict[str, Any] = self._handle.state_dict()
         return saved
 
 

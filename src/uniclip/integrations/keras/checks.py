@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from uniclip._repr import short
-from uniclip.saved import Leaves, labelled, leaves_of, refuse_changed
+from uniclip.labels import Leaves, labelled, leaves_of, refuse_changed
 from uniclip.tree import flatten
 
 _INSTEAD = {

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import optree
 
+from uniclip._checks import check
 from uniclip._repr import counted, short
 from uniclip._types import AnyRule
 from uniclip.backends import DEFAULT, backend_of
@@ -20,9 +21,12 @@ from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, ref
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
 from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
 from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
+from uniclip.labels import Leaves, labels_of, leaves_of
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
-from uniclip.saved import from_saved, identity, leaves_of, names_of, restored
+from uniclip.saved import from_saved, names_of, of_others, restored, to_saved
 from uniclip.tree import flatten
+
+_BEGIN = "begin anew by load_rule_state_dict({})"
 
 
 @keras.saving.register_keras_serializable(package="uniclip")
@@ -136,24 +140,65 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Put the variables into a file, and beside them whose norms the rule's are."""
         super().save_own_variables(store)
         if self.rule.memory and self.built:
-            store[SAVED] = to_bytes({"rule": identity(self.rule), "leaves": self._leaves})
+            store[SAVED] = to_bytes({name: self.rule_state_dict()[name] for name in ("format", "rule", "leaves")})
 
     def load_own_variables(self, store: Any) -> None:
         """Set the variables to those in a file, unless the rule's state there is of other variables or another rule."""
         names = [name for name in store.keys() if name != SAVED]  # noqa: SIM118 - a store is no dict
         if self.rule.memory and self.built and len(names) == len(self.variables):
-            known = known_of(store, self.rule)
-            known["leaves"] = renumbered(known["leaves"], self._leaves)
-            self._check(known, [store[name] for name in map(str, range(len(names)))])
+            self._check(known_of(store, self.rule), [store[name] for name in map(str, range(len(names)))])
         super().load_own_variables({name: store[name] for name in names})
 
     def _check(self, known: dict[str, Any], weights: list[Any]) -> None:
         """Refuse a state of the rule that does not fit; nothing has changed by then."""
-        like = optree.tree_unflatten(self._spec, [np.zeros(v.shape, str(v.dtype)) for v in self._state])
         numbers = {id(variable): number for number, variable in enumerate(self.variables)}
+        names = names_of(optree.tree_unflatten(self._spec, self._state))
         arrays = [np.asarray(keras.ops.convert_to_numpy(weights[numbers[id(v)]])) for v in self._state]
-        saved = {**known, "state": dict(zip(names_of(like), arrays, strict=True))}
-        restored(from_saved(saved, self.rule, ANEW), self.rule, self._leaves, like, ANEW)
+        found, _ = self._restored({**known, "state": dict(zip(names, arrays, strict=True))}, ANEW)
+        if found not in (None, self._leaves):  # Keras puts the variables back in the order of the file
+            raise ValueError(of_others(self.rule, labels_of(found), labels_of(self._leaves), ANEW))
+
+    def _restored(self, saved: Any, anew: str) -> tuple[Leaves | None, Any]:
+        """Return whose norms a saved state holds, by the names that they have here, and the state in NumPy's arrays."""
+        like = optree.tree_unflatten(self._spec, [np.zeros(v.shape, str(v.dtype)) for v in self._state])
+        found = from_saved(saved, self.rule, anew)
+        found = found._replace(leaves=renumbered(found.leaves, self._leaves))
+        return found.leaves, restored(found, self.rule, self._leaves, like, anew)
+
+    def rule_state_dict(self) -> dict[str, Any]:
+        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
+
+        Moments and the other variables are not in it. Before `build`, and of a rule that remembers nothing, it is
+        empty.
+        """
+        if not (self.rule.memory and self.built):
+            return {}
+        arrays = [keras.ops.convert_to_numpy(value_of(variable)) for variable in self._state]
+        return to_saved(self.rule, self._leaves, optree.tree_unflatten(self._spec, arrays))
+
+    def load_rule_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from what a rule remembered, whatever saved it and in whatever framework.
+
+        Parameters
+        ----------
+        saved : dict
+            An empty one is a new beginning.
+
+        Raises
+        ------
+        TypeError
+            If it is no dict.
+        ValueError
+            Before `build`; if it is that of another rule or of other variables, or holds what is no finite number.
+        """
+        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
+        if not self.built:
+            msg = "the optimizer has no variables yet: call build(model.trainable_variables) first"
+            raise ValueError(msg)
+        tree = OrderedDict(zip(self._paths, map(stand_in, self._trainable_variables), strict=True))
+        state = self._restored(saved, _BEGIN)[1] if saved else self._acting.init(tree)
+        for variable, array in zip(self._state, optree.tree_leaves(state), strict=True):
+            variable.assign(array)
 
     @property
     def learning_rate(self) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._repr import short
-from uniclip.saved import Leaves, labels_of
+from uniclip.labels import Leaves, labels_of
 
 SAVED = "uniclip"
 """Where a file keeps it, beside the variables of the optimizer, which are numbered."""
@@ -34,18 +34,23 @@ def known_of(store: Any, rule: Any) -> dict[str, Any]:
     return known
 
 
-def renumbered(saved: Leaves, here: Leaves) -> Leaves:
+def renumbered(saved: Leaves | None, here: Leaves) -> Leaves | None:
     """Return the saved leaves by the names that they have here, if these differ only in what Keras chose.
 
     Keras numbers what has no name, so that the same model made twice has other paths: what was ``dense`` and
     ``dense_1`` is ``dense_2`` and ``dense_3``. And in a model that was loaded, paths begin further inside.
     """
+    if saved is None:
+        return None
     both = [labels_of(saved), labels_of(here)]
     if len(both[0]) != len(both[1]) or [one is None for one in saved] != [one is None for one in here]:
         return saved
     pairs = [(_parts(one), _parts(other)) for one, other in zip(*both, strict=True)]
     ends = [(one[-len(other) :], other[-len(one) :]) for one, other in pairs]
-    return here if _counted_from_0([one for one, _ in ends]) == _counted_from_0([one for _, one in ends]) else saved
+    if _counted_from_0([one for one, _ in ends]) != _counted_from_0([one for _, one in ends]):
+        return saved
+    names = iter(both[1])
+    return [part and [label and next(names) for label in part] for part in saved]
 
 
 def _counted_from_0(paths: list[list[str]]) -> list[list[tuple[str, int]]]:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from uniclip._repr import short
-from uniclip.saved import labelled, leaves_of, refuse_changed
+from uniclip.labels import labelled, leaves_of, refuse_changed
 from uniclip.tree import flatten
 
 tf1 = tf.compat.v1

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import optree
 import tensorflow as tf
 
-from uniclip._checks import LIMIT, nonnegative
+from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
 from uniclip._types import AnyRule, Number, RuleLike
 from uniclip.integrations import rule_for_steps
@@ -20,11 +21,23 @@ from uniclip.integrations.tensorflow.checks import (
     refuse_references,
     refuse_strategy,
 )
-from uniclip.integrations.tensorflow.variables import Rows, first_state, names_of, outermost_graph
+from uniclip.integrations.tensorflow.variables import (
+    Rows,
+    first_state,
+    names_of,
+    outermost_graph,
+    session_of,
+    set_values,
+    values_of,
+)
+from uniclip.labels import leaves_of
 from uniclip.presets import by_global_norm
 from uniclip.report import Report
+from uniclip.saved import from_saved, restored, to_saved
+from uniclip.tree import flatten
 
 tf1 = tf.compat.v1
+_BEGIN = "begin anew by load_rule_state_dict({})"
 
 
 def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number) -> ClippedOptimizer:
@@ -244,6 +257,60 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         with tf.init_scope():  # out of tf.function and tf.cond
             memory = [self._create_non_slot_variable(v, n, first) for v, n in zip(values, names, strict=True)]
         return params, rows, memory
+
+    def rule_state_dict(self, session: Any = None) -> dict[str, Any]:
+        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
+
+        Parameters
+        ----------
+        session : tf.compat.v1.Session, optional
+            In a graph, where the values are; else the one that was entered.
+
+        Returns
+        -------
+        dict
+            Slots and the other variables are not in it. It is empty before the first ``minimize`` or
+            ``apply_gradients``, which make the variables, and of a rule that remembers nothing.
+        """
+        session = session_of(session)
+        found = self._memories.get(outermost_graph() if session is None else session.graph)
+        if found is None:
+            return {}
+        params, rows, memory = found
+        state = rows.stacked(values_of(memory, session), np.stack)
+        return to_saved(self.rule, leaves_of(self.rule, flatten(params)), state)
+
+    def load_rule_state_dict(self, saved: dict[str, Any], session: Any = None) -> None:
+        """Go on from what a rule remembered, whatever saved it and in whatever framework.
+
+        Parameters
+        ----------
+        saved : dict
+            An empty one is a new beginning.
+        session : tf.compat.v1.Session, optional
+            In a graph, where the values go, after the variables are initialized; else the one that was entered.
+
+        Raises
+        ------
+        TypeError
+            If it is no dict.
+        ValueError
+            Before the first ``minimize`` or ``apply_gradients``, or if the rule remembers nothing; if it is that of
+            another rule or of other variables, or holds what is no finite number.
+        """
+        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
+        session = session_of(session)
+        found = self._memories.get(outermost_graph() if session is None else session.graph)
+        if found is None:
+            msg = "the rule has no variables (yet): call load_rule_state_dict after minimize or apply_gradients"
+            raise ValueError(msg)
+        params, _, memory = found
+        _, values, rows = first_state(self.rule, params, self._name)
+        state = rows.stacked(values, np.stack)
+        if saved:
+            leaves = leaves_of(self.rule, flatten(params))
+            state = restored(from_saved(saved, self.rule, _BEGIN), self.rule, leaves, state, _BEGIN)
+        set_values(memory, rows.parts(state, lambda array, _: list(array)), session)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Return the slot of a variable, as the optimizer inside does."""

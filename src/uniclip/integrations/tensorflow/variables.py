@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import tensorflow as tf
 
-from uniclip.combine import Chain, Masked
-from uniclip.saved import leaves_of
+from uniclip.labels import Leaves, labels_of, leaves_of, parts_of
 from uniclip.tree import flatten
 
 tf1 = tf.compat.v1
@@ -30,16 +29,42 @@ class Rows(NamedTuple):
     counts: list[int]
     """How many variables hold each array; 0 if one holds all of it."""
 
-    def stacked(self, values: list[Any]) -> Any:
+    def stacked(self, values: list[Any], stack: Any = tf.stack) -> Any:
         """Return the state whose parts are given."""
         parts = iter(values)
-        arrays = [tf.stack([next(parts) for _ in range(n)]) if n else next(parts) for n in self.counts]
+        arrays = [stack([next(parts) for _ in range(n)]) if n else next(parts) for n in self.counts]
         return optree.tree_unflatten(self.spec, arrays)
 
-    def parts(self, state: Any) -> list[Any]:
+    def parts(self, state: Any, unstack: Any = tf.unstack) -> list[Any]:
         """Return the parts of a state."""
         pairs = zip(self.counts, optree.tree_leaves(state), strict=True)
-        return [part for n, array in pairs for part in (tf.unstack(array, n) if n else [array])]
+        return [part for n, array in pairs for part in (unstack(array, n) if n else [array])]
+
+
+def values_of(variables: list[Any], session: Any) -> list[Any]:
+    """Return the values of variables as NumPy's arrays; in a graph a session has them."""
+    if session is None:
+        return [variable.numpy() for variable in variables]
+    values: list[Any] = session.run(variables)
+    return values
+
+
+def set_values(variables: list[Any], values: list[Any], session: Any) -> None:
+    """Set variables; in a graph those of a session, by no new operation: a graph may be finalized."""
+    for variable, value in zip(variables, values, strict=True):
+        if session is None:
+            variable.assign(value)
+        else:
+            session.run(variable.initializer, {variable.initializer.inputs[1]: value})
+
+
+def session_of(session: Any) -> Any:
+    """Return a session, or the one that was entered; ``None`` in eager code."""
+    session = tf1.get_default_session() if session is None else session
+    if session is None and not tf.executing_eagerly():
+        msg = "the values are in a session: pass it, session=..., or enter it, `with session.as_default():`"
+        raise ValueError(msg)
+    return session
 
 
 def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str], list[Any], Rows]:
@@ -48,7 +73,7 @@ def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str]
     with tf.Graph().as_default(), tf1.Session() as session:
         zeros = {key: tf.zeros(v.shape, v.dtype.base_dtype) for key, v in params.items()}
         state = rule.init(zeros)
-        places = list(_places(rule, iter(leaves_of(rule, flatten(zeros))), state))
+        places = list(_places(rule, leaves_of(rule, flatten(zeros)), state))
         rows = Rows(optree.tree_structure(state), [len(labels) for _, labels in places])
         ways = [[*place, *([label] if label else [])] for place, labels in places for label in labels or [""]]
         names = ["/".join([name, "clip", *[re.sub(r"[^\w.\-/]", "_", part) for part in way]]) for way in ways]
@@ -77,18 +102,13 @@ def unique(names: list[str]) -> list[str]:
     return list(used)
 
 
-def _places(rule: Any, leaves: Iterator[Any], state: Any) -> Iterator[tuple[list[str], list[str]]]:
+def _places(rule: Any, leaves: Leaves, state: Any) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the way to each array of a state, and the labels of its rows, by which a saver finds them."""
-    if isinstance(rule, Chain) and rule.memory:
-        for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
-            yield from (([str(number), *place], labels) for place, labels in _places(one, leaves, inside))
-    elif isinstance(rule, Masked):
-        yield from _places(rule.rule, leaves, state)
-    elif rule.memory:
-        labels = [label.strip("[]'\"") for label in next(leaves) or []]
-        for path in optree.tree_accessors(state):
-            rows = tuple(path(state).shape)[:1] == (len(labels),) and len(labels) > 0
-            yield [_part(entry) for entry in path], labels if rows else []
+    for (way, inside), part in zip(parts_of(rule, state), leaves, strict=True):
+        labels = [] if part is None or None in part else [label.strip("[]'\"") for label in labels_of([part])]
+        for path in optree.tree_accessors(inside):
+            rows = tuple(path(inside).shape)[:1] == (len(labels),) and len(labels) > 0
+            yield [*way, *map(_part, path)], labels if rows else []
 
 
 def _part(entry: Any) -> str:

@@ -7,12 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.saved import Leaves, from_saved, restored, to_lists, to_saved
+from uniclip._values import to_lists
+from uniclip.labels import Leaves
+from uniclip.saved import from_saved, restored, to_saved
 
 _KEY = "uniclip"
 """Where a ``state_dict`` keeps the state of the rule."""
 _ANEW = f"begin anew by del state_dict[{_KEY!r}] before it is loaded"
+_BEGIN = "begin anew by load_state_dict({})"
 ORDER = "attach the rule first, then optimizer.load_state_dict(saved), and save it with the rule attached"
 """What an error says about the order."""
 
@@ -55,13 +59,34 @@ class Memory:
             )
             warnings.warn(msg, UserWarning, stacklevel=4)
 
-    def saved(self) -> dict[str, Any]:
-        """Return the state of the rule as numbers and lists, as `uniclip.Clipper.state_dict` does."""
-        return self._saved(to_lists)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does."""
+        return self._saved(to_lists) if self.rule.memory else {}
 
-    def fill(self, saved: Any, anew: str) -> None:
-        """Go on from a saved state, in tensors or lists; ``anew`` is how to begin anew if it does not fit."""
-        self.state = self._restored(saved, anew)
+    def load_state_dict(self, saved: dict[str, Any], *, anew: str = _BEGIN) -> None:
+        """Go on from what was saved, by any holder and in any framework, in numbers and lists or in arrays.
+
+        Parameters
+        ----------
+        saved : dict
+            An empty one is a new beginning.
+        anew : str
+            How to begin anew, for the error if it does not fit.
+
+        Raises
+        ------
+        TypeError
+            If it is no dict.
+        ValueError
+            If it is that of another rule or of other parameters, or holds what is no finite number.
+        """
+        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
+        self.state = self._restored(saved, anew) if saved else self._first()
+        self._forgotten = False
+
+    def _first(self) -> Any:
+        """Return the state before the first step."""
+        raise NotImplementedError
 
     def _saved(self, convert: Callable[[Any], Any]) -> dict[str, Any]:
         return to_saved(self.rule, self._leaves, self.state, convert)

@@ -23,9 +23,9 @@ from uniclip.integrations.torch.checks import Optimizer, has_stepped, probe, ref
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, refuse_parts, several
+from uniclip.labels import labelled, leaves_of, refuse_changed
 from uniclip.report import Report
 from uniclip.rules import Rule, clip_known, measured, norm_of
-from uniclip.saved import labelled, leaves_of, refuse_changed
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 
@@ -143,9 +143,9 @@ class Attached(Memory):
         self._hidden: list[tuple[Any, Any]] = []
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
         self._known = [p for p in self._params() if p.requires_grad]
-        tree = self._tree(lambda p: p.detach() if p.requires_grad else None)
+        tree = self._known_tree()
         probe(rule, tree)
-        self.state = rule.init(tree)
+        self.state = self._first()
         self._leaves = leaves_of(rule, flatten(tree))
         eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
         self._hooks = [
@@ -332,6 +332,14 @@ class Attached(Memory):
         for p, grad in self._hidden:
             p.grad = grad
         self._changed, self._hidden = {}, []
+
+    def _first(self) -> Any:
+        return self.rule.init(self._known_tree())
+
+    def _known_tree(self) -> list[Any]:
+        """Return the parameters that the state is for."""
+        known = set(map(id, self._known))
+        return self._tree(lambda p: p.detach() if id(p) in known else None)
 
     def _params(self) -> list[Any]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

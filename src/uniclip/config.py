@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: MIT
+"""A rule as plain data: what JSON can hold, read without running code that it names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+
+from uniclip import curves, limits, norms, scopes
+from uniclip._repr import public, short, source
+from uniclip._values import to_lists
+from uniclip.arraywise import ByValue, Function
+from uniclip.backends import backend_of
+from uniclip.combine import Chain, Masked
+from uniclip.rules import Rule
+
+_CHOICES = [getattr(module, name) for module in (curves, limits, norms, scopes) for name in module.__all__]
+_BEHIND = [ByValue, Chain, Function, Masked, Rule, scopes.FanIn, scopes.all_but_first, scopes.everything]
+"""What presets and functions make that has no public name."""
+_NAMED: dict[str, Any] = {
+    f"uniclip{public(value.__module__, value.__qualname__).removeprefix('uc')}": value
+    for value in [*_CHOICES, *_BEHIND]
+    if isinstance(value, (type, FunctionType))
+}
+"""The classes and functions that a rule can be made of: a config holds their names, and no others are looked up."""
+
+
+def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None) -> Any:
+    """Return a rule, or a part of one, as plain data that JSON can hold.
+
+    Parameters
+    ----------
+    rule : Rule, ByValue, Chain, Masked, or a part of one
+    own : dict, optional
+        Functions, dataclasses and objects of one's own in the rule, by names to save them by.
+    other : callable, optional
+        It returns the plain data of what has no name.
+
+    Raises
+    ------
+    TypeError
+        If a function or an object in the rule is neither uniclip's nor in ``own``.
+
+    Examples
+    --------
+    >>> from uniclip.config import from_config, to_config
+    >>> to_config(uc.norms.RMS)
+    {'class': 'uniclip.Norm', 'fields': {'ord': 2, 'size_power': 0.5}}
+    >>> from_config(to_config(uc.zclip())) == uc.zclip()
+    True
+    """
+    names = _NAMED | dict(own or {})
+
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"number": str(value)}
+        if isinstance(value, tuple):
+            return {"tuple": list(map(plain, value))}
+        return _array(value) if hasattr(value, "dtype") else named(value)
+
+    def named(value: Any) -> Any:
+        name, kind = _name(names, value), _name(names, type(value))
+        if name is not None:
+            return {"name": name}
+        if kind is not None and is_dataclass(value):
+            return {"class": kind, "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)}}
+        return _refuse(value) if other is None else {"other": other(value)}
+
+    return plain(rule)
+
+
+def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None) -> Any:
+    """Return what `to_config` was given.
+
+    Parameters
+    ----------
+    config : dict
+        It may come from anywhere: only names of uniclip's choices, and those in ``own``, are looked up.
+    own : dict, optional
+        As for `to_config`.
+    other : callable, optional
+        It returns what the plain data stands for that ``other`` made there.
+
+    Raises
+    ------
+    ValueError
+        If the config names something else, or is none.
+    """
+    names = dict(own or {}) | _NAMED
+
+    def again(part: Any) -> Any:
+        result = part
+        match part:
+            case {"number": str(text)}:
+                result = float(text)
+            case {"tuple": [*items]}:
+                result = tuple(map(again, items))
+            case {"array": [*_] as items, "dtype": str(dtype)}:
+                result = np.asarray(_numbers(items), dtype=dtype)
+            case {"class": str(name), "fields": {**parts}}:
+                result = _found(names, name, kind=True)(**{str(field): again(value) for field, value in parts.items()})
+            case {"name": str(name)}:
+                result = _found(names, name)
+            case {"other": value} if other is not None:
+                result = other(value)
+            case _ if not (part is None or isinstance(part, (bool, int, float, str))):
+                result = _refuse_config(part)
+        return result
+
+    return again(config)
+
+
+def _name(names: Mapping[str, Any], value: Any) -> str | None:
+    return next((name for name, known in names.items() if known is value), None)
+
+
+def _found(names: Mapping[str, Any], name: str, *, kind: bool = False) -> Any:
+    """Return what a config names; what it gives fields has to be a class."""
+    value = names.get(name)
+    if value is None or (kind and not is_dataclass(value)):
+        msg = (
+            f"the config names {name!r}, which is nothing that uniclip makes rules of: load it with the uniclip that "
+            f"saved it; or, if it is your own, pass it, from_config(config, {{{name!r}: ...}})"
+        )
+        raise ValueError(msg)
+    return value
+
+
+def _refuse(value: Any) -> Any:
+    what = source(value) if hasattr(value, "__qualname__") else f"an object of {type(value).__qualname__}"
+    msg = (
+        f"{what} is part of the rule, and has no name that it could be saved by: pass it to to_config and from_config, "
+        'by a name, as in to_config(rule, {"mine": mine})'
+    )
+    raise TypeError(msg)
+
+
+def _refuse_config(part: Any) -> Any:
+    msg = f"{short(part)} is no part of the config of a rule: pass what to_config returned"
+    raise ValueError(msg)
+
+
+def _array(array: Any) -> Any:
+    """Return an array as lists, one without dimensions as a number."""
+    backend, shape = backend_of(array), tuple(array.shape)
+    flat = array if backend is None or shape else backend.xp.reshape(array, (-1,))  # not each 0-d one converts
+    values = _texts(to_lists(flat))
+    if not shape:
+        return values if backend is None else values[0]
+    dtype = re.findall(r"u?int\d+|bool|float32|float64", str(array.dtype))
+    return {"array": values, "dtype": dtype[0] if dtype else "float32"}
+
+
+def _texts(values: Any) -> Any:
+    """Return numbers as JSON knows them."""
+    if isinstance(values, list):
+        return list(map(_texts, values))
+    return {"number": str(values)} if isinstance(values, float) and not math.isfinite(values) else values
+
+
+def _numbers(values: Any) -> Any:
+    """Return the numbers that `_texts` was given."""
+    if isinstance(values, list):
+        return list(map(_numbers, values))
+    return float(values["number"]) if isinstance(values, dict) else values

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: MIT
+"""What a state is of: the kind of its rule, and the leaves or groups whose norms it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from uniclip._repr import short, stable
+from uniclip.combine import Chain, Masked
+from uniclip.limits import PerGroup
+from uniclip.norms import Norm
+from uniclip.rules import Rule
+from uniclip.scopes import FanIn, Scope, everything
+from uniclip.tree import Tree, flatten, place
+
+Leaves: TypeAlias = list[list[str | None] | None]
+"""For each rule that remembers, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
+
+In the place of a leaf that is absent (``None``), or that a mask leaves out, there is ``None``: it has a row of its own.
+"""
+
+
+def identity(rule: Any) -> str:
+    """Return what a state of the rule depends on: the kinds of its limits, norms and scopes, their order in a chain.
+
+    Numbers that may be tuned while a run goes on, such as a z-score or a decay, are no part of it, nor are functions
+    or rules that remember nothing.
+    """
+    if not rule.memory:
+        return "-"
+    if isinstance(rule, Chain):
+        return f"chain({', '.join(map(identity, rule.rules))})"
+    if isinstance(rule, Masked):
+        return f"masked({identity(rule.rule)})"
+    if isinstance(rule, Rule):
+        return f"{_limit(rule.limit)} of {_norm(rule.norm)} over {_scope(rule.scope)}"
+    return type(rule).__name__
+
+
+def labelled(rule: Any) -> bool:
+    """Whether a state of the rule is that of certain leaves or groups."""
+    if isinstance(rule, Chain):
+        return any(map(labelled, rule.rules))
+    if isinstance(rule, Masked):
+        return labelled(rule.rule)
+    if isinstance(rule, Rule):
+        return rule.memory and rule.scope.label is not everything
+    return bool(rule.by_leaf)
+
+
+def leaves_of(rule: Any, tree: Tree) -> Leaves:
+    """Return the leaves or groups of each rule that remembers, in the order of its norms."""
+    if not rule.memory:
+        return []
+    if isinstance(rule, Chain):
+        return [part for one in rule.rules for part in leaves_of(one, tree)]
+    pairs = list(zip(tree.paths(), tree.leaves, strict=True))
+    if isinstance(rule, Masked):
+        some = tree.rebuild([leaf if rule.where(path, leaf) else None for path, leaf in pairs])
+        return leaves_of(rule.rule, flatten(some))
+    if not labelled(rule):
+        return [None]
+    if rule.by_leaf:
+        whole = flatten(tree.rebuild(tree.leaves), none_is_leaf=True)
+        both = zip(whole.paths(), whole.leaves, strict=True)
+        return [[None if leaf is None else stable(place("", path)) for path, leaf in both]]
+    groups: dict[Hashable, None] = dict.fromkeys(rule.scope.label(path, leaf) for path, leaf in pairs)
+    names: list[str | None] = [*sorted(stable(repr(label)) for label in groups)]
+    return [names]
+
+
+def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the state of each rule that remembers, in the order of `leaves_of`, and the numbers that lead to it."""
+    if isinstance(rule, Chain) and rule.memory:
+        for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
+            yield from parts_of(one, inside, (*way, str(number)))
+    elif isinstance(rule, Masked):
+        yield from parts_of(rule.rule, state, way)
+    elif rule.memory:
+        yield way, state
+
+
+def labels_of(leaves: Leaves | None) -> list[str]:
+    """Return the leaves or groups of all rules, one after the other."""
+    return [label for part in leaves or () for label in part or () if label is not None]
+
+
+def refuse_changed(rule: Any, known: Leaves | None, here: Leaves) -> None:
+    """Refuse gradients of other leaves or groups than those of the step before."""
+    if known in (None, here):
+        return
+    others = sorted(set(labels_of(known)) ^ set(labels_of(here)))
+    change = f"{shown(others)} had a gradient at one step and none at another" if others else "their order has changed"
+    msg = (
+        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same ones, in the same order, "
+        "at every step, zeros if there is no gradient"
+    )
+    raise ValueError(msg)
+
+
+def shown(labels: list[str]) -> str:
+    """Return leaves and groups as an error names them."""
+    names = [f"grads{label}" if label[:1] in {"", "["} else f"group {label}" for label in labels[:5]]
+    return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
+
+
+def _limit(limit: Any) -> str:
+    """Return the kind of a limit, and what its state is arranged by."""
+    if isinstance(limit, PerGroup):
+        inside = [f"{stable(repr(label))}: {_limit(one)}" for label, one in limit.limits if one.memory]
+        return f"PerGroup({', '.join(sorted(inside))})"
+    values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}
+    shown = [f"window={int(values['window'])}"] if "window" in values else []
+    shown += [name for name, value in values.items() if isinstance(value, (bool, np.bool_)) and value]
+    return type(limit).__name__ + (f"({', '.join(shown)})" if shown else "")
+
+
+def _norm(norm: Norm) -> str:
+    name = repr(norm).rpartition(".")[2]
+    return name if name.isidentifier() else f"{type(norm).__name__}({float(norm.ord):g}, {float(norm.size_power):g})"
+
+
+def _scope(scope: Scope) -> str:
+    """Return which leaves share a norm, and along which axes."""
+    joined = "each leaf" if scope.label is None else "all leaves" if scope.label is everything else "groups of leaves"
+    axes = scope.axes
+    if axes is None:
+        return joined
+    if isinstance(axes, FanIn):
+        return f"the units of {joined}" if axes.axis is None else f"the units of axis {int(axes.axis)} of {joined}"
+    along = getattr(axes, "__name__", type(axes).__name__) if callable(axes) else str([int(axis) for axis in axes])
+    return f"axes {along} of {joined}"
