@@ -8,10 +8,9 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from types import ModuleType
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from uniclip._repr import holds_arrays, short
-from uniclip._types import RuleLike
 from uniclip.backends import compiling
 
 _RULE = "such as uc.by_global_norm(1.0), or a function of one array"
@@ -80,7 +79,7 @@ def keywords_known(function: _F) -> _F:
     return checked  # type: ignore[return-value]  # its signature is that of the function
 
 
-def is_rule(value: Any) -> TypeGuard[RuleLike]:
+def is_rule(value: Any) -> bool:
     """Whether a value has the interface of a rule."""
     return hasattr(value, "memory") and hasattr(value, "update") and not isinstance(value, type)
 
@@ -100,7 +99,7 @@ def refuse_as_rule(value: Any) -> NoReturn:
     if module in _CHOICES:
         advice = f"and {_CHOICES[module]}"
     elif module in {"presets", "rules", "combine"}:
-        advice = f"and uc.{value.__name__} makes one: call it, uc.{value.__name__}(...)"
+        advice = f"and uc.{value.__name__} makes one: call it, uc.{value.__name__}(...), as in uc.by_global_norm(1.0)"
     elif module == "verbs":
         advice = f"and uc.{value.__name__} is a function of all gradients: give it a rule {_RULE}"
     else:

@@ -9,14 +9,14 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip._types import AnyRule, Number, T
+from uniclip._types import Number, T
 from uniclip._values import to_lists
 from uniclip.absent import unknown
 from uniclip.backends import backend_of
 from uniclip.labels import Leaves, labelled, leaves_of, refuse_changed
 from uniclip.measure import AllReduce
 from uniclip.report import Report
-from uniclip.rules import as_rule
+from uniclip.rules import AnyRule, as_rule
 from uniclip.saved import Saved, from_saved, restored, to_saved
 from uniclip.tree import flatten
 

@@ -14,13 +14,13 @@ import optree
 from uniclip._checks import check
 from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import Printed, holds_arrays
-from uniclip._types import AnyRule, Number, RuleLike, T
+from uniclip._types import Number, T
 from uniclip.absent import unknown
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.limits import NoState
 from uniclip.measure import AllReduce
 from uniclip.report import FIELDS, LOGGED, Late, Made, Report, register
-from uniclip.rules import as_rule
+from uniclip.rules import AnyRule, RuleLike, as_rule
 from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
 from uniclip.step import kept

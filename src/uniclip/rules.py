@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from uniclip._checks import check, flag, one_of, refuse_in_step, settle
 from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
 from uniclip._repr import Printed
-from uniclip._types import AnyRule, MaxNorm, Number, RuleLike, T
+from uniclip._types import Array, Number, T
 from uniclip.absent import Filled, filled
 from uniclip.arraywise import Function
 from uniclip.ask import Step
@@ -19,6 +19,7 @@ from uniclip.backends import compiling
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
 from uniclip.limits import Constant, Limit, NoState
+from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.losses import Loss
 from uniclip.measure import AllReduce, measure
@@ -29,6 +30,37 @@ from uniclip.scopes import Scope, all_leaves
 from uniclip.step import Decision, Single, decide, first_state
 
 _PLAIN = {float, int, bool, str, type(None)}
+
+
+class RuleLike(Protocol):
+    """What every rule has."""
+
+    @property
+    def memory(self) -> bool:
+        """Whether the rule remembers earlier steps."""
+
+    @property
+    def by_leaf(self) -> bool:
+        """Whether the state knows leaves by their order."""
+
+    def init(self, grads: Any) -> Any:
+        """Return the state before the first step."""
+
+    def update(
+        self,
+        grads: T,
+        state: Any,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        in_place: bool = False,
+        loss: Any = None,
+    ) -> tuple[T, Any, Report]:
+        """Clip, and return the next state, too."""
+
+
+AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
+"""A rule, or a function of one gradient array; a preset that was not called is a function too, but returns no array."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -243,7 +275,7 @@ def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
 def as_rule(rule: AnyRule) -> RuleLike:
     """Return a rule as it is, a function of one gradient array as a rule."""
     if is_rule(rule):
-        return rule
+        return rule  # type: ignore[return-value]  # which is_rule has seen
     if callable(rule) and not isinstance(rule, type) and not hasattr(rule, "load_state_dict") and not own_module(rule):
         return Function(rule)
     return refuse_as_rule(rule)

@@ -11,7 +11,7 @@ from typing import Any
 from uniclip._checks import LIMIT, in_order, nonnegatives, real
 from uniclip._mistakes import keywords_known, refuse_swapped
 from uniclip._repr import short
-from uniclip._types import AnyRule, Number, T
+from uniclip._types import Number, T
 from uniclip.absent import Filled
 from uniclip.arraywise import ByValue
 from uniclip.ask import Step
@@ -20,7 +20,7 @@ from uniclip.measure import AllReduce
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
 from uniclip.report import Report
-from uniclip.rules import Rule, as_rule, clip_known, made_once, norm_of, taken
+from uniclip.rules import AnyRule, Rule, as_rule, clip_known, made_once, norm_of, taken
 from uniclip.scopes import all_leaves
 from uniclip.step import Decision, Single
 

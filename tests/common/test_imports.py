@@ -61,7 +61,7 @@ def test_the_algorithm_names_no_framework() -> None:
             "percentiles.py",
         )
     } | {
-        "__init__.py": {"numpy", "torch", "tensorflow", "jax"},
+        "__init__.py": {"numpy", "torch", "tensorflow", "jax", "keras", "optax"},
         "tree.py": {"numpy", "torch", "tensorflow", "jax", "flax"},
         "_mistakes.py": {"optax", "flax", "torch", "tensorflow", "keras"},
         "saved.py": {"numpy"},

@@ -310,7 +310,7 @@ NO_RULES: dict[str, tuple[Any, str]] = {
     "a scope": (uc.scopes.each_leaf, r"uc\.Rule\(1\.0, scope=scope\), got uc\.scopes\.each_leaf"),
     "a scope's function": (uc.scopes.unit, r"uc\.Rule\(1\.0, scope=scope\), got uc\.scopes\.unit"),
     "a norm": (uc.norms.L2, r"uc\.Rule\(1\.0, norm=norm\), got uc\.norms\.L2"),
-    "a clipper": (uc.Clipper(uc.zclip()), r"a uc\.Clipper is more: call it.*got a uniclip\.clipper\.Clipper"),
+    "a clipper": (uc.Clipper(uc.zclip()), r"a uc\.Clipper has one, clipper\.rule.*got a uniclip\.clipper\.Clipper"),
     "a function of all gradients": (
         uc.clip_by_norm,
         r"uc\.clip_by_norm is a function of all gradients: give it a rule such",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -229,6 +231,11 @@ LINES: dict[str, tuple[Any, list[Any], str]] = {
     "many": (uc.by_norm(1.0, axis=1), [[[3.0, 4.0], [0.3, 0.4]]], "norm 5 (largest of 2), clipped 50 %, finite"),
     "not finite": (uc.by_norm(1.0, nonfinite="skip"), [[np.nan]], "norm nan, limit 1, clipped, not finite, skipped"),
     "chain": (uc.chain(abs, uc.by_norm(1.0)), [[3.0], [4.0]], "norm 4 (largest of 2), clipped 100 %, finite"),
+    "two rules": (
+        uc.chain(uc.by_global_norm(9.0), uc.by_norm(1.0)),
+        [[3.0], [4.0]],
+        "norm 5, limit 9, not clipped, finite | norm 4 (largest of 2), clipped 100 %, finite",
+    ),
     "no norm": (uc.by_value(-1.0, 1.0), [[3.0]], "no norm measured"),
 }
 
@@ -255,7 +262,7 @@ def test_a_large_report_prints_one_line(fw: Framework) -> None:
     if fw.traced and fw.family == "PyTorch":
         pytest.skip("torch.compile breaks at what prints")
     fw.run(clipped, grads)
-    traced = "1024 norms, traced: the values are known when the program runs"
+    traced = "traced: the values are known when the program runs"
     assert lines[0] == (traced if fw.traced else "norm 1 (largest of 1,024), clipped 100 %, finite")
 
 
@@ -295,3 +302,26 @@ def test_rules_without_thresholds(fw: Framework) -> None:
     _, report = fw.run(lambda g: uc.clip(g, uc.by_norm(1.0)), [fw.array([3.0])])
     assert report.thresholds is None
     assert "clip/threshold" not in report.scalars()
+
+
+def test_a_report_can_be_copied() -> None:
+    """A pickle or a copy has the fields; the report of a chain stays one."""
+    for rule in (uc.by_norm(1.0), uc.chain(uc.by_norm(2.0), uc.by_global_norm(1.0))):
+        report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.1])], rule)[1]
+        for again in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report), optree.tree_map(np.asarray, report)):
+            assert str(again) == str(report)
+            assert again.scalars() == report.scalars()
+
+
+def test_a_threshold_of_another_shape() -> None:
+    """What a limit says of its threshold is validated like its limits, at the step."""
+
+    class Odd(uc.Limit):
+        host = True
+
+        def __call__(self, norms: Any, state: Any, context: Any) -> Any:
+            context.threshold = np.ones(7)
+            return 1.0, state
+
+    with pytest.raises(ValueError, match=r"a threshold of shape \(7,\) does not fit norms of shape \(2,\)"):
+        uc.clip([np.ones(2), np.ones(3)], uc.Rule(Odd(), scope=uc.scopes.each_leaf))

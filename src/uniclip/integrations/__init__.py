@@ -7,8 +7,7 @@ from typing import Any
 
 import uniclip
 from uniclip._repr import short
-from uniclip._types import AnyRule, RuleLike
-from uniclip.rules import as_rule
+from uniclip.rules import AnyRule, RuleLike, as_rule
 from uniclip.scopes import each_example
 
 if not hasattr(uniclip, "Rule"):

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from uniclip._types import AnyRule
 from uniclip.integrations import needs, rule_for_steps
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX
+from uniclip.rules import AnyRule
 
 with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip._types import AnyRule
 from uniclip.integrations import needs, rule_for_steps
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX
+from uniclip.rules import AnyRule
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback

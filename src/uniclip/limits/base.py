@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from uniclip._repr import Printed
+from uniclip._types import Number
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -45,7 +46,7 @@ class Context:
     """
 
     threshold: Array | None = None
-    """What a limit sets that limits only above a threshold, and then to less: an array that broadcasts like limits."""
+    """The norms above which a limit limits that then limits to less. It sets this array, which broadcasts as limits do."""
 
     def __init__(
         self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
@@ -190,6 +191,10 @@ class Limit:
             Of the same shapes and dtypes. After a step that is not finite, the old one is kept.
         """
         raise NotImplementedError
+
+
+MaxNorm: TypeAlias = Number | Limit
+"""What is given as a limit, for type checkers."""
 
 
 class Vectorized(Printed, Limit):

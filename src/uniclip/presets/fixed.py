@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from uniclip._mistakes import keywords_known
-from uniclip._types import MaxNorm, Number
+from uniclip._types import Number
 from uniclip.arraywise import ByValue
 from uniclip.curves import Curve, hard, normalize
 from uniclip.limits import PerGroup
+from uniclip.limits.base import MaxNorm
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import RMS, Norm
 from uniclip.rules import Rule

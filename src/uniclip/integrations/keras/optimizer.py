@@ -14,7 +14,6 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import counted, short
-from uniclip._types import AnyRule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer, refuse_replicas
@@ -23,6 +22,7 @@ from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered,
 from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
 from uniclip.labels import Leaves, labels_of, leaves_of
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
+from uniclip.rules import AnyRule
 from uniclip.saved import from_saved, names_of, of_others, restored, to_saved
 from uniclip.tree import flatten
 
@@ -168,7 +168,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     def rule_state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
 
-        Moments and the other variables are not in it. Before `build`, and of a rule that remembers nothing, it is
+        Moments and the other variables are not in it. Before ``build``, and of a rule that remembers nothing, it is
         empty.
         """
         if not (self.rule.memory and self.built):
@@ -189,7 +189,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         TypeError
             If it is no dict.
         ValueError
-            Before `build`; if it is that of another rule or of other variables, or holds what is no finite number.
+            Before ``build``; if it is that of another rule or of other variables, or holds what is no finite number.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         if not self.built:

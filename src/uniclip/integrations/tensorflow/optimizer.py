@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
-from uniclip._types import AnyRule, Number, RuleLike
+from uniclip._types import Number
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_optimizer,
@@ -33,6 +33,7 @@ from uniclip.integrations.tensorflow.variables import (
 from uniclip.labels import leaves_of
 from uniclip.presets import by_global_norm
 from uniclip.report import Report
+from uniclip.rules import AnyRule, RuleLike
 from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
 

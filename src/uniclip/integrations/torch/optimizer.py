@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from uniclip._repr import counted, short
-from uniclip._types import AnyRule, Number, RuleLike
+from uniclip._types import Number
 from uniclip.arraywise import ByValue
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
@@ -25,7 +25,7 @@ from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, refuse_parts, several
 from uniclip.labels import labelled, leaves_of, refuse_changed
 from uniclip.report import Report
-from uniclip.rules import Rule, clip_known, measured, norm_of
+from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured, norm_of
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 
