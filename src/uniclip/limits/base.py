@@ -46,7 +46,7 @@ class Context:
     """
 
     threshold: Array | None = None
-    """The norms above which a limit limits that then limits to less. It sets this array, which broadcasts as limits do."""
+    """The norms above which a limit limits that then limits to less; set by it, and broadcast as limits are."""
 
     def __init__(
         self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
