@@ -30,11 +30,10 @@ Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, 
     `uniclip.curves`    what happens above it?
 """
 
-import sys as _sys
-from typing import Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from uniclip import curves, limits, norms, scopes
-from uniclip._mistakes import home_of as _home_of
+from uniclip._mistakes import hints as _hints
 from uniclip.clipper import Clipper
 from uniclip.combine import chain, masked
 from uniclip.limits import Limit
@@ -132,12 +131,13 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    """Look the version up when asked (PEP 562), and say of another name where it is or what it is called."""
-    if name == "__version__":
-        return _version()
-    msg = f"module {__name__!r} has no attribute {name!r}{_home_of(name)}"
-    raise AttributeError(msg, name=name, obj=_sys.modules[__name__])
+if _TYPE_CHECKING:
+    __version__: str
+else:  # for which every name would be there
+
+    def __getattr__(name: str) -> str:
+        """Look the version up when asked (PEP 562), and say of another name where it is or what it is called."""
+        return _version() if name == "__version__" else _hints(__name__)(name)
 
 
 def _version() -> str:

@@ -63,6 +63,16 @@ def home_of(name: str) -> str:
     return f": it is uniclip.{homes[0]}.{name}" if homes else ""
 
 
+def hints(module: str) -> Callable[[str], NoReturn]:
+    """Return what says of a name that a module has not where it is, or what it is called (PEP 562)."""
+
+    def refuse(name: str) -> NoReturn:
+        msg = f"module {module!r} has no attribute {name!r}{home_of(name)}"
+        raise AttributeError(msg, name=name, obj=sys.modules[module])
+
+    return refuse
+
+
 def keywords_known(function: _F) -> _F:
     """Refuse a keyword that a function has not by an error that says which ones it has."""
     known = signature(function).parameters

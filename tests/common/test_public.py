@@ -69,6 +69,21 @@ def test_a_name_that_is_elsewhere(name: str, hint: str) -> None:
         getattr(uc, name)
 
 
+@pytest.mark.parametrize(
+    ("home", "name", "hint"),
+    [
+        ("curves", "skip", "it is called uniclip.curves.reject"),
+        ("scopes", "hard", "it is uniclip.curves.hard"),
+        ("limits", "RMS", "it is uniclip.norms.RMS"),
+        ("norms", "unit", "it is uniclip.scopes.unit"),
+    ],
+)
+def test_a_choice_that_is_elsewhere(home: str, name: str, hint: str) -> None:
+    """The four modules say so, too."""
+    with pytest.raises(AttributeError, match=f"module 'uniclip.{home}' has no attribute {name!r}: {hint}"):
+        getattr(getattr(uc, home), name)
+
+
 def test_a_name_that_is_nowhere() -> None:
     """Python suggests a similar one where it shows the error."""
     done = subprocess.run(

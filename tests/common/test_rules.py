@@ -422,7 +422,7 @@ def test_a_rule_that_is_none() -> None:
         (lambda: uc.Rule(1.0, scope=uc.scopes.unit), r"scope must be a uc\.Scope"),
         (lambda: uc.Rule(1.0, norm=2), r"norm must be a uc\.Norm.*got 2"),
         (lambda: uc.Rule(1.0, curve=1.0), r"curve must be a function"),
-        (lambda: uc.Rule(lambda norm: 1.0), r"limit must be a number"),
+        (lambda: uc.Rule(lambda norm: 1.0), r"limit, must be a number"),
         (lambda: uc.scopes.axes((0, 1)), r"axis must be a whole number, got \(0, 1\)"),
         (lambda: uc.by_value(None, 1.0), r"min must be a number"),
         (lambda: uc.clip_by_value([np.ones(2)], -1.0, None), r"max must be a number or an array .*got None"),

@@ -44,3 +44,4 @@ skipping = uc.by_norm(1.0, nonfinite="skip")
 scalars = uc.clip(grads, uc.by_norm(1.0))[1].scalars()
 norms = uc.clip_(grads, uc.by_norm(1.0)).norms
 name = uc.clip_by_value(grads["w"], -1.0, 1.0).dtype.name
+norm = uc.global_norm(grads)

@@ -31,7 +31,7 @@ class Constant(Vectorized):
 
     def __post_init__(self) -> None:
         """Validate the limit."""
-        settle(self, value=nonnegatives("limit", self.value, LIMIT))
+        settle(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
 
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
         """Return the value, the same for every norm."""
@@ -272,5 +272,5 @@ def as_limit(value: Any) -> Limit:
         fits = not callable(value) and not hasattr(value, "memory")
         called = isinstance(value, type) and issubclass(value, Limit)
         hint = f" (call the class, {value.__name__}(...))" if called else " (of a rule, rule.limit)"
-        check("limit", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")
+        check("max_norm, the limit,", value, fits, f"a number, a 0-d array or a uc.Limit{hint}")
     return Constant(value)
