@@ -394,10 +394,10 @@ def bad_limit(fw: Framework) -> None:
         for function in (uc.clip_by_norm, uc.clip_by_global_norm, uc.clip_by_average_norm):
             with pytest.raises(ValueError, match=rf"max_norm .*{limit}"):
                 function(tree(fw), limit)
-        with pytest.raises(ValueError, match=rf"limit .*{limit}"):
+        with pytest.raises(ValueError, match=rf"limit,? .*{limit}"):
             uc.Rule(limit)
         if fw.raises:
-            with pytest.raises(ValueError, match=rf"limit .*{limit}"):
+            with pytest.raises(ValueError, match=rf"limit,? .*{limit}"):
                 uc.clip_by_norm(tree(fw), fw.array(limit))
     if not fw.raises:
         call = fw.compiled(lambda g, c: uc.clip_by_global_norm(g, c)[0])

@@ -59,7 +59,8 @@ def home_of(name: str) -> str:
         return f": it is in {_ELSEWHERE[name]}"
     if name in _OTHER_NAMES:
         return f": it is called uniclip.{_OTHER_NAMES[name]}"
-    homes = [home for home in ("curves", "limits", "norms", "scopes") if name in sys.modules[f"uniclip.{home}"].__all__]
+    known = {home: getattr(sys.modules.get(f"uniclip.{home}"), "__all__", ()) for home in _CHOICES}
+    homes = [home for home, names in known.items() if name in names]
     return f": it is uniclip.{homes[0]}.{name}" if homes else ""
 
 
