@@ -256,10 +256,10 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
     return dict(sorted(groups.items(), key=lambda item: stable(repr(item[0]))))
 
 
-def _label(join: Callable[..., Hashable], path: Any, leaf: Any, where: str) -> Hashable:
+def _label(label: Callable[..., Hashable], path: Any, leaf: Any, where: str) -> Hashable:
     """Return the label of a leaf's group; refuse what cannot be looked up: an array may differ from an equal one."""
     try:
-        found: Any = join(path, leaf)
+        found: Any = label(path, leaf)
     except AttributeError as error:
         if leaf is not None:
             raise

@@ -132,7 +132,7 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 
 
 @keywords_known
-def auto_s(max_norm: Number = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
+def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``: no limit has to be found.
 
     Source: automatic clipping of Bu, Wang, Zha and Karypis, arXiv:2206.07136. With ``gamma=r`` and c = 1 it is the
@@ -161,7 +161,7 @@ def auto_s(max_norm: Number = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite 
 
 
 @keywords_known
-def psac(max_norm: Number = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
+def psac(max_norm: MaxNorm = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``: tiny gradients do not become large.
 
     Source: Xia et al., *Differentially private learning with per-sample adaptive clipping*, arXiv:2212.00328.

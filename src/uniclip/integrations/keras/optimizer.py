@@ -299,12 +299,12 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return {name: values[LOGGED.index(name)] for name in self._logged}
 
     def begin_epoch(self) -> None:
-        """Begin to average the shares anew."""
+        """Begin to average the shares, and to look for the largest norm, anew."""
         if self.built:
             self._totals.assign(np.zeros(self._totals.shape, np.float32))
 
     def epoch_scalars(self) -> dict[str, float]:
-        """Return the scalars of the last step as floats, shares as their average since `begin_epoch`, the largest norm.
+        """Return the scalars of the last step as floats, with mean shares and the largest norm since `begin_epoch`.
 
         ``"clip/share"``, ``"clip/skipped"`` and ``"clip/norm_max"`` are NaN if no step was taken since then.
         """

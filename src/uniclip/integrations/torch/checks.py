@@ -27,7 +27,7 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
     """Refuse what is no optimizer."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return
-    fix = "attach to what steps"
+    fix = "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) returns it"
     if isinstance(rule, torch.optim.Optimizer):
         fix = "the arguments are swapped, it is attach(optimizer, rule)"
     elif isinstance(optimizer, torch.nn.Module):
