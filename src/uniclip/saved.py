@@ -246,7 +246,7 @@ def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> di
         names = [".".join([*way, name]) for name in names_of(state)]
         rows = {name: array for name, array in zip(names, optree.tree_leaves(state), strict=True) if array.shape != ()}
         found = {name: values[name] for name in rows if name in values}
-        if _has_rows(state, len(new)) and all(len(array) in {1, len(old)} for array in found.values()):
+        if _has_rows(state, len(new)) and all(tuple(a.shape[:1]) in {(1,), (len(old),)} for a in found.values()):
             values |= {name: _moved(array, old, rows[name], new) for name, array in found.items()}
         elif labels_of([old]) != labels_of([new]):
             raise ValueError(of_others(rule, labels_of([old]), labels_of([new]), anew))
@@ -255,7 +255,7 @@ def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> di
 
 def _moved(saved: Any, old: list[str | None], first: Any, new: list[str | None]) -> Any:
     """Return saved rows in another order; those of absent leaves are as before the first step."""
-    if len(first) != len(new) or len(saved) != len(old):
+    if first.shape[0] != len(new) or saved.shape[0] != len(old):  # not every array has a len
         return saved
     mine, its = np.asarray(to_lists(saved)), np.asarray(to_lists(first))
     return np.stack([its[n] if label is None else mine[old.index(label)] for n, label in enumerate(new)])

@@ -967,7 +967,11 @@ def test_schedulers() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "rule", "message"),
     [
-        ([], uc.by_global_norm(1.0), "optimizer must be a torch.optim.Optimizer, got a list: give the object whose step"),
+        (
+            [],
+            uc.by_global_norm(1.0),
+            "optimizer must be a torch.optim.Optimizer, got a list: give the object whose step",
+        ),
         (model(), uc.by_global_norm(1.0), "got a .*: attach to the optimizer of its parameters, as in attach"),
         (
             uc.by_global_norm(1.0),
