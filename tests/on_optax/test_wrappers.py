@@ -233,7 +233,7 @@ def test_scalars_of_an_optimizer_that_does_not_clip() -> None:
     [
         (optax.adam(0.1), r"the arguments are swapped"),
         (1.0, r"rule must be a rule, .* got 1.0"),
-        (uc.Clipper(uc.by_norm(1.0)), r"rule must be a rule, and a uc.Clipper is more"),
+        (uc.Clipper(uc.by_norm(1.0)), r"rule must be a rule, and a uc.Clipper has one"),
         (uc.autoclip().limit, r"rule must be a rule, and a limit is only one of its choices: uc.Rule\(limit\)"),
     ],
     ids=["transformation", "number", "clipper", "limit"],

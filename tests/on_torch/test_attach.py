@@ -981,7 +981,7 @@ def test_schedulers() -> None:
         (None, uc.by_global_norm, r"uc\.by_global_norm makes one: call it"),
         (None, 1.0, r"rule must be a rule, such as uc.by_global_norm\(1.0\), or a function of one array, got 1.0"),
         (None, uc.limits.Constant(1.0), r"a limit is only one of its choices: uc.Rule\(limit\)"),
-        (None, uc.Clipper(uc.by_global_norm(1.0)), "a uc.Clipper is more"),
+        (None, uc.Clipper(uc.by_global_norm(1.0)), "a uc.Clipper has one"),
         (None, uc.Rule, r"rule must be a rule, and uc\.Rule makes one: call it"),
         (None, uc.chain, r"uc\.chain makes one: call it"),
         (None, uc.limits.Percentile, r"a limit is only one of its choices: uc\.Rule\(limit\)"),
