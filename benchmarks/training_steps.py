@@ -12,7 +12,17 @@ from contenders import GLOBAL, Contender, Leaves, Library
 
 CLIPPER, ATTACH, KERAS = "uc.Clipper", "attach, SGD", "Keras, SGD"
 PLAIN, AUTOCLIP, WRAPPED = "not clipped", "autoclip", "ClippedOptimizer"
-LEARNING = ["adagc", "adagn", AUTOCLIP, "log_zscore", "norm_growth", "percentile", "skip_spikes", "spam", "zclip"]
+LEARNING = [
+    "adagc",
+    "adagn",
+    AUTOCLIP,
+    "log_zscore",
+    "norm_growth",
+    "percentile_clipping",
+    "skip_spikes",
+    "spam",
+    "zclip",
+]
 """The rules of ``uniclip.presets.adaptive``."""
 CONSTANT = uc.by_global_norm(1.0)
 """It clips none of these gradients."""
