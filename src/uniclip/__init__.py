@@ -30,7 +30,7 @@ Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, 
     `uniclip.curves`    what happens above it?
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from uniclip import curves, limits, norms, scopes
 from uniclip._mistakes import hints as _hints
@@ -131,7 +131,7 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if _TYPE_CHECKING:
+if TYPE_CHECKING:
     __version__: str
 else:  # for which every name would be there
 
