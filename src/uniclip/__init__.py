@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from uniclip import curves, limits, norms, scopes
 from uniclip._mistakes import hints as _hints
+from uniclip._version import version as _version
 from uniclip.clipper import Clipper
 from uniclip.combine import chain, masked
 from uniclip.limits import Limit
@@ -138,13 +139,3 @@ else:  # for which every name would be there
     def __getattr__(name: str) -> str:
         """Look the version up when asked (PEP 562), and say of another name where it is or what it is called."""
         return _version() if name == "__version__" else _hints(__name__)(name)
-
-
-def _version() -> str:
-    """Return the installed version; a copy among the files of another package has none."""
-    from importlib.metadata import version  # noqa: PLC0415 - takes a third of the time that uniclip takes to import
-
-    try:
-        return version("uniclip-gradients") or "0+unknown"  # some Pythons return None where metadata is broken
-    except (ImportError, KeyError):
-        return "0+unknown"

@@ -82,8 +82,7 @@ def keywords_known(function: _F) -> _F:
     def checked(*args: Any, **named: Any) -> Any:
         if not named.keys() <= known.keys():
             wrong = ", ".join([repr(name) for name in named if name not in known])
-            takes = ", ".join([str(one).partition(":")[0].partition("=")[0] for one in known.values()])
-            msg = f"{function.__name__}() has no argument {wrong}: its arguments are {takes}"
+            msg = f"{function.__name__}() has no argument {wrong}: its arguments are {', '.join(known)}"
             raise TypeError(msg)
         return function(*args, **named)
 

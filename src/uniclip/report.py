@@ -103,7 +103,8 @@ class Report:
             return ", ".join([f"{name}={getattr(self, name)!r}" for name in FIELDS])
         if backend.traced(leaves[0]):
             return "traced: the values are known when the program runs"
-        norm, limit, share = (float(backend.detached(self.scalars()[name])) for name in (NORM, LIMIT, SHARE))
+        scalars = self.scalars()
+        norm, limit, share = (float(backend.detached(scalars[name])) for name in (NORM, LIMIT, SHARE))
         count = sum(math.prod(array.shape) for array in leaves)
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
         words += [f"limit {limit:.3g}"] if count == 1 and limit < _UNLIMITED else []

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 
-import uniclip
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip._values import array_like, array_of, field_of, to_lists
+from uniclip._version import version
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.labels import Leaves, identity, labels_of, leaves_of, parts_of, shown
 from uniclip.rules import as_rule
@@ -229,7 +229,7 @@ def _refuse_format(saved: Any, anew: str) -> None:
     found = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
     if isinstance(found, bool) or found != FORMAT:
         msg = (
-            f"the saved state has the format {short(found)}, and uniclip {uniclip.__version__} knows the format "
+            f"the saved state has the format {short(found)}, and uniclip {version()} knows the format "
             f"{FORMAT}: load it with the uniclip that saved it, or a later one, or {anew}"
         )
         raise ValueError(msg)

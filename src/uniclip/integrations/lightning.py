@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from uniclip.integrations import needs, rule_for_steps
-from uniclip.report import AVERAGED, LOGGED, NORM_MAX
+from uniclip.report import AVERAGED, NORM, NORM_MAX
 from uniclip.rules import AnyRule
 
 with needs("Lightning", "lightning"):
@@ -107,7 +107,7 @@ class ClipGradients(Callback):
             for key, value in report.scalars().items():
                 mean = key in AVERAGED
                 pl_module.log(key + name, value, on_step=not mean, on_epoch=mean, sync_dist=mean, batch_size=1)
-                if key == LOGGED[0]:
+                if key == NORM:
                     over = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "batch_size": 1}
                     pl_module.log(NORM_MAX + name, value.where(value.isfinite(), 0.0), sync_dist=True, **over)
 

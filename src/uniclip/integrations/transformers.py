@@ -6,7 +6,7 @@ from __future__ import annotations
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.integrations import needs, rule_for_steps
-from uniclip.report import AVERAGED, LOGGED, NORM_MAX
+from uniclip.report import AVERAGED, NORM, NORM_MAX
 from uniclip.rules import AnyRule
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
@@ -152,8 +152,8 @@ class ClipGradients(TrainerCallback):
             return
         self._seen, self._last = report, report.scalars()
         self._steps += 1
-        if LOGGED[0] in self._last:
-            norm = self._last[LOGGED[0]]
+        if NORM in self._last:
+            norm = self._last[NORM]
             norm = norm.where(norm.isfinite(), 0.0)
             self._largest = norm if self._largest is None else self._largest.maximum(norm)
         for name in self._last.keys() & set(AVERAGED):
