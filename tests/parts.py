@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,15 @@ PATIENCE = 60
 """For how many seconds a process waits for the other one."""
 
 
-def together(fw: Framework, parts: Sequence[Any], run: Callable[[Any, Callable[[Any, str], Any]], Any]) -> list[Any]:
+def together(
+    fw: Framework,
+    parts: Sequence[Any],
+    run: Callable[[Any, Callable[[Any, str], Any]], Any],
+    largest: Callable[[Any, Any], Any] = np.maximum,
+) -> list[Any]:
     """Return ``run(part, all_reduce)`` of each part, all at once, as NumPy's arrays.
 
-    ``all_reduce`` joins what the parts have measured.
+    ``all_reduce`` joins what the parts have measured; ``largest`` is its maximum of two.
     """
     barrier = threading.Barrier(len(parts), timeout=PATIENCE)
     given: dict[int, np.ndarray] = {}
@@ -29,7 +35,7 @@ def together(fw: Framework, parts: Sequence[Any], run: Callable[[Any, Callable[[
             given[number] = np.array(fw.numpy(own))
             barrier.wait()
             arrays = [given[one] for one in range(len(parts))]
-            joined = np.sum(arrays, axis=0) if op == "sum" else np.max(arrays, axis=0)
+            joined = np.sum(arrays, axis=0) if op == "sum" else reduce(largest, arrays)
             barrier.wait()  # before the next ones are written
             return fw.array(joined, fw.dtype(own))
 

@@ -135,11 +135,19 @@ def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> Non
     scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # with one it may be a parameter
     check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
     if all_reduce is not None:
-        check("all_reduce", all_reduce, callable(all_reduce), "a function of (array, op)")
+        own = getattr(all_reduce, "all_reduce", all_reduce)  # a rule of rules passes on what it was given
+        wanted = "a function of (array, op), a process group, a device mesh, or the name of an axis"
+        check("all_reduce", own, all_reduce_fits(own), wanted)
     if loss is not None:
         shape = getattr(real("loss", loss, "one number"), "shape", ())
         single = getattr(shape, "rank", 0) is None or all(n in {1, None} for n in shape)
         check("loss", loss, single, "one number, such as the mean of those of the examples")
+
+
+def all_reduce_fits(value: Any) -> bool:
+    """Whether a value may be what joins processes, as far as can be told without a framework."""
+    names = isinstance(value, str) or (type(value) is tuple and all(isinstance(name, str) for name in value))
+    return names or callable(value) or any(hasattr(value, name) for name in ("allreduce", "get_all_groups"))
 
 
 def positive(name: str, value: Any) -> Any:

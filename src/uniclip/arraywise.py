@@ -17,7 +17,8 @@ from uniclip.backends import backend_of
 from uniclip.backends.base import cast
 from uniclip.layout import Opened
 from uniclip.limits import NoState
-from uniclip.measure import AllReduce, broadcasts, same_shape
+from uniclip.measure import broadcasts, same_shape
+from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
 from uniclip.tree import Tree, flatten_grads
 
@@ -45,6 +46,7 @@ class EachArray(Printed):
         *,
         in_place: bool = False,
         loss: Number | None = None,  # noqa: ARG002 - every rule has it
+        shared: Shared | None = None,  # noqa: ARG002 - every rule has it
     ) -> tuple[T, Any, Report]:
         """Clip ``grads``; see `Rule.update`. The report is empty."""
         clipped, report = self.apply(grads, in_place=in_place)

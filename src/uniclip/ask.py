@@ -14,11 +14,11 @@ import optree
 from uniclip._checks import real
 from uniclip._repr import short
 from uniclip.backends import DEFAULT
-from uniclip.layout import Layout, Opened, layout_of
+from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.limits.base import Block
-from uniclip.losses import loss_of
-from uniclip.measure import AllReduce, Blocks, broadcasts, measure, sizes_of
+from uniclip.measure import broadcasts
+from uniclip.processes import AllReduce, Column
 from uniclip.scale import NUMBERS, Choices
 
 if TYPE_CHECKING:
@@ -29,12 +29,24 @@ class Step(NamedTuple):
     """The optional arguments of a step."""
 
     params: Any = None
-    all_reduce: AllReduce | None = None
+    all_reduce: AllReduce | Any = None
     loss: Any = None
     norm: Any = None
     """The norm, if it is known already."""
     absent: frozenset[int] = frozenset()
     """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""
+
+
+class Beside(NamedTuple):
+    """What a limit may look at beside the norms of a step."""
+
+    params: Column | None = None
+    sizes: Column | None = None
+    loss: Any = None
+    elsewhere: Any = None
+    """The norms of groups that only other processes have."""
+    alone: bool = False
+    """Whether other processes have norms that are not known here."""
 
 
 class Asked(NamedTuple):
@@ -47,8 +59,9 @@ class Asked(NamedTuple):
     """That of the norms: NumPy's where the host can read them at no cost, else the gradients' own."""
     step: Step | None = None
     """``None`` before the first step."""
+    beside: Beside = Beside()
 
-    def limits(self, norms: Blocks, state: Any) -> tuple[list[Any], Any, list[Any] | None]:
+    def limits(self, norms: list[Any], state: Any) -> tuple[list[Any], Any, list[Any] | None]:
         """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them.
 
         The norms are NaN where they are not finite.
@@ -71,22 +84,23 @@ class Asked(NamedTuple):
         new = _with_absent(self.backend, limit, [new for _, new in answers], states)
         return limits, new[0] if len(new) == 1 else tuple(new), thresholds
 
-    def contexts(self, norms: Blocks) -> list[Context]:
-        """Build the context of each block; what the limit needs is measured now."""
+    def contexts(self, norms: list[Any]) -> list[Context]:
+        """Build the context of each block."""
         needs = self.rule.limit.needs if self.step is not None else frozenset()
-        params: list[Any] = [None] * len(norms)
-        sizes, loss = params, None
-        if self.step is not None and "params" in needs:
-            params = [self._in(n) for n in _params(self.rule, self.given, self.step)]
-        if self.step is not None and "sizes" in needs:
-            sizes = [self._in(n) for n in sizes_of(self.given, self.layout, self.step.all_reduce)]
-        if self.step is not None and "loss" in needs and self.step.loss is not None:
-            loss = self._in(self.step.loss)
+        beside, nothing = self.beside, Column([None] * len(norms))
+        params, sizes = (nothing if one is None else one.mapped(self._in) for one in (beside.params, beside.sizes))
+        loss = None if beside.loss is None else self._in(beside.loss)
         labels = [[self.layout.labels[group] for group in block.groups] for block in self.layout.blocks]
         absent = [[not self.layout.groups[group] for group in block.groups] for block in self.layout.blocks]
         gone = [rows if any(rows) else () for rows in absent]
-        blocks = [Block(*some) for some in zip(norms, labels, params, sizes, gone, strict=True)]
-        return [Context(self.backend, blocks, number, needs, loss) for number in range(len(blocks))]
+        blocks = [Block(*some) for some in zip(norms, labels, params.blocks, sizes.blocks, gone, strict=True)]
+        if beside.elsewhere is not None:
+            others = self._in(beside.elsewhere)
+            blocks.append(Block(others, [None] * others.shape[0], params.elsewhere, sizes.elsewhere))
+        made = [Context(self.backend, blocks, number, needs, loss) for number in range(len(norms))]
+        for context in made:
+            context.alone = beside.alone
+        return made
 
     def _of_block(self, context: Context, state: Any) -> tuple[Any, Any]:
         """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
@@ -129,19 +143,12 @@ def on_host(own: Backend, limit: Any) -> bool:
     return bool(limit.host)
 
 
-def found_loss(given: Opened, step: Step) -> Any:
-    """Return the loss as a float32 array of the gradients' framework, ``None`` if there is none."""
-    own, loss = given.backend, loss_of(given, step.all_reduce, step.loss)()
-    return loss if loss is None else own.detached(own.xp.astype(own.xp.asarray(loss), own.xp.float32))
-
-
-def _params(rule: Choices, given: Opened, step: Step) -> Blocks:
-    """Return the norms of the parameters."""
+def opened_params(rule: Choices, given: Opened, step: Step) -> Opened:
+    """Open the parameters that a limit compares the gradients with."""
     if step.params is None:
         msg = f"{short(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
-    theirs = given.matching(step.params, rule.scope, step.absent)
-    return measure(theirs, layout_of(theirs, rule.scope, remembers=rule.limit.memory), rule.norm, step.all_reduce)
+    return given.matching(step.params, rule.scope, step.absent)
 
 
 def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
@@ -156,7 +163,7 @@ def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
     return real(f"the limit of {short(rule.limit)}", limits, wanted), state
 
 
-def _thresholds(contexts: list[Context], limits: list[Any], norms: Blocks) -> list[Any] | None:
+def _thresholds(contexts: list[Context], limits: list[Any], norms: list[Any]) -> list[Any] | None:
     """Return the thresholds of each block; those of a limit without any are its limits."""
     known = [context.threshold for context in contexts]
     if all(one is None for one in known):

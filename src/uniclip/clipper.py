@@ -14,7 +14,7 @@ from uniclip._values import to_lists
 from uniclip.absent import unknown
 from uniclip.backends import backend_of
 from uniclip.labels import Leaves, labelled, leaves_of, refuse_changed
-from uniclip.measure import AllReduce
+from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.rules import AnyRule, as_rule
 from uniclip.saved import Saved, from_saved, restored, to_saved
@@ -95,13 +95,19 @@ class Clipper:
         self._last = _Last(state, leaves=self._last.leaves)
 
     def __call__(
-        self, grads: T, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Number | None = None
+        self,
+        grads: T,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        loss: Number | None = None,
+        shared: Shared | None = None,
     ) -> T:
         """Clip the gradients of a step.
 
         Parameters
         ----------
-        grads, params, all_reduce
+        grads, params, all_reduce, shared
             As in `uniclip.clip`.
         loss
             As in `Rule.update`.
@@ -117,13 +123,19 @@ class Clipper:
         ValueError, FloatingPointError
             As `uniclip.clip`; and if a state that was loaded is of another rule, or of other gradients.
         """
-        return self._step(grads, params, all_reduce, loss, in_place=False)[0]
+        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=False)[0]
 
     def clip_(
-        self, grads: Any, params: Any = None, all_reduce: AllReduce | None = None, *, loss: Number | None = None
+        self,
+        grads: Any,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        loss: Number | None = None,
+        shared: Shared | None = None,
     ) -> Report:
         """Clip the gradients of a step in place, as `uniclip.clip_` does, and return the report."""
-        return self._step(grads, params, all_reduce, loss, in_place=True)[1]
+        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=True)[1]
 
     def init(self, grads: Any) -> None:
         """Make the state now, not at the first step: from gradients, or from parameters of the same shapes."""
@@ -185,9 +197,7 @@ class Clipper:
         new, loaded = self.rule.init(grads), self._last.loaded
         return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW)
 
-    def _step(
-        self, grads: T, params: Any, all_reduce: AllReduce | None, loss: Number | None, *, in_place: bool
-    ) -> tuple[T, Report]:
+    def _step(self, grads: T, params: Any, all_reduce: Any, loss: Number | None, *, in_place: bool) -> tuple[T, Report]:
         state, leaves = self._last.state, self._last.leaves
         if state is None or labelled(self.rule):
             tree = flatten(grads)

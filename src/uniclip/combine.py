@@ -18,7 +18,7 @@ from uniclip._types import Number, T
 from uniclip.absent import unknown
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.limits import NoState
-from uniclip.measure import AllReduce
+from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import FIELDS, LOGGED, Late, Made, Report, register
 from uniclip.rules import AnyRule, RuleLike, as_rule
 from uniclip.scale import NUMBERS
@@ -122,10 +122,12 @@ class Chain(Printed):
         *,
         in_place: bool = False,
         loss: Number | None = None,
+        shared: Shared | None = None,
     ) -> tuple[T, Any, Report]:
         """Run the rules; see `Rule.update`."""
         fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
         check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
+        all_reduce = joining(all_reduce, shared)
         states, new = state if self.memory else [NoState()] * len(self.rules), []
         reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
@@ -179,9 +181,10 @@ class Masked(Printed):
         *,
         in_place: bool = False,
         loss: Number | None = None,
+        shared: Shared | None = None,
     ) -> tuple[T, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
-        tree = flatten(grads)
+        tree, all_reduce = flatten(grads), joining(all_reduce, shared)
         if all_reduce is None:
             some, chosen = self._chosen(tree)
             if not any(chosen):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,8 @@ class Opened(NamedTuple):
     in_place: bool = False
     clean: bool = False
     """Whether entries that are not finite count as 0."""
+    parts: list[Any] | None = None
+    """Which part of its leaf each array is, see `Backend.local`; ``None`` if each is all of it."""
 
     @property
     def first(self) -> Any:
@@ -66,7 +68,18 @@ class Opened(NamedTuple):
 
     def way(self, number: int) -> Callable[[Any], Any]:
         """Return the way back from an array to the kind of its leaf."""
-        return unchanged if self.ways is None else self.ways[number]
+        if self.ways is not None:
+            return self.ways[number]
+        return unchanged if self.part(number) is None else partial(self.backend.whole, self.tree.leaves[number])
+
+    def part(self, number: int) -> Any:
+        """Return which part of its leaf an array is, ``None`` if it is all of it."""
+        return None if self.parts is None else self.parts[number]
+
+    def shape(self, number: int) -> tuple[Any, ...]:
+        """Return the shape of an array, of all of it if processes hold parts."""
+        part = self.part(number)
+        return tuple(self.arrays[number].shape if part is None else part.shape)
 
     def unscaled(self, number: int) -> Any:
         """Return a leaf that no factor changes: as it was given, but for integers."""
@@ -109,7 +122,8 @@ class Opened(NamedTuple):
                 )
                 raise ValueError(msg)
         if plain:
-            return Opened(backend, tree, list(map(backend.detached, used)))
+            arrays, parts = backend.local(used)
+            return Opened(backend, tree, list(map(backend.detached, arrays)), parts=parts)
         found = _opened(backend, tree)
         values = list(map(backend.detached, found.arrays))
         dense = all([way is unchanged for way in found.ways or ()]) and backend.plain(values)
@@ -175,7 +189,8 @@ def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened
     """
     backend, tree = flatten_grads(grads, name, in_place=in_place)
     if tree.plain:
-        return Opened(backend, tree, tree.leaves, in_place=in_place)
+        arrays, parts = backend.local(tree.leaves)
+        return Opened(backend, tree, arrays, in_place=in_place, parts=parts)
     if in_place:
         _refuse_integers(backend, tree)
     return _opened(backend, tree, in_place=in_place)
@@ -193,7 +208,8 @@ def layout_of(given: Opened, scope: Scope, *, remembers: bool = False) -> Layout
     shapes = (
         None if scope.axes is None and scope.label in {None, everything} else tuple([a.shape for a in given.arrays])
     )
-    key = (tree.spec, tuple([array.dtype for array in given.arrays]), shapes, remembers)
+    parts = None if given.parts is None else tuple(given.parts)
+    key = (tree.spec, tuple([array.dtype for array in given.arrays]), shapes, parts, remembers)
     found = scope.layouts.get(key)
     if found is None:
         found = _made(given, scope, remembers)
@@ -209,7 +225,15 @@ def _opened(backend: Backend, tree: Tree, *, in_place: bool = False) -> Opened:
         array, way = backend.stored(leaf)
         arrays.append(xp.astype(array, xp.asarray(1.0).dtype) if xp.isdtype(array.dtype, "integral") else array)
         ways.append(way)
-    return Opened(backend, tree, arrays, ways, in_place)
+    local, parts = backend.local(arrays)
+    if parts is not None:
+        ways = [_through(way, partial(backend.whole, array)) for way, array in zip(ways, arrays, strict=True)]
+    return Opened(backend, tree, local, ways, in_place, parts=parts)
+
+
+def _through(way: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the way back from what a process holds of an array."""
+    return lambda local: way(whole(local))
 
 
 def _refuse_integers(backend: Backend, tree: Tree) -> None:
@@ -232,7 +256,7 @@ def _made(given: Opened, scope: Scope, remembers: bool) -> Layout:  # noqa: FBT0
         arrays = [given.arrays[n] for n in group]
         kind: Hashable = given.backend.kind(arrays)
         if axes is not None:
-            kind = None if remembers or len(group) != 1 else _kept(given.backend, arrays[0], axes[group[0]])
+            kind = None if remembers or len(group) != 1 else _kept(given, group[0], axes[group[0]])
             kind = number if kind is None else kind
         alike.setdefault((dtypes[number], kind), []).append(number)
     firsts = [(tuple(some), some[0]) for some in alike.values()]
@@ -288,15 +312,16 @@ def _axes(given: Opened, scope: Scope, number: int) -> tuple[int, ...] | None:
     return axes
 
 
-def _kept(backend: Backend, array: Any, axes: tuple[int, ...] | None) -> Hashable:
+def _kept(given: Opened, number: int, axes: tuple[int, ...] | None) -> Hashable:
     """Return what has to be equal for norms with axes to be copied into one array, ``None`` if they must not be."""
-    fixed = not backend.traced(array) or (backend.stacks_traced and all([type(n) is int for n in array.shape]))
+    backend, array, shape = given.backend, given.arrays[number], given.shape(number)
+    fixed = not backend.traced(array) or (backend.stacks_traced and all([type(n) is int for n in shape]))
     if axes is None or not fixed or not backend.undivided(array):
         return None
-    kept = tuple(n for axis, n in enumerate(array.shape) if axis not in axes)
+    kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
     size = math.prod(kept)
-    alone = size > _STACKED or size == math.prod(array.shape) > 1
-    return None if alone else (kept, backend.device(array), backend.kind([array]))
+    alone = size > _STACKED or size == math.prod(shape) > 1
+    return None if alone else (kept, backend.device(array), given.part(number), backend.kind([array]))
 
 
 def _axes_kept(given: Opened, axes: Any, group: Sequence[int]) -> int | None:
@@ -306,7 +331,7 @@ def _axes_kept(given: Opened, axes: Any, group: Sequence[int]) -> int | None:
     if not group:
         return None
     covered = axes[group[0]]
-    return 0 if covered is None else len(given.arrays[group[0]].shape) - len(covered)
+    return 0 if covered is None else len(given.shape(group[0])) - len(covered)
 
 
 def _norm_dtype(backend: Backend, arrays: list[Any]) -> Any:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from uniclip.layout import Opened
-from uniclip.measure import AllReduce
 
 
 class Loss:
-    """A loss that is known once somebody looks at it, and then stays the same."""
+    """A loss that is joined already: it is known once somebody looks at it, and then stays the same."""
 
     def __init__(self, find: Callable[[], Any]) -> None:
         self._find, self._found = find, False
@@ -24,32 +23,26 @@ class Loss:
         return self._value
 
 
-def loss_of(opened: Opened, all_reduce: AllReduce | None, given: Any) -> Loss:
-    """Return the loss of a step: of all processes that hold parts of the gradients."""
-
-    def find() -> Any:
-        own = given() if isinstance(given, Loss) else given
-        added = opened.backend.added(opened.arrays)
-        return own if added is None and all_reduce is None else _mean(opened, added, all_reduce, own)
-
-    return Loss(find)
-
-
-def _mean(opened: Opened, added: Callable[[Any], Any] | None, all_reduce: AllReduce | None, own: Any) -> Any:
-    """Return the mean of the losses of those processes that have one; a process without one takes part, too."""
-    backend, xp = opened.backend, opened.backend.xp
+def as_scalars(given: Opened, loss: Any) -> list[Any]:
+    """Return the loss of this process and how many it has, to be added up over all: 0 and 0 if it has none."""
+    backend, xp = given.backend, given.backend.xp
     values = [xp.asarray(0.0, dtype=xp.float32)] * 2
-    if own is not None:
-        loss = backend.detached(xp.astype(xp.asarray(own), xp.float32))
-        values = [xp.reshape(loss, ()), xp.asarray(1.0, dtype=xp.float32)]
-    total = xp.stack([value if opened.first is None else backend.to_device_of(opened.first, value) for value in values])
-    total = total if added is None else added(total)
-    total = total if all_reduce is None else all_reduce(total, "sum")
-    loss, count = total[0], total[1]
+    if loss is not None:
+        own = backend.detached(xp.astype(xp.asarray(loss), xp.float32))
+        values = [xp.reshape(own, ()), xp.asarray(1.0, dtype=xp.float32)]
+    return values if given.first is None else [backend.to_device_of(given.first, value) for value in values]
+
+
+def mean_of(given: Opened, loss: Any, count: Any, *, own: bool) -> Any:
+    """Return the mean of losses, given their sum and number; ``None`` if it is known that there is none.
+
+    Without any loss it is -∞ where numbers cannot be read, which is no spike, and is not kept. ``own`` tells that this
+    process has one.
+    """
+    backend, xp = given.backend, given.backend.xp
+    if own:
+        return loss / count
     if backend.readable(count):
         return loss / count if bool(count > 0) else None
-    if own is not None:
-        return loss / count
     some = count > 0
-    # Without any loss it is -∞, which is no spike, and is not kept.
     return loss / xp.where(some, count, 1.0) + xp.log(xp.astype(some, xp.float32))

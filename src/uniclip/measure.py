@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,14 +17,13 @@ from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast, finite_or_zero, row_slices, spread
 from uniclip.layout import Block, Layout, Opened
 from uniclip.norms import Linf, Norm
+from uniclip.processes import Column, Joint, Op, Share
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
 
-Op: TypeAlias = Literal["sum", "max"]
-AllReduce: TypeAlias = Callable[[Any, Op], Any]
-Blocks: TypeAlias = list[Any]
-"""An array for each block, of shape ``(k, *kept)``: a row for each group."""
+Rows: TypeAlias = Sequence[int] | None
+"""The numbers of some rows of a block, ``None`` for all of them."""
 
 _SMALL = 2**12
 """Up to how many entries arrays are joined in compiled code."""
@@ -35,42 +34,68 @@ _SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157
 """Between smallest normal number / eps² and the largest number no sum of squares has lost anything."""
 
 
-def measure(given: Opened, layout: Layout, norm: Norm, all_reduce: AllReduce | None = None) -> Blocks:
-    """Return the norms, in float32 or wider.
+class Measured(NamedTuple):
+    """What was measured in a step, joined over all processes."""
+
+    norms: list[Column]
+    """Those of each ruler, in float32 or wider."""
+    sizes: Column | None
+    """How many entries each norm of the first ruler covers, at least 1, in the dtype of the norm."""
+    scalars: list[Any]
+    """The sums of the scalars."""
+
+
+def measure(rulers: list[Ruler], *, sizes: bool = False, scalars: Sequence[Any] = ()) -> Measured:
+    """Return the norms of trees, and what else is to be joined over processes, by as few reductions as possible.
 
     ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
     overflows, or small squares underflow) is it summed again in units of (nearly) the
     largest modulus: one more reading of the gradients, and only when needed. For a power p other than
     2 the units come first: the rounding of 1/p would cost precision when the sum is far from 1.
     """
-    ruler = _Ruler(given, layout, norm, all_reduce)
-    if norm.ord == 2 and not given.backend.watched():  # noqa: PLR2004
-        norms = _euclidean(ruler)
-    else:
-        way = ruler.in_units if norm.has_powers else ruler.totals
-        norms = [way(block) for block in layout.blocks]
-    norms = given.backend.together(norms)
+    norm, backend = rulers[0].norm, rulers[0].backend
+    some = rulers if norm.size_power else rulers[:1] if sizes else []
+    counts = [[[share] for share in ruler.sizes()] for ruler in some]
+    way = _by_units if norm.has_powers else _by_totals
+    if norm.ord == 2 and not backend.watched():  # noqa: PLR2004
+        way = _by_squares
+    columns, scalars = way(rulers, counts, scalars)
+    norms, counted = columns[: len(rulers)], columns[len(rulers) :]
+    counted = [_counted(*pair) for pair in zip(some, counted, strict=True)]
+    norms = [column.filled(backend.together(column.arrays)) for column in norms]
     if norm.size_power:
-        sizes = given.backend.together([*norms, *sizes_of(given, layout, all_reduce)])
-        norms = [n / s**norm.size_power for n, s in zip(sizes[: len(norms)], sizes[len(norms) :], strict=True)]
-    return norms
+        norms = [_divided(backend, *pair, norm.size_power) for pair in zip(norms, counted, strict=True)]
+    return Measured(norms, counted[0] if counted else None, list(scalars))
 
 
-def sizes_of(given: Opened, layout: Layout, all_reduce: AllReduce | None = None) -> Blocks:
-    """Return the number of entries that each norm covers, at least 1, in the dtype of the norm."""
-    ruler = _Ruler(given, layout, Linf, all_reduce)
-    return [ruler.sizes(block) for block in layout.blocks]
+def _counted(ruler: Ruler, sizes: Column) -> Column:
+    """Return numbers of entries, at least 1, in the dtype of the norms."""
+
+    def at_least_one(count: Any) -> Any:
+        return (np if isinstance(count, np.ndarray) else ruler.backend.xp).where(count > 0, count, 1.0)
+
+    return _typed(ruler, sizes).mapped(at_least_one)
 
 
-def zeros(given: Opened, layout: Layout) -> Blocks:
+def _divided(backend: Backend, norms: Column, sizes: Column, power: float) -> Column:
+    """Return norms divided by a power of their sizes."""
+    both = backend.together([*norms.arrays, *sizes.arrays])
+    count = len(norms.arrays)
+    return norms.filled([n / s**power for n, s in zip(both[:count], both[count:], strict=True)])
+
+
+def zeros(given: Opened, layout: Layout) -> list[Any]:
     """Return zeros like the norms that `measure` would return, in the framework of the gradients."""
     backend = given.backend
 
     def row(block: Block, group: int) -> Any:
         numbers = layout.groups[group]
-        if block.kept and numbers:
-            return backend.zeros(given.arrays[numbers[0]], layout.axes_of(numbers[0]) or (), block.dtype)
-        return _at_home(given, backend.xp.zeros((), dtype=block.dtype))
+        if not (block.kept and numbers):
+            return _at_home(given, backend.xp.zeros((), dtype=block.dtype))
+        part, axes = given.part(numbers[0]), layout.axes_of(numbers[0])
+        if part is None:
+            return backend.zeros(given.arrays[numbers[0]], axes or (), block.dtype)
+        return _at_home(given, backend.xp.zeros(part.kept(axes), dtype=block.dtype))
 
     return [backend.stacked([row(block, group) for group in block.groups]) for block in layout.blocks]
 
@@ -80,17 +105,62 @@ def _at_home(given: Opened, array: Any) -> Any:
     return array if given.first is None else given.backend.to_device_of(given.first, array)
 
 
-class _Ruler(NamedTuple):
-    """How the norms of a block are measured."""
+class Ruler(NamedTuple):
+    """How the norms of a tree are measured."""
 
     given: Opened
     layout: Layout
     norm: Norm
-    all_reduce: AllReduce | None
+    joint: Joint | None = None
+    """How they are joined with those of other processes; ``None`` if there are none."""
 
     @property
     def backend(self) -> Backend:
+        """That of the gradients."""
         return self.given.backend
+
+    def shares(self, block: Block, how: Callable[[Ruler, Block, Rows], Any], op: Op) -> list[Share]:
+        """Return what this process adds to a block: leaves that are joined in one way together.
+
+        ``how(ruler, block, rows)`` measures a block, of which it has some of the rows.
+        """
+        kinds = self._kinds(block, op)
+        if not kinds:
+            return [Share(how(self, block, None))]
+        found = []
+        for (owner, part, held), rows in kinds.items():
+            whole = len(kinds) == 1 and len(rows) == len(block.groups)
+            groups = tuple(map(tuple, rows.values()))
+            some = block._replace(groups=tuple(range(len(groups))))
+            array = how(self._replace(layout=self.layout._replace(groups=groups)), some, list(rows))
+            if part is not None:
+                axes = self.layout.axes_of(groups[0][0])
+                array = part.embedded(np if isinstance(array, np.ndarray) else self.backend.xp, array, axes)
+            array = array if held == 1 else array / held
+            found.append(Share(array, None if whole else list(rows), owner))
+        absent = [row for row, group in enumerate(block.groups) if not self.layout.groups[group]]
+        return [*found, Share(self._zeros(found[0].array, len(absent)), absent)] if absent else found
+
+    def _zeros(self, like: Any, rows: int) -> Any:
+        """Return so many rows of zeros."""
+        xp = np if isinstance(like, np.ndarray) else self.backend.xp
+        zero = xp.zeros_like(like[:1])
+        return xp.concat([zero] * rows, axis=0)
+
+    def _kinds(self, block: Block, op: Op) -> dict[Any, dict[int, list[int]]]:
+        """Return the leaves of each row by how they are joined; nothing if all are this process's own, and alike."""
+        given, joint = self.given, self.joint
+        copies = None if joint is None or (block.kept and joint.rows is not None) else joint.copies
+        kinds: dict[Any, dict[int, list[int]]] = {}
+        if given.parts is None and copies is None:
+            return kinds
+        for row, group in enumerate(block.groups):
+            for number in self.layout.groups[group]:
+                part = given.part(number)
+                held = (1 if copies is None else copies[number]) * (1 if part is None else part.copies)
+                kind = None if part is None else part.owner, part if block.kept else None, held if op == "sum" else 1
+                kinds.setdefault(kind, {}).setdefault(row, []).append(number)
+        return kinds
 
     def squares(self, block: Block, along: dict[int, Any]) -> Any:
         """Return Σ|x|² by row, by the backend's fast path if it has one."""
@@ -104,14 +174,7 @@ class _Ruler(NamedTuple):
             return self.totals(block)
         arrays = [given.arrays[number] for group in groups for number in group]
         found = self.backend.squares(arrays, list(map(len, groups)))
-        if found is None:
-            return self.totals(block)
-        # All processes join one dtype, whatever their way was.
-        return (
-            found
-            if self.all_reduce is None
-            else self._shared(cast(self.backend.xp, given.own(found), block.dtype), "sum")
-        )
+        return self.totals(block) if found is None else found
 
     def totals(
         self, block: Block, norm: Norm | None = None, units: Any = None, *, gather: bool = False, along: Any = None
@@ -130,24 +193,29 @@ class _Ruler(NamedTuple):
             if not whole and along.get(number) is not None:
                 return along[number]
             array, axes = (number, None) if whole else (self.given.arrays[number], self.layout.axes_of(number))
-            unit = None if units is None else spread(self.backend, units[row, ...], array, axes, block.dtype)
-            own, unit, whole_of = self.backend.own_part(array, unit, axes, norm.op)
-            return whole_of(self._part(own, axes, norm, block.dtype, unit))
+            unit = None if units is None else self._unit(units[row, ...], None if whole else number, array, block)
+            return self._part(array, axes, norm, block.dtype, unit)
 
-        parts = [part(row, number) for row, numbers in enumerate(gathered) for number in numbers]
-        if not all([isinstance(part, np.ndarray) for part in parts]):
-            parts = list(map(self.given.own, parts))
-        joined, rows = iter(self.backend.joined(parts, norm.op)), []
-        for group, numbers in zip(groups, gathered, strict=True):
-            own = [next(joined) for _ in numbers]
+        rows = []
+        for row, (group, numbers) in enumerate(zip(groups, gathered, strict=True)):
+            own = [part(row, number) for number in numbers]
+            if not all([isinstance(one, np.ndarray) for one in own]):
+                own = list(map(self.given.own, own))
             self._refuse_unequal(group, own)
             rows.append(self.reduce(own, norm.op) if own else _at_home(self.given, self._zero(block)))
-        return self._shared(self.backend.stacked(rows), norm.op)
+        return self.backend.stacked(
+            rows if all([isinstance(r, np.ndarray) for r in rows]) else list(map(self.given.own, rows))
+        )
+
+    def _unit(self, unit: Any, number: int | None, array: Any, block: Block) -> Any:
+        """Return the unit of a row with the dimensions of an array."""
+        part, axes = (None, None) if number is None else (self.given.part(number), self.layout.axes_of(number))
+        return spread(self.backend, unit if part is None else part.own(unit, axes), array, axes, block.dtype)
 
     def along(self) -> dict[int, Any]:
         """Return Σ|x|² along the axes that norms cover, of those leaves for which there is a fast path."""
         layout, arrays = self.layout, self.given.arrays
-        if layout.axes is None or self.given.clean or self.all_reduce is not None:
+        if layout.axes is None or self.given.clean:
             return {}
         kept = [(block.dtype, layout.groups[group]) for block in layout.blocks if block.kept for group in block.groups]
         numbers = [number for dtype, group in kept for number in group if arrays[number].dtype == dtype]
@@ -156,34 +224,27 @@ class _Ruler(NamedTuple):
         axes = [layout.axes[number] for number in numbers]
         return dict(zip(numbers, self.backend.squares_along([arrays[n] for n in numbers], axes), strict=True))
 
-    def in_units(self, block: Block) -> Any:
-        """Return the norms, measured in units of the largest modulus (nearly)."""
-        xp = self.backend.xp
-        top = self.totals(block, Linf, gather=True)
-        # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
-        # derivative would overflow.
-        normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
-        low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
-        unit = self.backend.once(_rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), 1.0)))
-        return unit * self.norm.root(xp, self.totals(block, units=unit, gather=True))
+    def sizes(self) -> list[Share]:
+        """Return the number of entries that each norm of each block covers; copies count once."""
+        given, layout, xp = self.given, self.layout, self.backend.xp
+        copies = None if self.joint is None else self.joint.copies
 
-    def sizes(self, block: Block) -> Any:
-        """Return the number of entries that each norm covers, 1 if there is none."""
-        xp, layout, given = self.backend.xp, self.layout, self.given
+        def of_group(group: Sequence[int]) -> Any:
+            counts = [self.backend.size(given.tree.leaves[number], layout.axes_of(number)) for number in group]
+            if copies is not None:
+                counts = [count / copies[number] for count, number in zip(counts, group, strict=True)]
+            return counts
 
-        def size(number: int) -> Any:
-            count = self.backend.size(given.tree.leaves[number], layout.axes_of(number))
-            return _at_home(given, xp.asarray(count, dtype=block.dtype))
+        def of_block(block: Block) -> Any:
+            groups = [of_group(layout.groups[group]) for group in block.groups]
+            sizes = [[_at_home(given, xp.asarray(count, dtype=block.dtype)) for count in counts] for counts in groups]
+            zero = [_at_home(given, self._zero(block))]
+            total = self.backend.stacked([self.reduce(some or zero, "sum") for some in sizes])
+            if not block.kept or not groups[0]:
+                return total
+            return xp.reshape(total, (len(groups), *(1,) * block.kept))
 
-        groups = [[size(number) for number in layout.groups[group]] for group in block.groups]
-        rows = [self.reduce(group, "sum") if group else _at_home(given, self._zero(block)) for group in groups]
-        total = self._shared(self.backend.stacked(rows), "sum")
-        total = xp.where(total > 0, total, 1.0)
-        if not block.kept or not groups[0]:
-            return total
-        number = layout.groups[block.groups[0]][0]
-        kept = len(given.arrays[number].shape) - len(layout.axes_of(number) or ())
-        return xp.reshape(total, (len(groups), *(1,) * kept))
+        return [Share(of_block(block)) for block in layout.blocks]
 
     def _zero(self, block: Block) -> Any:
         return self.backend.xp.zeros((), dtype=block.dtype)
@@ -259,14 +320,6 @@ class _Ruler(NamedTuple):
         stacked = backend.stacked(parts)
         return backend.sum(stacked, (0,)) if op == "sum" else backend.xp.max(stacked, axis=0)
 
-    def _shared(self, total: Any, op: Op) -> Any:
-        """Return totals joined with those of other processes."""
-        if self.all_reduce is None:
-            return total
-        if op == "sum":
-            return self.all_reduce(total, op)
-        return _largest_of_all(self.backend.xp, total, self.all_reduce)
-
     def _refuse_unequal(self, group: Sequence[int], parts: list[Any]) -> None:
         """Refuse leaves of one group whose norms are of different shapes."""
         for number, one in zip(group, parts, strict=False):
@@ -279,15 +332,6 @@ class _Ruler(NamedTuple):
                     f"{tuple(one.shape)}"
                 )
                 raise ValueError(msg)
-
-
-def _largest_of_all(xp: Any, value: Any, all_reduce: AllReduce) -> Any:
-    """Return the largest of all processes' values, NaN where one of them is: the maximum of many libraries drops it."""
-    isnan = xp.isnan(value)
-    pair = all_reduce(xp.stack([xp.where(isnan, 0.0, value), xp.astype(isnan, value.dtype)]), "max")
-    value, isnan = pair[0, ...], pair[1, ...] > 0
-    # 0/0 there, and no constant NaN, which a debugger would take for a result.
-    return xp.where(isnan, 0.0, value) / xp.astype(xp.logical_not(isnan), value.dtype)
 
 
 def _rounded_down(xp: Any, array: Any) -> Any:
@@ -304,60 +348,215 @@ def _rounded_down(xp: Any, array: Any) -> Any:
     return power * (1 + whole((array / power - 1) * 2**20) / 2**20)
 
 
-def _euclidean(ruler: _Ruler) -> Blocks:
+Answer: TypeAlias = tuple[list[Column], Sequence[Any]]
+"""Columns of norms, those of sizes after them, and sums of scalars."""
+How: TypeAlias = Callable[[int, int], Callable[[Ruler, Block, Rows], Any]]
+"""How a block of a ruler is measured, by the numbers of both."""
+
+
+def _joined(rulers: list[Ruler], how: How, op: Op, counts: Any = (), scalars: Sequence[Any] = ()) -> Answer:
+    """Measure all blocks of all rulers, and join them, sizes and scalars over the processes."""
+    columns = [
+        [ruler.shares(block, how(n, b), op) for b, block in enumerate(ruler.layout.blocks)]
+        for n, ruler in enumerate(rulers)
+    ]
+    return _over_processes(rulers[0].joint, [*columns, *counts], op, scalars)
+
+
+def _over_processes(joint: Joint | None, columns: Any, op: Op, scalars: Sequence[Any]) -> Answer:
+    if joint is None:
+        return [Column([shares[0].array for shares in column]) for column in columns], scalars
+    return joint.columns(columns, op, scalars)
+
+
+def _by_totals(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answer:
+    """Return the norms of order 1 or ∞."""
+
+    def how(*_: int) -> Any:
+        return lambda ruler, block, _: ruler.totals(block)
+
+    if rulers[0].norm.op == "sum":
+        columns, sums = _joined(rulers, how, "sum", counts, scalars)
+        sizes = columns[len(rulers) :]
+    else:
+        columns, _ = _joined(rulers, how, "max")
+        sizes, sums = _over_processes(rulers[0].joint, counts, "sum", scalars) if counts or scalars else ([], ())
+    return [*map(_typed, rulers, columns), *sizes], sums
+
+
+def _by_units(rulers: list[Ruler], counts: Any = (), scalars: Sequence[Any] = ()) -> Answer:
+    """Return the norms, measured in units of the largest modulus (nearly)."""
+    backend, norm = rulers[0].backend, rulers[0].norm
+    tops, _ = _joined(rulers, lambda *_: lambda ruler, block, _: ruler.totals(block, Linf, gather=True), "max")
+    tops = [_typed(ruler, column.mapped(ruler.given.own)) for ruler, column in zip(rulers, tops, strict=True)]
+    units = [column.mapped(lambda top: backend.once(_unit(backend.xp, top))) for column in tops]
+
+    def how(number: int, place: int) -> Any:
+        unit = units[number].blocks[place]
+
+        def total(ruler: Ruler, block: Block, rows: Rows) -> Any:
+            own = unit if rows is None else backend.stacked([unit[row, ...] for row in rows])
+            return ruler.totals(block, units=own, gather=True)
+
+        return total
+
+    columns, sums = _joined(rulers, how, "sum", counts, scalars)
+    norms = []
+    for ruler, unit, column in zip(rulers, units, columns, strict=False):
+        totals = _typed(ruler, column.mapped(ruler.given.own)).arrays
+        norms.append(column.filled([u * norm.root(backend.xp, t) for u, t in zip(unit.arrays, totals, strict=True)]))
+    return [*norms, *columns[len(rulers) :]], sums
+
+
+def _unit(xp: Any, top: Any) -> Any:
+    """Return the units in which norms are measured, given the largest modulus of each."""
+    # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
+    # derivative would overflow.
+    normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
+    low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
+    return _rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), 1.0))
+
+
+def _typed(ruler: Ruler, column: Column) -> Column:
+    """Return norms in their dtypes, those of groups elsewhere in the first of them."""
+    dtypes = [block.dtype for block in ruler.layout.blocks]
+    dtypes += dtypes[:1] or [ruler.backend.xp.float32]
+    return column.filled([_as(ruler, array, dtype) for array, dtype in zip(column.arrays, dtypes, strict=False)])
+
+
+def _as(ruler: Ruler, array: Any, dtype: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array.astype(_host_dtype(ruler, dtype), copy=False)
+    return cast(ruler.backend.xp, array, dtype)
+
+
+def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answer:
     """Return the Euclidean norms, by plain sums of squares where these are accurate."""
-    backend, layout, given = ruler.backend, ruler.layout, ruler.given
-    along = ruler.along()
-    totals = backend.together([ruler.squares(block, along) for block in layout.blocks])
-    if all(isinstance(total, np.ndarray) for total in totals):
-        norms = [_on_host(ruler, *pair) for pair in zip(layout.blocks, totals, strict=True)]
-        if all(n is not None for n in norms):
-            return norms
-    xp, totals = backend.xp, list(map(given.own, totals))
-    dtypes = [block.dtype for block in layout.blocks]
+    backend, joint = rulers[0].backend, rulers[0].joint
+    along, outside = [ruler.along() for ruler in rulers], []
 
-    def usual() -> Blocks:
-        # The wide ones of a fast path have no derivative where there are values.
-        plain = [
-            total.dtype != dtype and not backend.traced(total) for total, dtype in zip(totals, dtypes, strict=True)
-        ]
-        roots = [xp.sqrt(t) if short else ruler.norm.root(xp, t) for t, short in zip(totals, plain, strict=True)]
-        return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
+    def how(number: int, _: int) -> Any:
+        def total(ruler: Ruler, block: Block, _: Rows) -> Any:
+            found = backend.together([ruler.squares(block, along[number])])[0]
+            if joint is None:
+                return found
+            wide, left = _in_range_here(ruler, block, found)
+            outside.extend(left)
+            return wide
 
-    if ruler.all_reduce is None and all(total.dtype != dtype for total, dtype in zip(totals, dtypes, strict=True)):
-        return usual()  # wide totals, which no square can leave the range of
-    accurate = backend.all_of([xp.all(in_range(total, total.dtype == xp.float32)) for total in totals])
+        return total
 
-    def rare() -> Blocks:
-        return [ruler.in_units(block) for block in layout.blocks]
+    columns = [
+        [ruler.shares(block, how(n, b), "sum") for b, block in enumerate(ruler.layout.blocks)]
+        for n, ruler in enumerate(rulers)
+    ]
+    if joint is None:
+        totals, sums = _over_processes(None, [*columns, *counts], "sum", scalars)
+    else:
+        flag = np.asarray(len(outside), np.float32)
+        totals, (*sums, flag) = joint.columns([*columns, *counts], "sum", [*scalars, flag])
+    sizes, totals = totals[len(rulers) :], totals[: len(rulers)]
+    if joint is not None and float(flag) > 0:
+        return [*_by_units(rulers)[0], *sizes], sums
+    totals = [column.filled(backend.together(column.arrays)) for column in totals]
+    if all([isinstance(total, np.ndarray) for column in totals for total in column.arrays]):
+        norms = _on_host(rulers, totals)
+        if norms is not None:
+            return [*norms, *sizes], sums
+    return [*_off_host(rulers, totals), *sizes], sums
 
-    if backend.readable(accurate):
-        return usual() if bool(accurate) else rare()
-    return backend.cond(accurate, usual, rare)
+
+def _in_range_here(ruler: Ruler, block: Block, totals: Any) -> tuple[Any, list[int]]:
+    """Return sums of squares in the dtype in which processes join them, and the rows that leave its range.
+
+    So all processes join once, whatever each of them holds.
+    """
+    backend, xp = ruler.backend, ruler.backend.xp
+    wide = backend.joined_dtype(block.dtype, ruler.given.first)
+    safe = totals.dtype != (_host_dtype(ruler, block.dtype) if isinstance(totals, np.ndarray) else block.dtype)
+    if not isinstance(totals, np.ndarray):
+        return (totals if safe or wide == block.dtype else ruler.totals(block._replace(dtype=wide))), []
+    if safe:
+        return totals, []
+    left, fine = [], in_range(totals, totals.dtype == np.float32)
+    totals = totals if fine.all() else totals.astype(_host_dtype(ruler, wide))
+    for row in np.flatnonzero(~fine.reshape(len(totals), -1).all(1)).tolist():
+        numbers = ruler.layout.groups[block.groups[row]]
+        one = block._replace(groups=block.groups[row : row + 1], dtype=wide)
+        if numbers and wide != block.dtype:
+            totals[row] = np.asarray(backend.viewed(ruler.given.own(ruler.totals(one))))[0]
+        elif numbers and bool(xp.any(ruler.totals(one, Linf) > 0)):  # else they are zeros
+            left.append(row)
+    return totals, left
 
 
-def _on_host(ruler: _Ruler, block: Block, totals: Any) -> Any:
-    """Return the norms of a block whose sums of squares can be read; rows out of range are measured again.
+def _on_host(rulers: list[Ruler], totals: list[Column]) -> list[Column] | None:
+    """Return the norms of sums of squares that can be read; rows out of range are measured again.
 
     It is ``None`` if those cannot be read.
     """
+    found = []
+    for ruler, column in zip(rulers, totals, strict=True):
+        if ruler.joint is not None:  # whose sums are in range
+            found.append(_typed(ruler, column.mapped(np.sqrt)))
+            continue
+        blocks = [_rooted(ruler, *pair) for pair in zip(ruler.layout.blocks, column.blocks, strict=True)]
+        if any([block is None for block in blocks]):
+            return None
+        found.append(Column(blocks))
+    return found
+
+
+def _rooted(ruler: Ruler, block: Block, totals: Any) -> Any:
     fine = in_range(totals, totals.dtype == np.float32)
-    norms = np.sqrt(totals).astype(_host_dtype(ruler, block), copy=False)
+    norms = np.sqrt(totals).astype(_host_dtype(ruler, block.dtype), copy=False)
     if fine.all():
         return norms
     for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
-        again = ruler.in_units(block._replace(groups=block.groups[row : row + 1]))
-        view = ruler.backend.viewed(again)
+        alone = block._replace(groups=block.groups[row : row + 1])
+        (again,), _ = _by_units([ruler._replace(layout=ruler.layout._replace(blocks=(alone,)))])
+        view = ruler.backend.viewed(again.blocks[0])
         if view is None:
             return None
         norms[row] = view[0]
     return norms
 
 
-def _host_dtype(ruler: _Ruler, block: Block) -> Any:
-    """Return NumPy's dtype of the norms of a block that the host can read."""
+def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
+    """Return the norms of sums of squares that cannot be read."""
+    backend, xp, norm = rulers[0].backend, rulers[0].backend.xp, rulers[0].norm
+    totals = [column.mapped(ruler.given.own) for ruler, column in zip(rulers, totals, strict=True)]
+    every = [total for column in totals for total in column.arrays]
+    dtypes = [
+        array.dtype for ruler, column in zip(rulers, totals, strict=True) for array in _typed(ruler, column).arrays
+    ]
+    wide = [total.dtype != dtype for total, dtype in zip(every, dtypes, strict=True)]
+
+    def usual() -> list[Any]:
+        # The wide ones of a fast path have no derivative where there are values.
+        plain = [one and not backend.traced(total) for total, one in zip(every, wide, strict=True)]
+        roots = [xp.sqrt(t) if one else norm.root(xp, t) for t, one in zip(every, plain, strict=True)]
+        return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
+
+    def rare() -> list[Any]:
+        return [array for column in _by_units(rulers)[0] for array in column.arrays]
+
+    if all(wide):  # no square can leave the range
+        found = usual()
+    else:
+        accurate = backend.all_of([xp.all(in_range(total, total.dtype == xp.float32)) for total in every])
+        if backend.readable(accurate):
+            found = usual() if bool(accurate) else rare()
+        else:
+            found = backend.cond(accurate, usual, rare)
+    left = iter(found)
+    return [column.filled([next(left) for _ in column.arrays]) for column in totals]
+
+
+def _host_dtype(ruler: Ruler, dtype: Any) -> Any:
+    """Return NumPy's dtype of norms that the host can read."""
     xp = ruler.backend.xp
-    return np.float32 if block.dtype == xp.float32 else np.float64 if block.dtype == xp.float64 else block.dtype
+    return np.float32 if dtype == xp.float32 else np.float64 if dtype == xp.float64 else dtype
 
 
 def in_range(total: Any, single: bool) -> Any:  # noqa: FBT001

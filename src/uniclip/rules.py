@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,18 +14,19 @@ from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_tra
 from uniclip._repr import Printed
 from uniclip._types import Array, Number, T
 from uniclip.absent import Filled, filled
+from uniclip.agree import tell_failure
 from uniclip.arraywise import Function
 from uniclip.ask import Step
 from uniclip.backends import compiling
 from uniclip.curves import Curve, hard
-from uniclip.layout import layout_of, opened
+from uniclip.layout import opened
 from uniclip.limits import Constant, Limit, NoState
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.losses import Loss
-from uniclip.measure import AllReduce, measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
+from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves
 from uniclip.step import Decision, Single, decide, first_state
@@ -55,6 +57,7 @@ class RuleLike(Protocol):
         *,
         in_place: bool = False,
         loss: Any = None,
+        shared: Shared | None = None,
     ) -> tuple[T, Any, Report]:
         """Clip, and return the next state, too."""
 
@@ -181,12 +184,13 @@ class Rule(Printed):
         *,
         in_place: bool = False,
         loss: Number | None = None,
+        shared: Shared | None = None,
     ) -> tuple[T, Any, Report]:
         """Clip ``grads``; the pure form, for jit, scan and checkpoints.
 
         Parameters
         ----------
-        grads, params, all_reduce
+        grads, params, all_reduce, shared
             As in `uniclip.clip`.
         state : tree of arrays
             What `init` or the step before returned.
@@ -208,7 +212,7 @@ class Rule(Printed):
         TypeError, ValueError, FloatingPointError
             As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
         """
-        step, in_place = Step(params, all_reduce, loss), flag("in_place", in_place)
+        step, in_place = Step(params, joining(all_reduce, shared), loss), flag("in_place", in_place)
 
         def clipped(whole: Filled, decision: Decision | Single) -> tuple[Any, Any, Report]:
             return whole.emptied(decision.clipped(self)), decision.state, decision.report()
@@ -217,10 +221,16 @@ class Rule(Printed):
 
 
 def measured(
-    rule: Rule, grads: Any, state: Any, params: Any = None, norm: Any = None, loss: Any = None
+    rule: Rule,
+    grads: Any,
+    state: Any,
+    params: Any = None,
+    norm: Any = None,
+    loss: Any = None,
+    all_reduce: Any = None,
 ) -> tuple[Any, Report]:
     """Do as `Rule.update` but for the scaling; a norm that is known already is not measured."""
-    return taken(rule, grads, state, Step(params, None, loss, norm), _measured)  # type: ignore[no-any-return]
+    return taken(rule, grads, state, Step(params, all_reduce, loss, norm), _measured)  # type: ignore[no-any-return]
 
 
 def _measured(_: Filled, decision: Decision | Single) -> tuple[Any, Report]:
@@ -237,28 +247,45 @@ def taken(
     in_place: bool = False,
 ) -> Any:
     """Validate the arguments of a step, open its gradients, compute their factors, and finish the step."""
-    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
-    whole = Filled(grads) if step.all_reduce is None else filled(rule.scope, grads, step.params, state)
+    if step.all_reduce is None:
+        refuse_in_step(None, None if isinstance(step.loss, Loss) else step.loss, step.params)
+        return _finished(rule, Filled(grads), state, step, finish, in_place)
+    try:
+        refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
+        whole = filled(rule.scope, grads, step.params, state)
+        return _finished(rule, whole, state, step, finish, in_place)
+    except Exception:
+        tell_failure(rule.scope, step.all_reduce, grads, step.params)
+        raise
+
+
+def _finished(
+    rule: Rule,
+    whole: Filled,
+    state: Any,
+    step: Step,
+    finish: Callable[[Filled, Decision | Single], Any],
+    in_place: bool,  # noqa: FBT001
+) -> Any:
     given = opened(whole.grads, in_place=in_place)
     with given.backend.quiet(given.first):
         return finish(whole, decide(rule, given, state, step._replace(absent=whole.absent)))
 
 
-def clip_known(rule: Rule, grads: Any, norm: Any, *, in_place: bool = False) -> tuple[Any, Any]:
+def clip_known(
+    rule: Rule, grads: Any, norm: Any, *, in_place: bool = False, params: Any = None, all_reduce: Any = None
+) -> tuple[Any, Any]:
     """Clip by a rule that remembers nothing; return the gradients and their norms, ``norm`` if it is known already."""
-    given = opened(grads, in_place=in_place)
-    with given.backend.quiet(given.first):
-        decision = decide(rule, given, NoState(), Step(norm=norm))
-        return decision.clipped(rule), decision.total()
+
+    def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Any]:
+        return whole.emptied(decision.clipped(rule)), decision.total()
+
+    return taken(rule, grads, NoState(), Step(params, all_reduce, norm=norm), finish, in_place=in_place)  # type: ignore[no-any-return]
 
 
-def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
+def norm_of(grads: Any, scope: Scope, norm: Norm, params: Any = None, all_reduce: Any = None) -> Any:
     """Return the norms of the gradients, without clipping."""
-    given = opened(grads)
-    with given.backend.quiet(given.first):
-        layout = layout_of(given, scope)
-        norms = measure(given, layout, norm)
-        return layout.arranged(given.tree, list(map(given.own, norms)))
+    return measured(Rule(math.inf, scope, norm), grads, NoState(), params, all_reduce=all_reduce)[1].norms
 
 
 def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:

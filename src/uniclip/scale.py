@@ -176,6 +176,7 @@ def scaled(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool)
     change = partial(_changed, given, layout, factors, skip)
     # Flags of many groups would be joined, and each leaf wait for all of them.
     alone = len(layout.groups) == 1 and given.ways is None and not given.in_place and not given.clean
+    alone = alone and given.parts is None
     factor = factors[0].rest if alone else None
     if factor is None or isinstance(factor, np.ndarray) or backend.readable(factor):
         return tree.rebuild(change())
@@ -199,7 +200,12 @@ def _changed(given: Opened, layout: Layout, factors: list[Factors], skip: bool) 
     if not left:
         return new
     results = _at_once(given, layout, factors, left, skip)
-    results = _one_by_one(given, layout, factors, left, skip) if results is None else results
+    if results is None:
+        results = _one_by_one(given, layout, factors, left, skip)
+    elif given.parts is not None:
+        results = [
+            new[leaf] if given.in_place else given.way(leaf)(one) for (leaf, *_), one in zip(left, results, strict=True)
+        ]
     for (leaf, _, _), result in zip(left, results, strict=True):
         new[leaf] = result
     return new
@@ -257,7 +263,8 @@ def _at_once(
 
 def _beside(given: Opened, layout: Layout, leaf: int, factors: Any) -> Any:
     """Return factors with the dimensions of a leaf."""
-    axes = layout.axes_of(leaf)
+    axes, part = layout.axes_of(leaf), given.part(leaf)
+    factors = factors if part is None else part.own(factors, axes)
     shape = tuple([1 if axes is None or axis in axes else n for axis, n in enumerate(given.arrays[leaf].shape)])
     return factors.reshape(shape) if isinstance(factors, np.ndarray) else given.backend.xp.reshape(factors, shape)
 
@@ -287,8 +294,10 @@ def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[lis
 def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int) -> list[Any]:
     """Return the parts of a leaf's factor, with its dimensions and in a precision that holds them."""
     dtype = layout.blocks[block].dtype if len(parts[block]) > 1 else None
-    array, axes = given.arrays[leaf], layout.axes_of(leaf)
-    return [spread(given.backend, part[row, ...], array, axes, dtype) for part in parts[block]]
+    array, axes, part = given.arrays[leaf], layout.axes_of(leaf), given.part(leaf)
+    rows = [some[row, ...] for some in parts[block]]
+    rows = rows if part is None else [part.own(one, axes) for one in rows]
+    return [spread(given.backend, one, array, axes, dtype) for one in rows]
 
 
 def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Any:
@@ -303,7 +312,8 @@ def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool
                 by = operands(given, layout, own, leaf, number, row)
                 total = backend.sum(_times(backend, skip, given.clean, upcast(xp, array), *by), (0,))
                 whole = xp.isdtype(original.dtype, "integral")
-                new[leaf] = cast(xp, total, array.dtype if whole else original.dtype)
+                total = cast(xp, total, array.dtype if whole else original.dtype)
+                new[leaf] = total if given.part(leaf) is None else backend.summed_whole(original, total)
     return given.tree.rebuild(new)
 
 

@@ -47,10 +47,12 @@ class Scope(Printed):
     label: Label | None = None
     layouts: ClassVar[dict[Any, Any]]
     """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own, which ends with it."""
+    agreed: ClassVar[dict[Any, Any]]
+    """What processes found out of each other, see `uniclip.agree`."""
 
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
-        settle(self, layouts={})
+        settle(self, layouts={}, agreed={})
         if self.axes is not None and not callable(self.axes):
             settle(self, axes=_numbers(self.axes))
         check("label", self.label, self.label is None or callable(self.label), "a function of (path, leaf)")
@@ -61,7 +63,7 @@ class Scope(Printed):
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Go on from a copy or a pickle."""
-        settle(self, layouts={}, **held)
+        settle(self, layouts={}, agreed={}, **held)
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal scope."""

@@ -10,15 +10,18 @@ import numpy as np
 import optree
 
 from uniclip._repr import short
-from uniclip.ask import Asked, Step, found_loss, on_host, refuse_shape
+from uniclip.agree import joint_of
+from uniclip.ask import Asked, Beside, Step, on_host, opened_params, refuse_shape
 from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast
 from uniclip.curves import hard, reject
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.limits import Constant
-from uniclip.measure import in_range, measure, zeros
+from uniclip.losses import Loss, as_scalars, mean_of
+from uniclip.measure import Ruler, in_range, measure, zeros
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.norms import L2
+from uniclip.processes import Joint
 from uniclip.report import Late, Made, Report, scalars_of
 from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
 from uniclip.scopes import everything
@@ -205,43 +208,91 @@ def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     return Single(given, state, n, most, one if n <= most else most / n) if n * _NEAR <= most else None
 
 
+class _Found(NamedTuple):
+    """What was measured in a step, joined over processes."""
+
+    given: Opened
+    norms: list[Any]
+    sound: list[Any]
+    """Whether all entries are finite, where they were looked at."""
+    beside: Beside
+
+
+def _found(rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step) -> _Found:
+    """Measure what a step needs, and join it over processes at once."""
+    own, needs, scalars = given.backend, rule.limit.needs, []
+    # Norms along axes are whole in their process, and others do not know whether they are finite.
+    apart = joint is not None and joint.rows is not None and layout.axes is not None
+    looks = rule.nonfinite == "zero" or apart
+    here = all_finite(given) if looks else None
+    if rule.nonfinite == "zero" and not (own.readable(here) and bool(here)):
+        given = given._replace(clean=True)
+    if looks and joint is not None:
+        scalars.append(own.xp.astype(own.xp.logical_not(here), own.xp.float32))
+    joins_loss = "loss" in needs and joint is not None and not isinstance(step.loss, Loss)
+    if joins_loss:
+        scalars += as_scalars(given, step.loss)
+    rulers = [Ruler(given, layout, rule.norm, joint)]
+    if "params" in needs:
+        theirs = opened_params(rule, given, step)
+        rulers.append(Ruler(theirs, layout_of(theirs, rule.scope, remembers=rule.limit.memory), rule.norm, joint))
+    known = None if step.norm is None else _known(given, layout, step)
+    if known is not None and not needs and not scalars:
+        return _Found(given, known, [here] if looks else [], Beside())
+    found = measure(rulers, sizes="sizes" in needs, scalars=scalars)
+    norms, sums = found.norms[0], list(found.scalars)
+    sound = [sums.pop(0) < 1 if joint is not None else here] if looks else []
+    loss = step.loss() if isinstance(step.loss, Loss) else step.loss
+    if joins_loss:
+        loss = mean_of(given, *sums, own=loss is not None)
+    if loss is not None:
+        loss = own.detached(own.xp.astype(own.xp.asarray(loss), own.xp.float32))
+    params = found.norms[1] if len(rulers) > 1 else None
+    beside = Beside(params, found.sizes, loss if "loss" in needs else None, norms.elsewhere, apart)
+    return _Found(given, norms.blocks if known is None else known, sound, beside)
+
+
 def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | Single:
     """Measure the gradients and work out their factors."""
-    if step.norm is None and step.all_reduce is None:
+    if step.norm is None and step.all_reduce is None and given.parts is None:
         single = _single(rule, given, state)
         if single is not None:
             return single
     own = given.backend
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory)
-    sound = [all_finite(given, step.all_reduce)] if rule.nonfinite == "zero" else []
-    if sound and not (own.readable(sound[0]) and bool(sound[0])):
-        given = given._replace(clean=True)
-    norms = measure(given, layout, rule.norm, step.all_reduce) if step.norm is None else _known(given, layout, step)
-    step = step._replace(loss=found_loss(given, step) if "loss" in rule.limit.needs else None)
-    read = [*sound, *([] if step.loss is None else [step.loss])]
+    joint = joint_of(rule, given, layout, step.all_reduce)
+    given, norms, sound, beside = _found(rule, given, layout, joint, step)
+    read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]
     host = (
         all(isinstance(n, np.ndarray) for n in norms)
         and getattr(rule.curve, "host", False)
         and on_host(own, rule.limit)
-        and all(own.viewed(array) is not None for array in read)
+        and all(isinstance(array, np.ndarray) or own.viewed(array) is not None for array in read)
     )
-    backend, sound = (DEFAULT, [own.viewed(flag) for flag in sound]) if host else (own, sound)
+    backend, sound = (DEFAULT, [_on_host(own, flag) for flag in sound]) if host else (own, list(map(given.own, sound)))
+    elsewhere = [] if beside.elsewhere is None else [beside.elsewhere]
     if not host:
-        norms = list(map(given.own, norms))
+        norms, elsewhere = (list(map(given.own, some)) for some in (norms, elsewhere))
     faults = [n - n for n in norms]
     # A limit sees ∞ as NaN: as a limit, ∞ would leave alone. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    limits, new_state, thresholds = Asked(rule, given, layout, backend, step).limits(seen, state)
+    beside = beside._replace(elsewhere=elsewhere[0] + (elsewhere[0] - elsewhere[0]) if elsewhere else None)
+    limits, new_state, thresholds = Asked(rule, given, layout, backend, step, beside).limits(seen, state)
     decided = rule.nonfinite in {"raise", "skip"} or rule.limit.memory
-    fine = finite(backend, sound, norms) if decided else None
+    fine = finite(backend, sound, [*norms, *elsewhere]) if decided else None
     if rule.nonfinite == "raise":
         refuse(given, backend, fine)
     measured = zip(norms, limits, faults, strict=True)
     factors = [factors_of(backend, rule, n, limit, fault, fine) for n, limit, fault in measured]
     if rule.limit.memory:
         state = kept(backend, fine, new_state, state)
-    skipped = _skipped(backend, rule, layout, factors, fine)
+    skipped = _skipped(backend, rule, layout, factors, fine, joint)
+    sound = [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in elsewhere]]
     return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state, thresholds)
+
+
+def _on_host(own: Backend, array: Any) -> Any:
+    return array if isinstance(array, np.ndarray) else own.viewed(array)
 
 
 def first_state(rule: Choices, given: Opened) -> Any:
@@ -267,7 +318,9 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
 
 
-def _skipped(backend: Backend, rule: Choices, layout: Layout, factors: list[Factors], finite: Any) -> Any:
+def _skipped(  # noqa: PLR0913, PLR0917
+    backend: Backend, rule: Choices, layout: Layout, factors: list[Factors], finite: Any, joint: Joint | None
+) -> Any:
     """Return whether the whole step is left out, ``None`` if the rule leaves none out."""
     xp, skipped = backend.xp, None
     if rule.nonfinite == "skip":
@@ -281,6 +334,9 @@ def _skipped(backend: Backend, rule: Choices, layout: Layout, factors: list[Fact
             every += [xp.all(row) for row in rows]
             none += [xp.logical_not(xp.any(row)) for row in rows]  # holds, too, where there is nothing
         every, none = backend.all_of(every), backend.all_of(none)
+        if joint is not None and joint.rows is not None:  # other processes have norms of their own
+            not_all = [xp.astype(xp.logical_not(flag), xp.float32) for flag in (every, none)]
+            every, none = (count < 1 for count in joint.columns([], "sum", not_all)[1])
         none_left = every & xp.logical_not(none)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped

@@ -16,9 +16,9 @@ from uniclip.absent import Filled
 from uniclip.arraywise import ByValue
 from uniclip.ask import Step
 from uniclip.limits import NoState
-from uniclip.measure import AllReduce
 from uniclip.norms import Norm
 from uniclip.presets import by_average_norm, by_global_norm, by_norm
+from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.rules import AnyRule, Rule, as_rule, clip_known, made_once, norm_of, taken
 from uniclip.scopes import all_leaves
@@ -26,7 +26,9 @@ from uniclip.step import Decision, Single
 
 
 @keywords_known
-def clip(grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[T, Report]:
+def clip(
+    grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
+) -> tuple[T, Report]:
     """Clip gradients by a rule that remembers nothing, or by a function of one gradient array.
 
     Parameters
@@ -37,9 +39,15 @@ def clip(grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | No
         A callable gets one gradient array and returns the array to put in its place.
     params : tree, optional
         The parameters, for limits that compare with them; a tree of the same paths as ``grads``.
-    all_reduce : callable, optional
-        ``all_reduce(array, op)`` joins partial norms across devices, entry by entry; ``op`` is ``"sum"`` or ``"max"``.
-        A process in which gradients are ``None`` that others may have needs ``params``, so as to take part.
+    all_reduce : callable, process group, device mesh, or axis name, optional
+        What joins the processes (or devices) that hold parts of one tree: a function of ``(array, op)`` that reduces
+        an array entry by entry over all of them, ``op`` being ``"sum"`` or ``"max"``; a
+        ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of an axis of JAX's, or a tuple of names. Leaves
+        of equal paths are parts of one leaf, others are whole where they are. Copies need nothing. A process in which
+        gradients are ``None`` that others may have needs ``params``, so as to take part.
+    shared : callable, optional
+        Whether a leaf is a copy, which several of these processes hold beside parts, so that it counts once: a
+        function of its path, a tuple of keys, and of the leaf.
 
     Returns
     -------
@@ -69,16 +77,18 @@ def clip(grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | No
     >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
     array([ 1., -1.])
     """
-    return _clip(grads, rule, params, all_reduce, in_place=False)
+    return _clip(grads, rule, params, joining(all_reduce, shared), in_place=False)
 
 
 @keywords_known
-def clip_(grads: Any, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None) -> Report:
+def clip_(
+    grads: Any, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
+) -> Report:
     """Clip gradients in place, piece by piece: no second set of gradients is made.
 
     Parameters
     ----------
-    grads, rule, params, all_reduce
+    grads, rule, params, all_reduce, shared
         As in `clip`; of a framework whose arrays can be changed. An array that is given twice is
         one gradient: it counts once and is scaled once.
 
@@ -108,11 +118,13 @@ def clip_(grads: Any, rule: AnyRule, params: Any = None, all_reduce: AllReduce |
     >>> grads, float(report.norms)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return _clip(grads, rule, params, all_reduce, in_place=True)[1]
+    return _clip(grads, rule, params, joining(all_reduce, shared), in_place=True)[1]
 
 
 @keywords_known
-def clip_and_sum(grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None) -> tuple[T, Report]:
+def clip_and_sum(
+    grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
+) -> tuple[T, Report]:
     """Clip the gradients of single examples and add them up, without keeping the clipped ones.
 
     Parameters
@@ -122,7 +134,7 @@ def clip_and_sum(grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce
         ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
     rule : Rule
         One that remembers nothing, such as `uniclip.by_example_norm`.
-    params, all_reduce
+    params, all_reduce, shared
         As in `clip`.
 
     Returns
@@ -158,7 +170,7 @@ def clip_and_sum(grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce
     def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Report]:
         return whole.emptied(decision.reduced(rule)), decision.report()
 
-    return taken(rule, grads, NoState(), Step(params, all_reduce), finish)  # type: ignore[no-any-return]
+    return taken(rule, grads, NoState(), Step(params, joining(all_reduce, shared)), finish)  # type: ignore[no-any-return]
 
 
 @keywords_known
@@ -354,7 +366,7 @@ def _by_global_norm(max_norm: Any, ord: Any) -> Rule:
     return by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
 
 
-def _clip(grads: T, rule: AnyRule, params: Any, all_reduce: AllReduce | None, *, in_place: bool) -> tuple[T, Report]:
+def _clip(grads: T, rule: AnyRule, params: Any, all_reduce: Any, *, in_place: bool) -> tuple[T, Report]:
     refuse_swapped(grads, rule, "uc.clip_(grads, rule)" if in_place else "uc.clip(grads, rule)")
     rule = as_rule(rule)
     _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")

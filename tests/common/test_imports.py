@@ -52,6 +52,8 @@ def test_the_algorithm_names_no_framework() -> None:
         for name in (
             "step.py",
             "ask.py",
+            "agree.py",
+            "processes.py",
             "layout.py",
             "measure.py",
             "scale.py",

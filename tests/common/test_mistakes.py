@@ -464,8 +464,10 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: uc.clip(np.ones(2), uc.by_norm(1.0), None, "dp"),
         TypeError,
-        r"all_reduce must be a function of \(array, op\)",
+        r"all_reduce must be a function of \(array, op\) for gradients of this library, got 'dp'",
     ),
+    (lambda: uc.clip(np.ones(2), uc.by_norm(1.0), None, 2), TypeError, "all_reduce must be .*a process group, .*got 2"),
+    (lambda: uc.clip(np.ones(2), uc.by_norm(1.0), shared=len), ValueError, "shared .*give all_reduce, too"),
     (lambda: uc.clip(np.ones(2), uc.by_norm(1.0), lambda x, op: x), TypeError, r"params must be .*write all_reduce=\)"),
     (lambda: uc.clip_(np.ones(2), uc.by_norm(1.0), sum), TypeError, r"params must be .*write all_reduce=\)"),
     (lambda: uc.Clipper(uc.skip_spikes())(np.ones(2), 0.5), TypeError, r"params must be .*write loss=\), got 0\.5"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
+from parts import together
 
 import oracle
 import uniclip as uc
@@ -271,55 +273,65 @@ def test_a_curve_of_ones_own(fw: Framework) -> None:
     np.testing.assert_allclose(fw.numpy(clipped), np.asarray([0.6, 0.8]) * math.tanh(5), rtol=1e-6)
 
 
+def counting(run: Callable[[Any, Any], Any], asked: list[str]) -> Callable[[Any, Any], Any]:
+    """Return a run of a process whose reductions after the first step are counted."""
+
+    def counted(part: Any, all_reduce: Any) -> Any:
+        own: list[str] = []
+
+        def join(array: Any, op: str) -> Any:
+            own.append(op)
+            return all_reduce(array, op)
+
+        run(part, join)
+        own.clear()
+        found = run(part, join)
+        asked[:] = own
+        return found
+
+    return counted
+
+
 @pytest.mark.parametrize("ord", [1, 2, 3, math.inf])
 @pytest.mark.parametrize("by", [1.0, 1e30])
 def test_all_reduce(fw: Framework, ord: float, by: float) -> None:
-    """Two devices that each hold a part, and add their totals, clip as one device that holds all."""
+    """Two processes that each hold a part clip as one that holds all, by one reduction for each operation."""
     parts = [np.asarray([3.0, -4.0]) * by, np.asarray([12.0]) * by]
-    rule = uc.by_global_norm(1.0, ord=ord)
+    rule, asked = uc.by_global_norm(1.0, ord=ord), []
     whole, report = uc.clip([fw.array(part) for part in parts], rule)
-    asked: list[str] = []
 
-    def other_totals(op: str, unit: float) -> float:
-        sizes = np.abs(parts[1])
-        return float(sizes.max()) if op == "max" else float(((sizes / unit) ** ord).sum())
+    def run(part: Any, join: Any) -> Any:
+        [mine], seen = uc.clip([fw.array(part)], rule, all_reduce=join)
+        return mine, seen.norms
 
-    def all_reduce(total: Any, op: str) -> Any:
-        asked.append(op)
-        if op == "max":  # with it comes whether it is NaN
-            return fw.array(np.maximum(fw.numpy(total), [[other_totals("max", 1.0)], [0.0]]))
-        value = fw.numpy(total)
-        power = 2.0 ** math.floor(math.log2(12.0 * by))
-        unit = power * math.floor(12.0 * by / power * 2**20) / 2**20 if "max" in asked else 1.0
-        with np.errstate(over="ignore"):
-            return fw.array(value + other_totals("sum", unit))
-
-    [mine], mine_report = uc.clip([fw.array(parts[0])], rule, all_reduce=all_reduce)
-    np.testing.assert_allclose(fw.numpy(mine_report.norms), fw.numpy(report.norms), rtol=1e-6)
-    np.testing.assert_allclose(fw.numpy(mine), fw.numpy(whole[0]), rtol=1e-6)
-    squares_only = {1: ["sum"], 2: ["sum"], 3: ["max", "sum"], math.inf: ["max"]}
-    both = by > 1 or fw.family in {"array-api-strict", "MLX", "Dask"}  # these cannot be asked which one to take
-    assert asked == (["sum", "max", "sum"] if ord == 2 and both else squares_only[ord])
+    for found, wanted in zip(together(fw, parts, counting(run, asked)), whole, strict=True):
+        np.testing.assert_allclose(found[1], fw.numpy(report.norms), rtol=1e-6)
+        np.testing.assert_allclose(found[0], fw.numpy(wanted), rtol=1e-6)
+    once = {1: ["sum"], 2: ["sum"], 3: ["max", "sum"], math.inf: ["max"]}
+    if fw.family in {"array-api-strict", "MLX", "Dask"} or (
+        fw.family == "JAX" and by > 1
+    ):  # these cannot be asked which one to take
+        once[2] = ["sum", "max", "sum"]
+    assert asked == once[ord]
 
 
 @pytest.mark.parametrize("where", [0, 1])
 @pytest.mark.parametrize("ord", [2, 3, math.inf])
 def test_all_reduce_whose_maximum_drops_nan(fw: Framework, ord: float, where: int) -> None:
-    """A device whose gradients are NaN is not alone with them, where the maximum of its library leaves NaN out."""
+    """A process whose gradients are NaN is not alone with them, where the maximum of its library leaves NaN out."""
     parts = [np.asarray([3.0, -4.0]) * 1e30, np.asarray([12.0, 1.0]) * 1e30]
     parts[where][0] = np.nan
-
-    def joined(own: Any, op: str) -> Any:
-        other = {"sum": [np.nan if where else 1.0], "max": [0.0, 1.0] if where else [12e30, 0.0]}[op]
-        own = fw.numpy(own)
-        return fw.array(np.fmax(own, np.reshape(other, (2, 1))) if op == "max" else own + other[0])
-
     for nonfinite in ("propagate", "skip"):
         rule = uc.by_global_norm(1.0, ord=ord, nonfinite=nonfinite)
-        [mine], report = uc.clip([fw.array(parts[0])], rule, all_reduce=joined)
-        assert np.isnan(fw.numpy(report.norms))
-        assert not fw.numpy(report.finite)
-        np.testing.assert_equal(fw.numpy(mine), [np.nan] * 2 if nonfinite == "propagate" else [0.0] * 2)
+
+        def run(part: Any, join: Any, rule: uc.Rule = rule) -> Any:
+            [mine], report = uc.clip([fw.array(part)], rule, all_reduce=join)
+            return mine, report.norms, report.finite
+
+        for mine, norms, finite in together(fw, parts, run, np.fmax):
+            assert np.isnan(norms)
+            assert not finite
+            np.testing.assert_equal(mine, [np.nan] * 2 if nonfinite == "propagate" else [0.0] * 2)
 
 
 def test_own_function(fw: Framework) -> None:
@@ -508,10 +520,11 @@ def test_a_limit_that_returns_none(answer: Any, error: type[Exception], message:
 
 
 def test_zero_with_all_reduce(fw: Framework) -> None:
-    """What is not finite on another device keeps this one's state too, or the devices would part."""
+    """What is not finite in another process keeps this one's state too, or the processes would part."""
     rule = uc.by_global_norm(1.0, nonfinite="zero")
-    _, report = uc.clip(fw.array([3.0, 4.0]), rule, all_reduce=lambda x, op: x + 1 if op == "max" else x)
-    assert not fw.numpy(report.finite)
+    parts = [np.asarray([3.0, 4.0]), np.asarray([np.inf, 1.0])]
+    for finite in together(fw, parts, lambda part, join: uc.clip(fw.array(part), rule, all_reduce=join)[1].finite):
+        assert not finite
 
 
 @pytest.mark.parametrize("order", [1, 1.5, 3, 20, 110, 1000])

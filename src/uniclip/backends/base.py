@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from uniclip._repr import short
+
 Array: TypeAlias = Any
 Rebuild: TypeAlias = Callable[[Array], Any]
 
@@ -88,6 +90,10 @@ class Backend:
         """Return a NumPy array as one of this library."""
         return self.xp.asarray(array)
 
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        """Return an array's values as NumPy's, read from wherever it is."""
+        return np.asarray(array)
+
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:  # noqa: ARG002
         """Return ``Σ|x|²`` over all entries of each group of arrays, ``(k,)``; ``None`` if there is no fast path.
 
@@ -147,25 +153,53 @@ class Backend:
         """Return a key; the 0-d norms of arrays with equal keys can be stacked."""
         return None
 
-    # For distributed arrays, of which each process holds a part: libraries that have them override all four.
+    # For distributed arrays, of which each process holds a part: libraries that have them override all of these.
 
-    def own_part(
+    def local(self, arrays: list[Array]) -> tuple[list[Array], list[Any] | None]:
+        """Return what this process holds of each array, and which part that is (``None`` for one that is whole).
+
+        A part has an ``owner``, whose processes hold all of the array, the number of ``copies`` of each entry among
+        them, ``kept(axes)``, the shape of norms of the whole array, and ``embedded`` and ``own``, which make norms of
+        the whole of norms of the part, and the other way round.
+        """
+        return arrays, None
+
+    def whole(self, like: Array, local: Array) -> Array:  # noqa: ARG002
+        """Return a new array of which this process holds ``local``, divided as ``like`` is."""
+        return local
+
+    def summed_whole(self, like: Array, local: Array) -> Array:  # noqa: ARG002
+        """Return the sum of ``like`` along its first axis, given that of what this process holds of it."""
+        return local
+
+    def join_parts(self, owner: Any, array: Array, op: Literal["sum", "max"]) -> Array:
+        """Return the sum or maximum over all processes of an owner."""
+        raise NotImplementedError
+
+    def covering(self, owners: list[Any]) -> list[Any]:
+        """Return as few of the owners as have all processes of all of them."""
+        return owners
+
+    def reducer(self, all_reduce: Any) -> Callable[[Array, Literal["sum", "max"]], Array]:
+        """Return what joins parts of a tree, as a function of ``(array, op)``."""
+        if callable(all_reduce):
+            return all_reduce  # type: ignore[no-any-return]
+        msg = f"all_reduce must be a function of (array, op) for gradients of this library, got {short(all_reduce)}"
+        raise TypeError(msg)
+
+    def copies(
         self,
-        array: Array,
-        unit: Array | None,
-        axes: tuple[int, ...] | None,  # noqa: ARG002
-        op: Literal["sum", "max"],  # noqa: ARG002
-    ) -> tuple[Array, Array | None, Callable[[Array], Array]]:
-        """Return the local part of an array and of its unit, and a function of their total along ``axes``."""
-        return array, unit, unchanged
-
-    def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:  # noqa: ARG002
-        """Return totals, of which some may be parts, as totals of all processes."""
-        return parts
-
-    def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:  # noqa: ARG002
-        """Return a function that sums values over the processes that share the arrays, ``None`` if none does."""
+        arrays: list[Array],  # noqa: ARG002
+        all_reduce: Any,  # noqa: ARG002
+        shared: list[bool] | None,  # noqa: ARG002
+        place: Callable[[int], str],  # noqa: ARG002
+    ) -> list[int] | None:
+        """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell; ``None`` for one."""
         return None
+
+    def joined_dtype(self, dtype: Any, array: Array) -> Any:  # noqa: ARG002
+        """Return the dtype in which sums of a dtype are joined over processes, on the device of an array."""
+        return dtype
 
     def replicated(self, array: Array, operand: Array) -> Array:  # noqa: ARG002
         """Return an operand, the same in all processes, as one that can be combined with ``array``."""

@@ -36,6 +36,9 @@ def _scaled(array: Array, factor: Any, *, in_place: bool) -> Array:
 
 
 class _NumPy(Backend):
+    def joined_dtype(self, dtype: Any, array: Array) -> Any:  # noqa: ARG002
+        return np.promote_types(dtype, np.float64)
+
     def is_array(self, leaf: Any) -> bool:
         # The product of matrices is not that of their entries, and what masked entries count is not said.
         if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, (np.ndarray, np.generic)):

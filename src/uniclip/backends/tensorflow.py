@@ -169,6 +169,9 @@ namespace = SimpleNamespace(
 
 
 class _TensorFlow(Backend):
+    def joined_dtype(self, dtype: Any, array: Array) -> Any:  # noqa: ARG002
+        return tf.float64
+
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
             leaf.dtype.is_floating or leaf.dtype.is_complex or leaf.dtype.is_integer

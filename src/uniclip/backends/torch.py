@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
@@ -144,23 +145,54 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     return factors[0] if same else list(factors)
 
 
+def groups_of(all_reduce: Any) -> list[Any] | None:
+    """Return the process groups of a group or a mesh, ``None`` if it is neither."""
+    if not torch.distributed.is_available():
+        return None
+    if isinstance(all_reduce, torch.distributed.ProcessGroup):
+        return [all_reduce]
+    mesh = sys.modules.get("torch.distributed.device_mesh")
+    if mesh is not None and isinstance(all_reduce, mesh.DeviceMesh):
+        return list(all_reduce.get_all_groups())
+    return None
+
+
+def _all_reduce(groups: Sequence[Any], array: Array, op: Literal["sum", "max"]) -> Array:
+    """Return an array reduced over process groups, one after the other; it is a new one."""
+    operation = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
+    array = array.clone()
+    for group in groups:
+        torch.distributed.all_reduce(array, operation, group=group)
+    return array
+
+
 class _Torch(Backend):
     output_axis = 0
 
     def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:
         kinds = _TENSOR if gradient else _TENSOR_OR_PARAMETER
         for leaf in leaves:
+            if type(leaf) not in kinds and is_dtensor(leaf):
+                if not self._simple(leaf, gradient=gradient):
+                    return False
+                continue
             if type(leaf) not in kinds or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
                 return False
             if leaf.is_nested:
                 return False
         return True
 
+    def _simple(self, leaf: Any, *, gradient: bool) -> bool:
+        """Whether a distributed tensor needs no care."""
+        if tracing() or dtensor.is_partial(leaf) or (gradient and isinstance(leaf, torch.nn.Parameter)):
+            return False
+        return not recorded(leaf) and self.plain([leaf._local_tensor])  # noqa: SLF001
+
     def apart(self, leaves: list[Any]) -> bool:
         if tracing():
             return False
         spans = []
-        for leaf in leaves:
+        for leaf in self.local(leaves)[0]:
             if leaf.requires_grad or not leaf.is_contiguous() or leaf.is_inference():
                 return False
             start = leaf.data_ptr()
@@ -181,6 +213,9 @@ class _Torch(Backend):
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         here = torch.from_numpy(array) if array.flags.writeable else torch.from_numpy(array.copy())
         return here if device == _CPU else here.to(device)
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        return np.asarray(array.detach().cpu().numpy())
 
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if tracing():
@@ -280,17 +315,35 @@ class _Torch(Backend):
             return whole, unchanged if whole is leaf else partial(dtensor.unsummed, leaf)
         return super().stored(leaf)
 
-    def own_part(
-        self, array: Array, unit: Array | None, axes: tuple[int, ...] | None, op: Literal["sum", "max"]
-    ) -> tuple[Array, Array | None, Callable[[Array], Array]]:
-        return dtensor.own_part(array, unit, axes, op) if is_dtensor(array) else (array, unit, unchanged)
+    def local(self, arrays: list[Array]) -> tuple[list[Array], list[Any] | None]:
+        if not any([type(array) is not torch.Tensor and is_dtensor(array) for array in arrays]):
+            return arrays, None
+        parts = [dtensor.part_of(array) if is_dtensor(array) else None for array in arrays]
+        return [dtensor.local_of(array) if part else array for array, part in zip(arrays, parts, strict=True)], parts
 
-    def joined(self, parts: list[Array], op: Literal["sum", "max"]) -> list[Array]:
-        return dtensor.joined(parts, op) if any([is_dtensor(part) for part in parts]) else parts
+    def whole(self, like: Array, local: Array) -> Array:
+        return dtensor.like_local(like, local) if is_dtensor(like) else local
 
-    def added(self, arrays: list[Array]) -> Callable[[Array], Array] | None:
-        meshes = dtensor.meshes(arrays)
-        return partial(dtensor.added, meshes) if meshes else None
+    def summed_whole(self, like: Array, local: Array) -> Array:
+        return dtensor.summed_first(like, local)
+
+    def join_parts(self, owner: Any, array: Array, op: Literal["sum", "max"]) -> Array:
+        return dtensor.joined(owner, array, op)
+
+    def covering(self, owners: list[Any]) -> list[Any]:
+        chosen: list[Any] = []
+        for owner in sorted(owners, key=lambda one: -one.size()):
+            if not any([dtensor.processes_of(owner) <= dtensor.processes_of(one) for one in chosen]):
+                chosen.append(owner)
+        return chosen
+
+    def reducer(self, all_reduce: Any) -> Callable[[Array, Literal["sum", "max"]], Array]:
+        groups = groups_of(all_reduce)
+        return super().reducer(all_reduce) if groups is None else partial(_all_reduce, groups)
+
+    def joined_dtype(self, dtype: Any, array: Array) -> Any:
+        narrow = array is not None and array.device.type == "mps"  # has no doubles
+        return dtype if narrow else torch.float64
 
     def replicated(self, array: Array, operand: Array) -> Array:
         if is_dtensor(operand):
@@ -320,11 +373,10 @@ class _Torch(Backend):
         return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))  # noqa: SLF001
 
     def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
-        if is_dtensor(array):
-            with torch.no_grad():
-                self._write_own(leaf, array, function, *operands)
-            return
         with torch.no_grad():
+            if is_dtensor(array):  # a function of the whole tensor
+                self.write(leaf, array.to_local(), function, *[dtensor.own_operand(array, one) for one in operands])
+                return
             if self.large(array) and not any(operand.ndim for operand in operands):
                 for piece in self.pieces(array):
                     piece.copy_(function(piece, *operands))
@@ -332,14 +384,11 @@ class _Torch(Backend):
                 operands = tuple(_apart(operand, array).expand(array.shape) for operand in operands)
                 for rows in row_slices(array.shape) if self.large(array) else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
-            if leaf.dtype in _STORED or (leaf.layout is torch.sparse_coo and not leaf.is_coalesced()):
+            if is_dtensor(leaf):
+                if dtensor.is_partial(leaf):
+                    leaf.to_local().copy_(dtensor.first_of(leaf, array))
+            elif leaf.dtype in _STORED or (leaf.layout is torch.sparse_coo and not leaf.is_coalesced()):
                 leaf.copy_(self.stored(leaf)[1](array.to(leaf.dtype)))
-
-    def _write_own(self, leaf: Any, array: Any, function: Callable[..., Array], *operands: Array) -> None:
-        here = array.to_local()
-        self.write(here, here, function, *[dtensor.own_operand(array, operand) for operand in operands])
-        if leaf is not array:
-            leaf.to_local().copy_(dtensor.unsummed(leaf, array).to_local())
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if torch.compiler.is_compiling() and not in_transform():  # torch.cond cannot be transformed

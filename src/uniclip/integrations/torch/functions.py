@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 # The signatures are PyTorch's.
-# ruff: noqa: ARG001, FBT001, FBT002
+# ruff: noqa: ARG001, FBT001, FBT002, PLR0913
 """The functions of ``torch.nn.utils`` that clip gradients: their names, arguments and results, uniclip's algorithm."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
+from uniclip.processes import AllReduce, Shared, joining
 from uniclip.rules import Rule, clip_known, made_once, measured
 from uniclip.verbs import clip_
 
@@ -32,6 +33,9 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """Scale the gradients of parameters in place to a norm of ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
 
@@ -49,6 +53,9 @@ def clip_grad_norm_(
         unless ``max_norm`` is ``math.inf``.
     foreach : bool, optional
         Accepted for PyTorch's sake; it changes nothing.
+    all_reduce, shared : optional
+        As for `attach`: the processes that hold plain parts of one model, and which tensors are copies
+        beside parts; the path of a tensor is its number.
 
     Returns
     -------
@@ -63,7 +70,8 @@ def clip_grad_norm_(
         no gradient, such as the gradients themselves.
     ValueError
         If ``max_norm`` is negative or NaN, or ``norm_type`` below 1.
-        If there are several processes and the parameters are those of ``FullyShardedDataParallel`` (FSDP1).
+        If there are several processes, the parameters are those of ``FullyShardedDataParallel`` (FSDP1), and no
+        ``all_reduce`` joins their norm.
     RuntimeError
         If ``error_if_nonfinite`` and a gradient is not finite; it names the gradients by their number.
 
@@ -86,12 +94,15 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    grads, rule = _whole_grads(parameters), _rule(max_norm, norm_type, error_if_nonfinite)
-    if not _any(grads):
+    joins, rule = joining(all_reduce, shared), _rule(max_norm, norm_type, error_if_nonfinite)
+    tensors = _whole_tensors(parameters, rule, joins)
+    grads = _grads_of(tensors)
+    if joins is None and not _any(grads):
         return torch.tensor(0.0)
+    params = None if joins is None else [tensor.detach() for tensor in tensors]
     try:
         with torch.no_grad():
-            return clip_known(rule, grads, None, in_place=True)[1]
+            return clip_known(rule, grads, None, in_place=True, params=params, all_reduce=joins)[1]
     except FloatingPointError as error:
         raise _as_pytorch_raises(error) from error
 
@@ -136,6 +147,9 @@ def get_total_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """Return the norm of tensors together: ``(Σ|x|ᵖ)^(1/p)``.
 
@@ -143,7 +157,7 @@ def get_total_norm(
     ----------
     tensors : tensor or iterable of tensors
         Of any kind, parameters too; ``None`` is absent. One that occurs twice counts once.
-    norm_type, error_if_nonfinite, foreach
+    norm_type, error_if_nonfinite, foreach, all_reduce, shared
         As for `clip_grad_norm_`.
 
     Returns
@@ -164,14 +178,16 @@ def get_total_norm(
     tensor(13.)
     """
     given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True, level=3)}
-    rule = _rule(math.inf, norm_type, error_if_nonfinite)
-    refuse_parts(given.values(), "tensors")
+    joins, rule = joining(all_reduce, shared), _rule(math.inf, norm_type, error_if_nonfinite)
+    refuse_parts(given.values(), "tensors", rule, joins)
     once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
-    if not _any(once):
+    if joins is None and not _any(once):
         return torch.tensor(0.0)
+    if not _any(once):
+        once = [torch.zeros(0)]
     try:
         with torch.no_grad():
-            return measured(rule, once, NoState())[1].norms
+            return measured(rule, once, NoState(), all_reduce=joins)[1].norms
     except FloatingPointError as error:
         raise _as_pytorch_raises(error) from error
 
@@ -181,6 +197,9 @@ def clip_grads_with_norm_(
     max_norm: float | Array,
     total_norm: float | Array,
     foreach: bool | None = None,
+    *,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
 ) -> None:
     """Scale the gradients of parameters in place by ``min(1, max_norm/total_norm)``: their norm is known already.
 
@@ -195,6 +214,8 @@ def clip_grads_with_norm_(
         become NaN.
     foreach : bool, optional
         Accepted for PyTorch's sake; it changes nothing.
+    all_reduce, shared : optional
+        Those that `get_total_norm` was given; nothing is joined here, since ``total_norm`` is the norm of all.
 
     Raises
     ------
@@ -211,7 +232,8 @@ def clip_grads_with_norm_(
     >>> w.grad
     tensor([0.3000, 0.4000])
     """
-    grads, rule = _whole_grads(parameters), by_global_norm(_limit("max_norm", max_norm))
+    rule = by_global_norm(_limit("max_norm", max_norm))
+    grads = _grads_of(_whole_tensors(parameters, rule, joining(all_reduce, shared)))
     clip_known(rule, grads, _known(total_norm), in_place=True)
 
 
@@ -247,11 +269,11 @@ def _grads_of(tensors: list[Any]) -> list[Any]:
     return [grad_of(tensor) for tensor in tensors] if any([grad is None for grad in grads]) else grads
 
 
-def _whole_grads(parameters: Any) -> list[Any]:
-    """Return the gradients of parameters; refuse those whose norm is that of a part."""
+def _whole_tensors(parameters: Any, rule: Rule, all_reduce: Any) -> list[Any]:
+    """Return parameters as a list; refuse those whose norm is that of a part."""
     tensors = _tensors(parameters, "parameters")
-    refuse_parts(tensors, "parameters")
-    return _grads_of(tensors)
+    refuse_parts(tensors, "parameters", rule, all_reduce)
+    return tensors
 
 
 def _can_have_grad(tensor: Any) -> bool:

@@ -14,16 +14,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from uniclip._checks import refuse_in_step
 from uniclip._repr import counted, short
 from uniclip._types import Number
-from uniclip.arraywise import ByValue
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, has_stepped, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
-from uniclip.integrations.torch.processes import of_all, refuse_parts, several
+from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, refuse_parts, refuse_unnamed, several
 from uniclip.labels import labelled, leaves_of, refuse_changed
+from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured, norm_of
 from uniclip.scopes import all_leaves
@@ -42,7 +43,9 @@ _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule of each optimizer that has one."""
 
 
-def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
+def attach(
+    optimizer: Optimizer, rule: AnyRule, all_reduce: AllReduce | None = None, shared: Shared | None = None
+) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
 
     All parameter groups are clipped together, in place, and only when the step is taken: gradients
@@ -57,6 +60,12 @@ def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
     rule : Rule or a function of one gradient
         One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
         it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
+    all_reduce : ProcessGroup, DeviceMesh, or function of (array, op), optional
+        The processes whose optimizers hold plain parts of one tree: stages of a pipeline, experts, the parameters of
+        ``FullyShardedDataParallel`` (FSDP1). Leaves of equal names are parts of one leaf, others are whole where they
+        are. Distributed tensors need nothing, and copies, as under DistributedDataParallel, neither.
+    shared : function of (path, leaf), optional
+        Whether a parameter is a copy that several of these processes hold beside parts, so that it counts once.
 
     Returns
     -------
@@ -68,8 +77,10 @@ def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
         If ``optimizer`` is no optimizer, or ``rule`` no rule; or if a function of paths in it wants names of parameters
         that the optimizer does not know.
     ValueError
-        If the optimizer has a rule already, or is differentiable; or if there are several processes, the parameters are
-        those of ``FullyShardedDataParallel`` (FSDP1), and the rule is another than `uniclip.by_value`.
+        If the optimizer has a rule already, or is differentiable; with several processes also, if the parameters are
+        those of ``FullyShardedDataParallel`` (FSDP1), whose norm nothing joins, or the optimizer is the one inside a
+        ``ZeroRedundancyOptimizer``; and if ``all_reduce`` is to join norms of leaves without names. At the first step,
+        if the processes have different rules, or leaves that are neither parts of the same ones nor different.
 
     Warns
     -----
@@ -99,7 +110,7 @@ def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    handle = attached(optimizer, rule)
+    handle = attached(optimizer, rule, all_reduce, shared)
     if handle.rule.memory and has_stepped(optimizer):
         msg = (
             f"the optimizer has taken steps, or loaded a state, without {short(handle.rule)}, which begins anew: to go "
@@ -109,21 +120,24 @@ def attach(optimizer: Optimizer, rule: AnyRule) -> Attached:
     return handle
 
 
-def attached(optimizer: Any, rule: AnyRule) -> Attached:
+def attached(optimizer: Any, rule: AnyRule, all_reduce: Any = None, shared: Shared | None = None) -> Attached:
     """Attach a rule as `attach` does, also late: for callers that restore its state by themselves."""
     refuse_optimizer(optimizer, rule)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        return attached(optimizer.optimizer, rule)
-    rule = rule_for_steps(rule)
+        return attached(optimizer.optimizer, rule, all_reduce, shared)
+    rule, joins = rule_for_steps(rule), joining(all_reduce, shared)
+    refuse_in_step(joins)
+    refuse_inner(optimizer)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
         raise ValueError(msg)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
         raise ValueError(msg)
-    if not isinstance(rule, ByValue):
-        refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer")
-    return Attached(optimizer, rule)
+    refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, joins)
+    if joins is not None:
+        refuse_unnamed(rule, optimizer.param_groups)
+    return Attached(optimizer, rule, joins)
 
 
 class Attached(Memory):
@@ -135,8 +149,9 @@ class Attached(Memory):
     """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
     returns one. ``None`` after the step. Of several processes the rule sees the mean."""
 
-    def __init__(self, optimizer: Any, rule: RuleLike) -> None:
+    def __init__(self, optimizer: Any, rule: RuleLike, all_reduce: Any = None) -> None:
         self.rule = rule
+        self._all_reduce = all_reduce
         self._optimizer = optimizer
         self._steps = 0
         self._changed: dict[str, Any] = {}
@@ -227,9 +242,10 @@ class Attached(Memory):
             loss = of_all(loss, next((p.device for p in self._params()), None))
             if looks_at_loss(self.rule):
                 loss()  # also where there is no gradient, or other processes would wait
-        if not grads:
+        if not grads and self._all_reduce is None:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        found_inf = of_any(found_inf, self._all_reduce)
         policy = getattr(self.rule, "nonfinite", None)
         # Unread, ∞ that GradScaler found makes the norm one that no state takes in, but for these policies.
         if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
@@ -238,7 +254,7 @@ class Attached(Memory):
         fused = type(self._optimizer) in _FOLDING and all(g["fused"] for g in self._optimizer.param_groups)
         one_factor = isinstance(self.rule, Rule) and self.rule.scope == all_leaves and policy != "zero"
         with torch.no_grad():
-            if fused and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
+            if fused and grads and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
                 self._fold(grads, scale, loss)
             else:
                 self._scale(params, grads, scale, loss)
@@ -252,9 +268,11 @@ class Attached(Memory):
         tree, params = self._tree(grad_of), self._tree(lambda p: p)
         norm = None
         if scale is not None:
-            scaled = norm_of(tree, self.rule.scope, self.rule.norm)
+            scaled = norm_of(tree, self.rule.scope, self.rule.norm, params, self._all_reduce)
             norm = scaled / scale.to(scaled.device)
-        self.state, self.report = measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
+        self.state, self.report = measured(
+            self.rule, tree, self.state, params, norm=norm, loss=loss, all_reduce=self._all_reduce
+        )
         factor = self.report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
         known = BACKEND.readable(factor)
@@ -276,10 +294,11 @@ class Attached(Memory):
 
     def _scale(self, params: list[Any], grads: list[Any], scale: Any, loss: Any) -> None:
         """Clip in place; first divide by what a fused kernel would divide by."""
-        if self.rule.by_leaf:
-            self._same(params)
-        elif labelled(self.rule):
-            self._same_groups()
+        if self._all_reduce is None:  # else norms are those of all parameters
+            if self.rule.by_leaf:
+                self._same(params)
+            elif labelled(self.rule):
+                self._same_groups()
         if scale is not None and any(grad.dtype is torch.float16 for grad in grads):
             msg = (
                 f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep the parameters "
@@ -288,7 +307,9 @@ class Attached(Memory):
             raise ValueError(msg)
         self._unscale(grads, scale)
         tree, every = self._tree(grad_of), self._tree(lambda p: p)
-        _, self.state, self.report = self.rule.update(tree, self.state, every, in_place=True, loss=loss)
+        _, self.state, self.report = self.rule.update(
+            tree, self.state, every, self._all_reduce, in_place=True, loss=loss
+        )
 
     def _same(self, params: list[Any]) -> None:
         """Refuse gradients of other parameters than the state is for: it knows them by their order."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -10,8 +12,15 @@ from typing import Any
 import torch
 
 from uniclip._checks import refuse_in_step
+from uniclip._repr import short
+from uniclip.arraywise import ByValue
 from uniclip.backends.dtensor import is_dtensor
+from uniclip.backends.torch import BACKEND
+from uniclip.combine import Chain
 from uniclip.losses import Loss
+from uniclip.processes import Joining
+from uniclip.rules import Rule
+from uniclip.scopes import all_leaves, everything
 
 
 def several() -> bool:
@@ -20,8 +29,8 @@ def several() -> bool:
     return bool(here.is_available() and here.is_initialized() and here.get_world_size() > 1)
 
 
-def refuse_parts(tensors: Iterable[Any], name: str) -> None:
-    """Refuse the parameters of FSDP1, plain tensors of which each process holds a part.
+def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) -> None:
+    """Refuse the parameters of FSDP1, plain tensors of which each process holds a part, but where their norm is joined.
 
     Raises
     ------
@@ -29,13 +38,78 @@ def refuse_parts(tensors: Iterable[Any], name: str) -> None:
         If there is one, and there are several processes.
     """
     flat = any(getattr(tensor, "_fsdp_flattened", False) for tensor in tensors)
-    if flat and several():
+    if not flat or not several() or by_entry(rule) or (all_reduce is not None and of_whole_tree(rule)):
+        return
+    what = f"{name} holds parameters of FullyShardedDataParallel (FSDP1), of which each process has a part"
+    if all_reduce is not None:
         msg = (
-            f"{name} holds parameters of FullyShardedDataParallel (FSDP1), of which each process has a part that looks "
-            "like the whole, so that each would clip by another norm: use FSDP2 (torch.distributed.fsdp.fully_shard), "
-            "or that module's own clip_grad_norm_ instead"
+            f"{what} of several leaves as one, and {short(rule)} has a norm for each leaf: use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard), or a rule with one norm for all, such as uc.by_global_norm(1.0)"
         )
         raise ValueError(msg)
+    msg = (
+        f"{what} that looks like the whole, so that each would clip by another norm: use FSDP2 "
+        "(torch.distributed.fsdp.fully_shard), give all_reduce=, the process group of that module, or use its own "
+        "clip_grad_norm_ instead"
+    )
+    raise ValueError(msg)
+
+
+def by_entry(rule: Any) -> bool:
+    """Whether a rule looks at each entry by itself, wherever it is."""
+    return isinstance(rule, ByValue)
+
+
+def of_whole_tree(rule: Any) -> bool:
+    """Whether a rule has one norm for all leaves."""
+    if isinstance(rule, Chain):
+        return all(by_entry(one) or of_whole_tree(one) for one in rule.rules)
+    return isinstance(rule, Rule) and rule.scope == all_leaves
+
+
+def refuse_unnamed(rule: Any, param_groups: Any) -> None:
+    """Refuse to join norms of leaves that an optimizer knows by their numbers only: others have the same ones."""
+    if _each_leaf(rule) and any("param_names" not in group for group in param_groups):
+        msg = (
+            f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, but the optimizer knows "
+            "its parameters by their numbers only: give it their names, as in "
+            "torch.optim.AdamW(model.named_parameters())"
+        )
+        raise ValueError(msg)
+
+
+def _each_leaf(rule: Any) -> bool:
+    inside = [*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])]
+    return getattr(getattr(rule, "scope", everything), "label", everything) is None or any(map(_each_leaf, inside))
+
+
+def refuse_inner(optimizer: Any) -> None:
+    """Refuse an optimizer whose hooks do not run, and one inside of another that gives it a part of the parameters."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optim", None)
+        fix = (
+            "attach to the optimizer inside, its .optim" if isinstance(inner, torch.optim.Optimizer) else "use uc.clip_"
+        )
+        msg = f"{type(optimizer).__qualname__} runs no hooks before its step: {fix}"
+        raise TypeError(msg)
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not several():
+        return
+    kind = module.ZeroRedundancyOptimizer
+    if any(issubclass(type(one), kind) and vars(one).get("optim") is optimizer for one in gc.get_objects()):
+        msg = (
+            f"this {type(optimizer).__qualname__} is the one inside a ZeroRedundancyOptimizer, and has the parameters "
+            "of this process only, so that each would clip by another norm: attach to the outer one"
+        )
+        raise ValueError(msg)
+
+
+def of_any(found_inf: Any, all_reduce: Any) -> Any:
+    """Return GradScaler's flag, set if it is in one of the processes."""
+    if found_inf is None or all_reduce is None:
+        return found_inf
+    said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
+    return BACKEND.reducer(said.all_reduce)(found_inf.reshape(1), "max").reshape(())
 
 
 def of_all(loss: Any, device: Any) -> Loss:

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: MIT
+"""Processes that hold parts of one tree find out, at their first step together, what each of them holds.
+
+They compare their rules and the labels of their leaves or groups. Leaves of equal labels are parts of one leaf, whose
+sums are added; leaves of different labels are whole where they are. All of it is done by ``all_reduce`` itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from uniclip._checks import all_reduce_fits, check
+from uniclip._repr import holds_arrays, short, stable
+from uniclip.backends import backend_of
+from uniclip.layout import Layout, Opened
+from uniclip.processes import Joining, Joint, Op, Reduce, Rows
+from uniclip.scale import Choices
+from uniclip.scopes import everything
+from uniclip.tree import flatten, place
+
+_KEPT = 64
+"""For how many layouts a scope remembers what processes agreed on."""
+_TOP = 2**23
+"""Below this all whole numbers are exact in float32, and so are twice these."""
+_WORDS = 3
+"""How many such numbers stand for a text."""
+
+
+class Agreed(NamedTuple):
+    """What the processes found out."""
+
+    rows: Rows | None
+    """``None`` if all have the same rows."""
+    copies: list[int] | None
+    """How many processes hold each leaf; ``None`` if each leaf, or each part of one, is held once."""
+
+
+def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any) -> Joint | None:
+    """Return how what is measured is joined with that of other processes, ``None`` if there are none."""
+    if all_reduce is None:
+        return None if given.parts is None else Joint(given)
+    said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
+    backend, reduce = given.backend, given.backend.reducer(said.all_reduce)
+    shared = None if said.shared is None else _shared(given, said.shared)
+    copies = backend.copies(given.arrays, said.all_reduce, shared, given.tree.place)
+    if backend.traced(given.first) or copies is not None:  # one program, the same in all processes
+        return Joint(given, reduce, None, copies)
+    labelled = rule.scope.label is not everything or shared is not None
+    kind = type(rule.limit), rule.norm, rule.curve, rule.nonfinite
+    key = (said, given.tree.spec if labelled else None, kind)
+    known = rule.scope.agreed
+    if known.get(key) is None or given.tree.spec is None:
+        if len(known) >= _KEPT:
+            known.clear()
+        known[key] = None  # asked: an error from here on is one of all processes
+        known[key] = _agreed(rule, given, layout, reduce, shared)
+    return Joint(given, reduce, *known[key])
+
+
+def tell_failure(scope: Any, all_reduce: Any, *trees: Any) -> None:
+    """Let the other processes of a first step fail, too: they would wait for this one."""
+    said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
+    leaves = [leaf for tree in trees for leaf in flatten(tree).leaves if backend_of(leaf) is not None]
+    if (
+        not leaves
+        or not all_reduce_fits(said.all_reduce)
+        or any(key[0].all_reduce is said.all_reduce for key in scope.agreed)
+    ):
+        return
+    backend: Any = backend_of(leaves[0])
+    if not backend.traced(leaves[0]):
+        _words(_over(Opened(backend, flatten(leaves), leaves), backend.reducer(said.all_reduce)), "", "", failed=True)
+
+
+def _shared(given: Opened, shared: Callable[..., Any]) -> list[bool]:
+    """Return of each leaf whether the user says that it is a copy."""
+    answers = [shared(*pair) for pair in zip(given.tree.paths(), given.tree.leaves, strict=True)]
+    for answer in answers:
+        check("what shared(path, leaf) returns", answer, not holds_arrays(answer), "True or False")
+    return list(map(bool, answers))
+
+
+def _over(given: Opened, reduce: Reduce) -> Callable[[Any, Op], Any]:
+    """Return the reduction for arrays of NumPy's."""
+
+    def call(array: Any, op: Op) -> Any:
+        flat = given.own(np.asarray(array, np.float32).reshape(-1))
+        return given.backend.to_host(reduce(flat, op)).reshape(np.shape(array))
+
+    return call
+
+
+def _agreed(rule: Choices, given: Opened, layout: Layout, reduce: Reduce, shared: list[bool] | None) -> Agreed:
+    """Compare rules and labels with those of all other processes."""
+    over, labels = _over(given, reduce), _labels(rule, given, layout)
+    paths = [stable(place("", path)) for path in given.tree.paths()] if shared is not None else []
+    copied = [path for path, one in zip(paths, shared or (), strict=True) if one]
+    counts = dict(zip(labels, _counts(given, layout), strict=True))
+    same = _words(over, stable(repr(rule)), repr((sorted(counts.items()), sorted(copied))), rule=rule)
+    if same and not copied:
+        return Agreed(None, None)
+    if same:
+        count = round(float(over(np.ones(1), "sum")[0]))
+        return Agreed(None, [count if one else 1 for one in shared or ()])
+    joins = rule.scope.label is not None
+    free = set(labels if joins else copied)
+    sets = {label: "" if label in free else repr(sorted(set(labels) - free)) for label in labels}
+    table = _table(over, counts, sets, set(copied))
+    _refuse(table, labels)
+    if rule.scope.label is everything:
+        rows = None
+    else:
+        order = [labels[group] for block in layout.blocks if not block.kept for group in block.groups]
+        rows = _rows([table.places[label] for label in order], sorted(table.flat))
+    if not copied:
+        return Agreed(rows, None)
+    holders = (
+        _table(over, dict.fromkeys(copied, 0), dict.fromkeys(copied, ""), set()).holders if joins else table.holders
+    )
+    return Agreed(rows, [holders[path] if one else 1 for path, one in zip(paths, shared or (), strict=True)])
+
+
+def _labels(rule: Choices, given: Opened, layout: Layout) -> list[str]:
+    """Return the label of each group as a text; all leaves share one norm, whatever they are."""
+    if rule.scope.label is everything:
+        return [""] * len(layout.labels)
+    if rule.scope.label is not None:
+        return [stable(repr(label)) for label in layout.labels]
+    whole = flatten(given.tree.rebuild(given.tree.leaves), none_is_leaf=True) if rule.limit.memory else given.tree
+    return [stable(place("", path)) for path in whole.paths()]
+
+
+def _counts(given: Opened, layout: Layout) -> list[int]:
+    """Return of each group how many norms it has along axes, 0 for one without."""
+
+    def count(group: Sequence[int]) -> int:
+        axes = layout.axes_of(group[0]) if group else None
+        if axes is None:
+            return 0
+        kept = [n for axis, n in enumerate(given.shape(group[0])) if axis not in axes]
+        return math.prod(kept) if kept else 0
+
+    return list(map(count, layout.groups))
+
+
+def _digest(text: str, salt: int = 0) -> list[int]:
+    """Return whole numbers that stand for a text."""
+    data = blake2b(f"{salt} {text}".encode(), digest_size=4 * (_WORDS + 1)).digest()
+    return [int.from_bytes(data[4 * n : 4 * n + 4], "big") % _TOP for n in range(_WORDS + 1)]
+
+
+def _words(over: Any, rule_text: str, labels: str, *, rule: Any = None, failed: bool = False) -> bool:
+    """Return whether all processes have the same labels; refuse other rules, and processes that failed."""
+    numbers = np.asarray([_digest(rule_text), _digest(labels)])
+    got = over(np.concatenate([numbers.ravel(), _TOP - numbers.ravel(), [failed]]), "max")
+    if failed:
+        return False
+    if got[-1] > 0:
+        msg = "another process that all_reduce joins failed at its first step: its own error says why"
+        raise RuntimeError(msg)
+    half = numbers.size
+    alike = (got[:half] == _TOP - got[half:-1]).reshape(2, -1).all(axis=1)
+    if not alike[0]:
+        msg = (
+            f"the processes that all_reduce joins use different rules, and this one {short(rule)}: use one rule in all "
+            "of them"
+        )
+        raise ValueError(msg)
+    return bool(alike[1])
+
+
+class _Table(NamedTuple):
+    """The labels of all processes."""
+
+    places: dict[str, int]
+    """Where the labels here are among all."""
+    holders: dict[str, int]
+    """How many processes have each of them."""
+    flat: list[int]
+    """The places of all labels without axes."""
+    torn: list[str]
+    """Of the labels that some processes share whose others differ: those here, or an empty text for one elsewhere."""
+    uneven: list[str]
+    """Of the labels that have several numbers of norms: likewise."""
+    cut: list[str]
+    """Of the labels with axes that some processes share: likewise."""
+
+
+def _table(over: Any, counts: dict[str, int], sets: dict[str, str], copied: set[str]) -> _Table:
+    """Return the labels of all processes, found by hashing them into a table until no two meet.
+
+    ``counts`` has a number for each label here, and ``sets`` a text for the labels that have to come with it; those of
+    copies come alone.
+    """
+    table, left, salt, start = _Table({}, {}, [], [], [], []), dict(counts), 0, 0
+    total = round(float(over(np.asarray([len(left)]), "sum")[0]))
+    while total:
+        size = max(64, 4 * total)
+        slots = {label: _digest(label, salt)[_WORDS] % size for label in left}
+        sent, here = np.zeros((2, _WORDS + 3, size)), np.zeros(size)
+        for label, slot in slots.items():
+            words = np.asarray(
+                [*_digest(label, salt)[:_WORDS], _digest(sets[label])[0], counts[label] % _TOP, label in copied]
+            )
+            sent[:, :, slot] = np.maximum(sent[:, :, slot], [words + 1, _TOP - words])
+            here[slot] += 1
+        top, here = over(sent, "max"), over(here, "sum")
+        equal = top[0] - 1 == _TOP - top[1]
+        clean = (here > 0) & equal[:_WORDS].all(axis=0)
+        place_of = np.cumsum(clean) - 1 + start
+        axes = (top[0, _WORDS + 1] - 1 > 0) & clean
+        names = {slot: label for label, slot in slots.items() if clean[slot]}
+        for found, wrong in (
+            (table.torn, clean & ~equal[_WORDS]),
+            (table.uneven, clean & ~equal[_WORDS + 1]),
+            (table.cut, axes & (here > 1) & (top[0, _WORDS + 2] - 1 < 1)),
+        ):
+            found += [names.get(slot, "") for slot in np.flatnonzero(wrong).tolist()]
+        table.flat.extend(place_of[clean & ~axes].tolist())
+        for slot, label in names.items():
+            table.places[label], table.holders[label] = int(place_of[slot]), round(float(here[slot]))
+            del left[label]
+        total, start, salt = round(float(here[~clean].sum())), start + int(clean.sum()), salt + 1
+    return table
+
+
+def _refuse(table: _Table, labels: Sequence[str]) -> None:
+    """Refuse leaves that are neither parts of the same leaves nor whole."""
+
+    def named(found: list[str]) -> str:
+        here = [label for label in found if label]
+        return f"grads{here[0]}" if here else "a leaf of other processes"
+
+    del labels
+    if table.torn:
+        msg = (
+            f"{named(table.torn)} is in several processes that all_reduce joins, which differ in other leaves: is it a "
+            "copy, mark it by shared=lambda path, leaf: ...; are these different leaves of one name (of a list, or of "
+            "an optimizer without names), give them names of their own"
+        )
+        raise ValueError(msg)
+    if table.uneven:
+        msg = (
+            f"{named(table.uneven)} has another number of norms in another process that all_reduce joins: parts of one "
+            "leaf need equal shapes outside the axes a norm covers"
+        )
+        raise ValueError(msg)
+    if table.cut:
+        msg = (
+            f"{named(table.cut)} is in some of the processes that all_reduce joins, and has norms along axes, which "
+            "are joined only where all processes hold parts of the same leaves: join these processes alone"
+        )
+        raise ValueError(msg)
+
+
+def _rows(places: list[int], every: list[int]) -> Rows:
+    """Return where rows are among those of all processes."""
+    number = {one: index for index, one in enumerate(every)}
+    own = np.asarray([number[one] for one in places], np.int64)
+    inverse = np.full(len(every), len(places), np.int64)
+    inverse[own] = np.arange(len(places))
+    return Rows(inverse, own, np.flatnonzero(inverse == len(places)))

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: MIT
+"""Join what several processes measured: one reduction for each mesh and operation, whatever the rule.
+
+A process holds parts of a tree: parts of leaves, or some of the leaves. Their sums are added and their maxima compared,
+all of a step in one vector; of copies, which several processes hold, each adds its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from uniclip._checks import check
+from uniclip.backends.base import cast
+from uniclip.layout import Opened
+
+if TYPE_CHECKING:
+    from uniclip.backends import Backend
+
+Op: TypeAlias = Literal["sum", "max"]
+Reduce: TypeAlias = Callable[[Any, Op], Any]
+
+
+class Group(Protocol):
+    """A process group."""
+
+    def rank(self) -> int:
+        """Return the number of this process."""
+
+    def size(self) -> int:
+        """Return how many processes there are."""
+
+
+class Mesh(Protocol):
+    """A mesh of processes."""
+
+    def get_all_groups(self) -> Any:
+        """Return the process group of each dimension."""
+
+
+AllReduce: TypeAlias = Reduce | Group | Mesh | str | tuple[str, ...]
+"""What joins the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
+Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool]
+"""Whether a leaf is a copy beside parts, by its path and itself."""
+
+
+class Joining(NamedTuple):
+    """What a user says of the processes that hold parts of a tree."""
+
+    all_reduce: AllReduce
+    shared: Shared | None = None
+
+
+def joining(all_reduce: Any, shared: Shared | None) -> Any:
+    """Return both as one; what a rule of rules passes on is so already."""
+    if shared is None:
+        return all_reduce
+    check("shared", shared, callable(shared), "a function of (path, leaf)")
+    if all_reduce is None:
+        msg = "shared says which leaves are copies beside parts, and nothing joins parts: give all_reduce, too"
+        raise ValueError(msg)
+    return Joining(all_reduce, shared)
+
+
+class Rows(NamedTuple):
+    """Where the rows of this process are among those of all processes, which hold different leaves."""
+
+    inverse: np.ndarray[Any, Any]
+    """Of each row of all: its number here, or how many there are here."""
+    places: np.ndarray[Any, Any]
+    """Of each row here: its number among all."""
+    rest: np.ndarray[Any, Any]
+    """The numbers of all others."""
+
+
+class Column(NamedTuple):
+    """A value for each norm."""
+
+    blocks: list[Any]
+    """An array for each block, of shape ``(k, *kept)``: a row for each group."""
+    elsewhere: Any = None
+    """Those of groups that only other processes have, of shape ``(n,)``; ``None`` if there are none."""
+
+    def mapped(self, function: Callable[[Any], Any]) -> Column:
+        """Return a function of each array."""
+        return Column(
+            list(map(function, self.blocks)), self.elsewhere if self.elsewhere is None else function(self.elsewhere)
+        )
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All of them."""
+        return self.blocks if self.elsewhere is None else [*self.blocks, self.elsewhere]
+
+    def filled(self, arrays: Sequence[Any]) -> Column:
+        """Return others in the places of the arrays."""
+        count = len(self.blocks)
+        return Column(list(arrays[:count]), arrays[count] if len(arrays) > count else None)
+
+
+class Share(NamedTuple):
+    """What this process adds to rows of a block."""
+
+    array: Any
+    """Of shape ``(rows, *kept)``."""
+    rows: Sequence[int] | None = None
+    """Their numbers; ``None`` for all of the block."""
+    owner: Any = None
+    """The mesh whose processes add to them, too; ``None`` if none does."""
+
+
+class Joint(NamedTuple):
+    """How the values of several processes become one."""
+
+    given: Opened
+    reduce: Reduce | None = None
+    """Joins the parts of the tree, after the meshes of distributed arrays have joined theirs."""
+    rows: Rows | None = None
+    """``None`` if all processes have the same rows."""
+    copies: Sequence[int] | None = None
+    """How many processes of ``reduce`` hold each leaf; ``None`` if each is held once."""
+
+    @property
+    def backend(self) -> Backend:
+        """That of the arrays."""
+        return self.given.backend
+
+    def columns(
+        self, columns: list[list[list[Share]]], op: Op, scalars: Sequence[Any] = ()
+    ) -> tuple[list[Column], list[Any]]:
+        """Return joined columns, each given as a list of shares for each block, and joined scalars."""
+        columns, scalars = self._over_meshes(columns, op, list(scalars))
+        rows = [[self._rows(shares, op) for shares in column] for column in columns]
+        if self.reduce is None:
+            return [Column(blocks) for blocks in rows], scalars
+        packets = [blocks if self.rows is None else self._among_all(blocks) for blocks in rows]
+        arrays = [array for packet in packets for array in packet]
+        joined = iter(reduced(self.given, [*arrays, *scalars], op, self.reduce))
+        found = [[next(joined) for _ in packet] for packet in packets]
+        if self.rows is None:
+            return list(map(Column, found)), list(joined)
+        return [self._own(*pair) for pair in zip(found, rows, strict=True)], list(joined)
+
+    def _over_meshes(self, columns: Any, op: Op, scalars: list[Any]) -> tuple[Any, list[Any]]:
+        """Return columns and scalars joined by the owners of the shares: one reduction for each."""
+        columns = [[list(shares) for shares in column] for column in columns]
+        owned: dict[Any, list[tuple[list[Share], int]]] = {part.owner: [] for part in self.given.parts or () if part}
+        for column in columns:
+            for shares in column:
+                for number, share in enumerate(shares):
+                    if share.owner is not None:
+                        owned[share.owner].append((shares, number))
+        joins = self.backend.covering(list(owned)) if scalars else []
+        for owner, places in owned.items():
+            arrays, with_scalars = [shares[number].array for shares, number in places], owner in joins
+            if not arrays and not with_scalars:
+                continue
+            joined = reduced(
+                self.given, [*arrays, *(scalars if with_scalars else ())], op, partial(self.backend.join_parts, owner)
+            )
+            scalars = joined[len(arrays) :] if with_scalars else scalars
+            for (shares, number), array in zip(places, joined, strict=False):
+                shares[number] = shares[number]._replace(array=array)
+        return columns, scalars
+
+    def _rows(self, shares: list[Share], op: Op) -> Any:
+        """Return the rows of a block, each of which has at least one share."""
+        if len(shares) == 1:
+            return shares[0].array
+        by_row: dict[int, list[Any]] = {}
+        host = all([isinstance(share.array, np.ndarray) for share in shares])
+        for share in shares:
+            array = share.array if host else self.given.own(share.array)
+            for place, row in enumerate(share.rows or range(array.shape[0])):
+                by_row.setdefault(row, []).append(array[place, ...])
+        xp = np if host else self.backend.xp
+        rows = [_of(xp, by_row[row], op) for row in range(len(by_row))]
+        return np.stack(rows) if host else self.backend.stacked(rows)
+
+    def _among_all(self, blocks: list[Any]) -> list[Any]:
+        """Return the rows without axes among those of all processes; norms with axes are whole where they are."""
+        vectors, rows = [block for block in blocks if len(block.shape) == 1], self._different
+        host = all([isinstance(vector, np.ndarray) for vector in vectors])
+        xp = np if host else self.backend.xp
+        vectors = vectors if host else list(map(self.given.own, vectors))
+        zero = xp.zeros_like(vectors[0][:1]) if vectors else np.zeros(1, np.float32)
+        return [xp.take(xp.concat([*vectors, zero], axis=0), xp.asarray(rows.inverse), axis=0)]
+
+    def _own(self, joined: list[Any], blocks: list[Any]) -> Column:
+        """Return the rows here, and those of groups that only other processes have."""
+        every, rows = joined[0], self._different
+        xp = np if isinstance(every, np.ndarray) else self.backend.xp
+        here, start, new = xp.take(every, xp.asarray(rows.places), axis=0), 0, []
+        for block in blocks:
+            alone = len(block.shape) == 1
+            new.append(here[start : start + block.shape[0]] if alone else block)
+            start += block.shape[0] if alone else 0
+        return Column(new, xp.take(every, xp.asarray(rows.rest), axis=0) if len(rows.rest) else None)
+
+    @property
+    def _different(self) -> Rows:
+        if self.rows is None:
+            msg = "all processes have the same rows"
+            raise AssertionError(msg)
+        return self.rows
+
+
+def _of(xp: Any, parts: list[Any], op: Op) -> Any:
+    """Return the sum or the maximum of a few arrays."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part if op == "sum" else xp.where(xp.isnan(part) | (part > total), part, total)
+    return total
+
+
+def reduced(given: Opened, arrays: list[Any], op: Op, reduce: Reduce) -> list[Any]:
+    """Return arrays reduced over processes, as one vector; those of NumPy come back as such if they can be read.
+
+    NaN stays NaN in a maximum, where that of many libraries drops it.
+    """
+    if not arrays:
+        return []
+    backend, xp = given.backend, given.backend.xp
+    arrays = [np.asarray(array) if isinstance(array, np.generic) else array for array in arrays]
+    own = list(map(given.own, arrays))
+    dtype = backend.joined_dtype(xp.result_type(*[array.dtype for array in own]), own[0])
+    flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
+    vector = xp.concat(flat, axis=0)
+    vector = reduce(vector, op) if op == "sum" else _largest_of_all(xp, vector, reduce)
+    ends = np.cumsum([math.prod(array.shape) for array in own]).tolist()
+    found = [
+        xp.reshape(vector[end - math.prod(array.shape) : end], tuple(array.shape))
+        for array, end in zip(own, ends, strict=True)
+    ]
+    if all(isinstance(array, np.ndarray) for array in arrays):
+        views = [backend.viewed(array) for array in found]
+        found = found if any(view is None for view in views) else views
+    return found
+
+
+def _largest_of_all(xp: Any, value: Any, reduce: Reduce) -> Any:
+    """Return the largest of all processes' values, NaN where one of them is."""
+    isnan = xp.isnan(value)
+    pair = reduce(xp.concat([xp.where(isnan, 0.0, value), xp.astype(isnan, value.dtype)], axis=0), "max")
+    count = value.shape[0]
+    value, isnan = pair[:count], pair[count:] > 0
+    # 0/0 there, and no constant NaN, which a debugger would take for a result.
+    return xp.where(isnan, 0.0, value) / xp.astype(xp.logical_not(isnan), value.dtype)
