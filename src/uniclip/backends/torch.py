@@ -172,21 +172,21 @@ class _Torch(Backend):
     def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:
         kinds = _TENSOR if gradient else _TENSOR_OR_PARAMETER
         for leaf in leaves:
-            if type(leaf) not in kinds and is_dtensor(leaf):
-                if not self._simple(leaf, gradient=gradient):
+            one = leaf
+            if type(leaf) not in kinds:
+                one = self._inside(leaf, gradient=gradient)
+                if type(one) is not torch.Tensor:
                     return False
-                continue
-            if type(leaf) not in kinds or leaf.dtype not in _FLOATS or leaf.layout is not torch.strided:
-                return False
-            if leaf.is_nested:
+            if one.dtype not in _FLOATS or one.layout is not torch.strided or one.is_nested:
                 return False
         return True
 
-    def _simple(self, leaf: Any, *, gradient: bool) -> bool:
-        """Whether a distributed tensor needs no care."""
-        if tracing() or dtensor.is_partial(leaf) or (gradient and isinstance(leaf, torch.nn.Parameter)):
-            return False
-        return not recorded(leaf) and self.plain([leaf._local_tensor])  # noqa: SLF001
+    def _inside(self, leaf: Any, *, gradient: bool) -> Any:
+        """Return the local tensor of a distributed one that needs no care; ``None`` of all else."""
+        if not is_dtensor(leaf) or (gradient and isinstance(leaf, torch.nn.Parameter)):
+            return None
+        care = dtensor.is_partial(leaf) or (leaf.requires_grad and torch.is_grad_enabled()) or in_forward_mode()
+        return None if care or tracing() else leaf._local_tensor  # noqa: SLF001
 
     def apart(self, leaves: list[Any]) -> bool:
         if tracing():
