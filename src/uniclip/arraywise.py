@@ -17,9 +17,9 @@ from uniclip.backends import backend_of
 from uniclip.backends.base import cast
 from uniclip.layout import Opened
 from uniclip.limits import NoState
-from uniclip.measure import broadcasts, same_shape
 from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
+from uniclip.ruler import broadcasts, same_shape
 from uniclip.tree import Tree, flatten_grads
 
 if TYPE_CHECKING:

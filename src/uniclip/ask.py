@@ -17,8 +17,8 @@ from uniclip.backends import DEFAULT
 from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.limits.base import Block
-from uniclip.measure import broadcasts
 from uniclip.processes import AllReduce, Column
+from uniclip.ruler import broadcasts
 from uniclip.scale import NUMBERS, Choices
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, hard, nor
 from uniclip.layout import Block, Layout, Opened
 from uniclip.limits import Constant, Limit
 from uniclip.limits.base import Vectorized
-from uniclip.measure import MANY, broadcasts
 from uniclip.norms import Norm
+from uniclip.ruler import MANY, broadcasts
 from uniclip.scopes import Scope
 
 if TYPE_CHECKING:

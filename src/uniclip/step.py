@@ -18,11 +18,12 @@ from uniclip.curves import hard, reject
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.limits import Constant
 from uniclip.losses import Loss, as_scalars, mean_of
-from uniclip.measure import Ruler, in_range, measure, zeros
+from uniclip.measure import in_range, measure
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.norms import L2
 from uniclip.processes import Joint
 from uniclip.report import Late, Made, Report, scalars_of
+from uniclip.ruler import Ruler, zeros
 from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
 from uniclip.scopes import everything
 

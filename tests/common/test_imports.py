@@ -56,6 +56,7 @@ def test_the_algorithm_names_no_framework() -> None:
             "processes.py",
             "layout.py",
             "measure.py",
+            "ruler.py",
             "scale.py",
             "rules.py",
             "base.py",
