@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,15 +18,17 @@ from uniclip.arraywise import Function
 from uniclip.ask import Step
 from uniclip.backends import compiling
 from uniclip.curves import Curve, hard
-from uniclip.layout import opened
+from uniclip.layout import layout_of, opened
 from uniclip.limits import Constant, Limit, NoState
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.losses import Loss
+from uniclip.measure import measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
-from uniclip.processes import AllReduce, Shared, joining
+from uniclip.processes import AllReduce, Joint, Shared, joining
 from uniclip.report import Report
+from uniclip.ruler import Ruler
 from uniclip.scopes import Scope, all_leaves
 from uniclip.step import Decision, Single, decide, first_state
 
@@ -280,12 +281,20 @@ def clip_known(
     def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Any]:
         return whole.emptied(decision.clipped(rule)), decision.total()
 
-    return taken(rule, grads, NoState(), Step(params, all_reduce, norm=norm), finish, in_place=in_place)  # type: ignore[no-any-return]
+    step = Step(params, all_reduce, norm=norm)
+    if all_reduce is None:
+        return _finished(rule, Filled(grads), NoState(), step, finish, in_place)  # type: ignore[no-any-return]
+    return taken(rule, grads, NoState(), step, finish, in_place=in_place)  # type: ignore[no-any-return]
 
 
-def norm_of(grads: Any, scope: Scope, norm: Norm, params: Any = None, all_reduce: Any = None) -> Any:
+def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
     """Return the norms of the gradients, without clipping."""
-    return measured(Rule(math.inf, scope, norm), grads, NoState(), params, all_reduce=all_reduce)[1].norms
+    given = opened(grads)
+    with given.backend.quiet(given.first):
+        layout = layout_of(given, scope)
+        joint = None if given.parts is None else Joint(given)
+        blocks = measure([Ruler(given, layout, norm, joint)]).norms[0].blocks
+        return layout.arranged(given.tree, list(map(given.own, blocks)))
 
 
 def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections import OrderedDict
@@ -24,9 +25,10 @@ from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, refuse_parts, refuse_unnamed, several
 from uniclip.labels import labelled, leaves_of, refuse_changed
+from uniclip.limits import NoState
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured, norm_of
+from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 
@@ -268,7 +270,7 @@ class Attached(Memory):
         tree, params = self._tree(grad_of), self._tree(lambda p: p)
         norm = None
         if scale is not None:
-            scaled = norm_of(tree, self.rule.scope, self.rule.norm, params, self._all_reduce)
+            scaled = self._norm(tree, params)
             norm = scaled / scale.to(scaled.device)
         self.state, self.report = measured(
             self.rule, tree, self.state, params, norm=norm, loss=loss, all_reduce=self._all_reduce
@@ -284,6 +286,11 @@ class Attached(Memory):
             self._unscale(grads, scale)
             rule = replace(self.rule, limit=self.report.limits)
             clip_known(rule, grads, self.report.norms, in_place=True)
+
+    def _norm(self, tree: Any, params: Any) -> Any:
+        """Return the norm of the gradients of all processes."""
+        only = Rule(math.inf, self.rule.scope, self.rule.norm)
+        return measured(only, tree, NoState(), params, all_reduce=self._all_reduce)[1].norms
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by what a fused kernel would divide by."""
