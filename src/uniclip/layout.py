@@ -196,15 +196,16 @@ def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened
     return _opened(backend, tree, in_place=in_place)
 
 
-def layout_of(given: Opened, scope: Scope, *, remembers: bool = False) -> Layout:
+def layout_of(given: Opened, scope: Scope, *, remembers: bool = False, joined: bool = False) -> Layout:
     """Return the layout of an opened tree, one that was made before if there is one.
 
     If the rule ``remembers``, absent gradients have groups too: which norms there are depends on the tree's structure
-    alone, and norms with axes are not copied together, since not all compiled code can.
+    alone, and norms with axes are not copied together, since not all compiled code can. Norms that are ``joined`` over
+    all axes along which their gradients vary are of one kind.
     """
     tree = given.tree
     if tree.spec is None or given.ways is not None or given.backend.traced(given.first):
-        return _made(given, scope, remembers)
+        return _made(given, scope, remembers, joined)
     shapes = (
         None if scope.axes is None and scope.label in {None, everything} else tuple([a.shape for a in given.arrays])
     )
@@ -212,7 +213,7 @@ def layout_of(given: Opened, scope: Scope, *, remembers: bool = False) -> Layout
     key = (tree.spec, tuple([array.dtype for array in given.arrays]), shapes, parts, remembers)
     found = scope.layouts.get(key)
     if found is None:
-        found = _made(given, scope, remembers)
+        found = _made(given, scope, remembers, joined)
         if len(scope.layouts) >= _LAYOUTS:
             scope.layouts.clear()
         scope.layouts[key] = found
@@ -243,7 +244,7 @@ def _refuse_integers(backend: Backend, tree: Tree) -> None:
             raise TypeError(msg)
 
 
-def _made(given: Opened, scope: Scope, remembers: bool) -> Layout:  # noqa: FBT001
+def _made(given: Opened, scope: Scope, remembers: bool, joined: bool) -> Layout:  # noqa: FBT001
     """Make a layout."""
     found = _groups(given.tree, scope, remembers)
     labels, groups = tuple(found), tuple(map(tuple, found.values()))
@@ -254,7 +255,7 @@ def _made(given: Opened, scope: Scope, remembers: bool) -> Layout:  # noqa: FBT0
     alike: dict[Hashable, list[int]] = {}
     for number, group in enumerate(groups):
         arrays = [given.arrays[n] for n in group]
-        kind: Hashable = given.backend.kind(arrays)
+        kind: Hashable = None if remembers or joined else given.backend.kind(arrays)
         if axes is not None:
             kind = None if remembers or len(group) != 1 else _kept(given, group[0], axes[group[0]])
             kind = number if kind is None else kind

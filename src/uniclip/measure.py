@@ -7,14 +7,16 @@ gradients' own framework.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from uniclip.backends.base import cast
-from uniclip.layout import Block
-from uniclip.norms import Linf
+from uniclip.layout import Block, Layout
+from uniclip.norms import Linf, Norm
 from uniclip.processes import Column, Joint, Op
 from uniclip.ruler import Rows, Ruler
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 _SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157e308)
 """Between smallest normal number / eps² and the largest number no sum of squares has lost anything."""
+_SINGLE_UNITS = (2.0**80, 2.0**-120, 2.0**-60, 2.0**-100)
+_DOUBLE_UNITS = (2.0**600, 2.0**-1000, 2.0**-460, 2.0**-900)
+"""The unit of what overflows; a sum of squares, the unit of what is above it, and that of what is below: in these no
+square leaves the range, and the smaller unit is not used where its reciprocal has no square, a second derivative."""
 
 
 class Measured(NamedTuple):
@@ -40,10 +46,12 @@ def measure(rulers: list[Ruler], *, sizes: bool = False, scalars: Sequence[Any] 
     """Return the norms of trees, and what else is to be joined over processes, by as few reductions as possible.
 
     ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
-    overflows, or small squares underflow) is it summed again in units of (nearly) the
-    largest modulus: one more reading of the gradients, and only when needed. For a power p other than
-    2 the units come first: the rounding of 1/p would cost precision when the sum is far from 1.
+    overflows, or small squares underflow) is it summed again in units of a power of two: one more reading of the
+    gradients, and only when needed. For a power p other than 2 it is summed in units of (nearly) the largest
+    modulus: the rounding of 1/p would cost precision when the sum is far from 1.
     """
+    if rulers[0].joint is None and all([_of_entries(ruler.layout) for ruler in rulers]):
+        rulers = [ruler._replace(norm=Norm(math.inf, ruler.norm.size_power)) for ruler in rulers]
     norm, backend = rulers[0].norm, rulers[0].backend
     some = rulers if norm.size_power else rulers[:1] if sizes else []
     counts = [[[share] for share in ruler.sizes()] for ruler in some]
@@ -57,6 +65,12 @@ def measure(rulers: list[Ruler], *, sizes: bool = False, scalars: Sequence[Any] 
     if norm.size_power:
         norms = [_divided(backend, *pair, norm.size_power) for pair in zip(norms, counted, strict=True)]
     return Measured(norms, counted[0] if counted else None, list(scalars))
+
+
+def _of_entries(layout: Layout) -> bool:
+    """Whether each norm is that of a single entry: whatever the order, its modulus."""
+    single = layout.axes is not None and all([axes == () for axes in layout.axes])
+    return single and all([len(group) == 1 for group in layout.groups])
 
 
 def _counted(ruler: Ruler, sizes: Column) -> Column:
@@ -125,28 +139,55 @@ def _by_totals(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answ
     return [*map(_typed, rulers, columns), *sizes], sums
 
 
-def _by_units(rulers: list[Ruler], counts: Any = (), scalars: Sequence[Any] = ()) -> Answer:
+def _by_units(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answer:
     """Return the norms, measured in units of the largest modulus (nearly)."""
-    backend, norm = rulers[0].backend, rulers[0].norm
+    backend = rulers[0].backend
     tops, _ = _joined(rulers, lambda *_: lambda ruler, block, _: ruler.totals(block, Linf, gather=True), "max")
     tops = [_typed(ruler, column.mapped(ruler.given.own)) for ruler, column in zip(rulers, tops, strict=True)]
     units = [column.mapped(lambda top: backend.once(_unit(backend.xp, top))) for column in tops]
-
-    def how(number: int, place: int) -> Any:
-        unit = units[number].blocks[place]
-
-        def total(ruler: Ruler, block: Block, rows: Rows) -> Any:
-            own = unit if rows is None else backend.stacked([unit[row, ...] for row in rows])
-            return ruler.totals(block, units=own, gather=True)
-
-        return total
-
-    columns, sums = _joined(rulers, how, "sum", counts, scalars)
-    norms = []
-    for ruler, unit, column in zip(rulers, units, columns, strict=False):
-        totals = _typed(ruler, column.mapped(ruler.given.own)).arrays
-        norms.append(column.filled([u * norm.root(backend.xp, t) for u, t in zip(unit.arrays, totals, strict=True)]))
+    columns, sums = _joined(rulers, partial(_in_units, units), "sum", counts, scalars)
+    norms = [_times_root(*some) for some in zip(rulers, units, columns, strict=False)]
     return [*norms, *columns[len(rulers) :]], sums
+
+
+def _in_units(units: list[Column], number: int, place: int) -> Any:
+    """Return how a block is measured in units."""
+    unit = units[number].blocks[place]
+
+    def total(ruler: Ruler, block: Block, rows: Rows) -> Any:
+        own = unit if rows is None else ruler.backend.stacked([unit[row, ...] for row in rows])
+        return ruler.totals(block, units=own, gather=True)
+
+    return total
+
+
+def _times_root(ruler: Ruler, unit: Column, column: Column) -> Column:
+    """Return the norms of totals in units."""
+    norm, xp = ruler.norm, ruler.backend.xp
+    totals = _typed(ruler, column.mapped(ruler.given.own)).arrays
+    return column.filled([u * norm.root(xp, t) for u, t in zip(unit.arrays, totals, strict=True)])
+
+
+def _rescaled(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
+    """Return the Euclidean norms, whose sums of squares may have left the range.
+
+    These say in which power of two each norm is to be measured, so that nobody has to look for the largest entry: it
+    is one more reading, and one more reduction over processes.
+    """
+    xp = rulers[0].backend.xp
+    first = [_typed(ruler, column.mapped(ruler.given.own)) for ruler, column in zip(rulers, totals, strict=True)]
+
+    def unit(total: Any) -> Any:
+        single = total.dtype == xp.float32
+        (low, high), (huge, bound, small, tiny) = (_SINGLE, _SINGLE_UNITS) if single else (_DOUBLE, _DOUBLE_UNITS)
+        below = xp.where(total >= bound, small, xp.asarray(tiny, dtype=total.dtype))
+        return xp.where(total > high, huge, xp.where(total >= low, 1.0, below))
+
+    units = [column.mapped(unit) for column in first]
+    columns, _ = _joined(rulers, partial(_in_units, units), "sum")
+    found = [_times_root(*some) for some in zip(rulers, units, columns, strict=True)]
+    # Of zeros there is no second derivative, and in such units it would overflow.
+    return [column.mapped(lambda norm: xp.where(xp.equal(norm, 0.0), 0.0, norm)) for column in found]
 
 
 def _unit(xp: Any, top: Any) -> Any:
@@ -198,7 +239,7 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
         totals, (*sums, flag) = joint.columns([*columns, *counts], "sum", [*scalars, flag])
     sizes, totals = totals[len(rulers) :], totals[: len(rulers)]
     if joint is not None and float(flag) > 0:
-        return [*_by_units(rulers)[0], *sizes], sums
+        return [*_rescaled(rulers, totals), *sizes], sums
     totals = [column.filled(backend.together(column.arrays)) for column in totals]
     if all([isinstance(total, np.ndarray) for column in totals for total in column.arrays]):
         norms = _on_host(rulers, totals)
@@ -255,7 +296,8 @@ def _rooted(ruler: Ruler, block: Block, totals: Any) -> Any:
         return norms
     for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
         alone = block._replace(groups=block.groups[row : row + 1])
-        (again,), _ = _by_units([ruler._replace(layout=ruler.layout._replace(blocks=(alone,)))])
+        one = ruler._replace(layout=ruler.layout._replace(blocks=(alone,)))
+        (again,) = _rescaled([one], [Column([totals[row : row + 1]])])
         view = ruler.backend.viewed(again.blocks[0])
         if view is None:
             return None
@@ -280,7 +322,7 @@ def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
         return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
 
     def rare() -> list[Any]:
-        return [array for column in _by_units(rulers)[0] for array in column.arrays]
+        return [array for column in _rescaled(rulers, totals) for array in column.arrays]
 
     if all(wide):  # no square can leave the range
         found = usual()

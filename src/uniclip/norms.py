@@ -87,6 +87,8 @@ class Norm(Printed):
 
 def _largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
     """Return the largest ``|x|`` over ``axes``, 0 where there is no entry."""
+    if axes == ():
+        return xp.abs(x)
     if getattr(x.shape, "rank", 0) is not None and 0 in x.shape:  # a shape of unknown rank cannot be asked
         return xp.sum(xp.abs(x), axis=axes)
     top = xp.max(xp.abs(x), axis=axes)

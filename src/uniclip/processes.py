@@ -66,6 +66,12 @@ def joining(all_reduce: Any, shared: Shared | None) -> Any:
     return Joining(all_reduce, shared)
 
 
+def along_names(all_reduce: Any) -> bool:
+    """Whether values are joined along named axes, all along which they vary."""
+    own = all_reduce.all_reduce if isinstance(all_reduce, Joining) else all_reduce
+    return isinstance(own, (str, tuple))
+
+
 class Rows(NamedTuple):
     """Where the rows of this process are among those of all processes, which hold different leaves."""
 

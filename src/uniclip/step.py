@@ -21,7 +21,7 @@ from uniclip.losses import Loss, as_scalars, mean_of
 from uniclip.measure import in_range, measure
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.norms import L2
-from uniclip.processes import Joint
+from uniclip.processes import Joint, along_names
 from uniclip.report import Late, Made, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
 from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
@@ -236,7 +236,9 @@ def _found(rule: Choices, given: Opened, layout: Layout, joint: Joint | None, st
     rulers = [Ruler(given, layout, rule.norm, joint)]
     if "params" in needs:
         theirs = opened_params(rule, given, step)
-        rulers.append(Ruler(theirs, layout_of(theirs, rule.scope, remembers=rule.limit.memory), rule.norm, joint))
+        named = along_names(step.all_reduce)
+        their_layout = layout_of(theirs, rule.scope, remembers=rule.limit.memory, joined=named)
+        rulers.append(Ruler(theirs, their_layout, rule.norm, joint))
     known = None if step.norm is None else _known(given, layout, step)
     if known is not None and not needs and not scalars:
         return _Found(given, known, [here] if looks else [], Beside())
@@ -260,7 +262,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
         if single is not None:
             return single
     own = given.backend
-    layout = layout_of(given, rule.scope, remembers=rule.limit.memory)
+    layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
     joint = joint_of(rule, given, layout, step.all_reduce)
     given, norms, sound, beside = _found(rule, given, layout, joint, step)
     read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]
