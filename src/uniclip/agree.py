@@ -149,7 +149,7 @@ def _counts(given: Opened, layout: Layout) -> list[int]:
 
 def _digest(text: str, salt: int = 0) -> list[int]:
     """Return whole numbers that stand for a text."""
-    from hashlib import blake2b  # which loads a library, and most runs need none of it
+    from hashlib import blake2b  # noqa: PLC0415 - which loads a library, and most runs need none of it
 
     data = blake2b(f"{salt} {text}".encode(), digest_size=4 * (_WORDS + 1)).digest()
     return [int.from_bytes(data[4 * n : 4 * n + 4], "big") % _TOP for n in range(_WORDS + 1)]

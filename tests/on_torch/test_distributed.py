@@ -129,6 +129,48 @@ for name, rule in RULES.items():
     CHECKS[f"rule {name}, NaN"] = lambda rule=rule: same_by(rule, math.nan)
 
 
+def reductions(run: Callable[[], Any]) -> int:
+    """Return how many times the processes send something to each other."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as counted:
+        run()
+    return int(counted.get_total_counts())
+
+
+@check
+def one_reduction_for_each_mesh_and_operation() -> None:
+    """Whatever the rule, processes send once for each operation, dimension of a mesh, and mesh."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    wanted = {"value": 0, "order 3": 2, "function": None}
+    rules = RULES | {"learns": uc.autoclip(50, window=4), "each learns": uc.adagc(warmup=2), "spikes": uc.skip_spikes()}
+    for shape, places in (((PROCESSES,), [Shard(0)]), ((1, PROCESSES), [Replicate(), Shard(0)])):
+        grads = [distribute_tensor(value, mesh(*shape), places) for value in values()]
+        for name, rule in rules.items():
+            times = wanted.get(name, 1)
+            if times is None or not hasattr(rule, "update"):
+                continue
+            state = rule.init(grads)
+            rule.update(grads, state, grads)  # how they are divided is found out once
+            found = reductions(lambda r=rule, s=state, g=grads: r.update(g, s, g, loss=1.0))
+            assert found <= times * len(shape), (name, found)
+            assert found >= min(times, 1), (name, found)
+            assert shape[0] > 1 or found == times, (name, found)  # nothing is sent along an axis of one process
+
+
+@check
+def no_reduction_depends_on_gradients() -> None:
+    """Send as often in a process that has no gradients."""
+    counts = []
+    for missing in (False, True):
+        params = parameters(values(), laid_out(values()))[:3]
+        for p in params:
+            p.grad = None if missing and rank() else p.grad
+        counts.append(reductions(lambda params=params: clip_grad_norm_(params, 0.5)))
+    assert counts == [1, 1]
+
+
 @check
 def huge_and_tiny() -> None:
     """Squares that overflow or underflow do not, whichever process has them."""

@@ -156,7 +156,7 @@ def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
 
 
 def joined(mesh: Any, values: Any, op: Literal["sum", "max"]) -> Any:
-    """Return the sum, or the maximum, of the values of all processes of a mesh."""
+    """Return the sum, or the maximum, of the values of all processes of a mesh, which may record derivatives."""
     from torch.distributed.tensor import DTensor, Partial
 
     here = DTensor.from_local(values, mesh, [Partial(op)] * mesh.ndim, run_check=False)

@@ -328,7 +328,9 @@ class _Torch(Backend):
         return dtensor.summed_first(like, local)
 
     def join_parts(self, owner: Any, array: Array, op: Literal["sum", "max"]) -> Array:
-        return dtensor.joined(owner, array, op)
+        if tracing() or recorded(array):
+            return dtensor.joined(owner, array, op)
+        return _all_reduce([group for group in owner.get_all_groups() if group.size() > 1], array, op)
 
     def covering(self, owners: list[Any]) -> list[Any]:
         chosen: list[Any] = []
