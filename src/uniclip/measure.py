@@ -232,13 +232,14 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
         [ruler.shares(block, how(n, b), "sum") for b, block in enumerate(ruler.layout.blocks)]
         for n, ruler in enumerate(rulers)
     ]
-    if joint is None:
-        totals, sums = _over_processes(None, [*columns, *counts], "sum", scalars)
+    columns, lost = [*columns, *counts], False
+    if joint is None or not backend.readable(rulers[0].given.first):
+        totals, sums = _over_processes(joint, columns, "sum", scalars)
     else:
-        flag = np.asarray(len(outside), np.float32)
-        totals, (*sums, flag) = joint.columns([*columns, *counts], "sum", [*scalars, flag])
+        totals, (*sums, flag) = joint.columns(columns, "sum", [*scalars, np.asarray(len(outside), np.float32)])
+        lost = float(flag) > 0
     sizes, totals = totals[len(rulers) :], totals[: len(rulers)]
-    if joint is not None and float(flag) > 0:
+    if lost:
         return [*_rescaled(rulers, totals), *sizes], sums
     totals = [column.filled(backend.together(column.arrays)) for column in totals]
     if all([isinstance(total, np.ndarray) for column in totals for total in column.arrays]):
