@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
+from uniclip.backends.dtensor import is_dtensor
 from uniclip.tree import flatten
+
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+"""The module whose functions give an optimizer its state by a step."""
 
 
 class Optimizer(Protocol):
@@ -38,8 +43,35 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
 
 def has_stepped(optimizer: Any) -> bool:
     """Whether an optimizer has taken steps or loaded a state, as far as its own state tells."""
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    return any(float(state.get("step", 1)) > 0 for state in states if state)  # some begin with a state
+    return steps_of(optimizer) > 0
+
+
+def steps_of(optimizer: Any) -> float:
+    """Return how many steps an optimizer has counted, 1 where it has a state and does not count, 0 before the first."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # nothing can be read
+        return 0.0
+    counts = (_count(state) for state in optimizer.state.values() if isinstance(state, dict))
+    return next((count for count in counts if count > 0), 0.0)
+
+
+def _count(state: dict[str, Any]) -> float:
+    """Return the count of steps in the state of a parameter; some optimizers begin with a state, of zeros."""
+    if "step" in state:
+        return float(state["step"])
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return float(any(map(_nonzero, tensors)) if tensors else bool(state))
+
+
+def _nonzero(tensor: Any) -> bool:
+    return bool((tensor.to_local() if is_dtensor(tensor) else tensor).any())
+
+
+def initializing() -> bool:
+    """Whether a step, on gradients of 0, is that by which ``torch.distributed.checkpoint`` makes the state."""
+    frame: Any = sys._getframe()  # noqa: SLF001 - nothing else tells it from a step
+    while frame is not None and frame.f_globals.get("__name__") != _STATE_DICT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def probe(rule: Any, tree: Any) -> None:

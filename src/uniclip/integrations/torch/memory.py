@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uniclip._checks import check
 from uniclip._repr import short
 from uniclip._values import to_lists
+from uniclip.backends.dtensor import is_dtensor
+from uniclip.integrations.torch.checks import steps_of
 from uniclip.labels import Leaves
 from uniclip.saved import from_saved, restored, to_saved
 
@@ -19,6 +23,10 @@ _ANEW = f"begin anew by del state_dict[{_KEY!r}] before it is loaded"
 _BEGIN = "begin anew by load_state_dict({})"
 ORDER = "attach the rule first, then optimizer.load_state_dict(saved), and save it with the rule attached"
 """What an error says about the order."""
+_BESIDE = 'torch.distributed.checkpoint saves it beside them: {"optimizer": ..., "clipping": handle}'
+"""What an error says to those whose functions leave it out of the state of an optimizer."""
+_LARGE = 2**16
+"""Above how many numbers an array is no list: making and pickling that takes minutes where a tensor takes a second."""
 
 
 class Memory:
@@ -27,11 +35,18 @@ class Memory:
     rule: Any
     state: Any
     """The state of the rule."""
+    _optimizer: Any
     _leaves: Leaves
     _loaded: Any = None
     """The state in a state_dict that is being loaded."""
+    _given: bool = False
+    """Whether a state was loaded since the last step."""
     _forgotten: bool = False
-    """Whether one without a state was loaded since the last step."""
+    """Whether a state_dict without one was loaded since then, and no state by itself."""
+    _seen: bool = False
+    """Whether the rule has seen a step."""
+    _count: float = 0.0
+    """How many steps the optimizer had counted before that."""
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.rule.memory:
@@ -45,23 +60,47 @@ class Memory:
 
     def _take(self, _: Any) -> None:
         """Go on from what was loaded, now that the optimizer has taken the rest."""
-        self._forgotten = self.rule.memory and self._loaded is None
         if self._loaded is not None:
-            self.state, self._loaded = self._loaded, None
+            self.state, self._loaded, self._given = self._loaded, None, True
+        self._forgotten = self.rule.memory and not self._given
+
+    def _watch(self) -> None:
+        """Note how many steps the optimizer has counted before the first that the rule sees."""
+        if self.rule.memory and not self._seen:
+            self._count = steps_of(self._optimizer)
 
     def _warn(self) -> None:
         """Say that a rule did not get its state back; not before a step, as it may be loaded after the optimizer's."""
-        if self._forgotten:
-            self._forgotten = False
+        new = self.rule.memory and not (self._seen or self._given or self._forgotten)
+        missed = new and steps_of(self._optimizer) > self._count
+        forgotten, self._forgotten, self._given, self._seen = self._forgotten, False, False, True
+        rule = short(self.rule) if forgotten or missed else ""
+        if forgotten:
             msg = (
-                f"the state_dict that was loaded has no state of {short(self.rule)}, which goes on with what it has "
-                f"seen by itself: {ORDER}"
+                f"the state_dict that was loaded has no state of {rule}, which goes on with what it has "
+                f"seen by itself: {ORDER}; {_BESIDE}"
             )
+            warnings.warn(msg, UserWarning, stacklevel=4)
+        if missed:
+            msg = f"the optimizer goes on from another state than it began with, and {rule} has seen nothing: {_BESIDE}"
             warnings.warn(msg, UserWarning, stacklevel=4)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does."""
-        return self._saved(to_lists) if self.rule.memory else {}
+        """Return what the rule remembers, as `uniclip.Clipper.state_dict` does, but large arrays as tensors.
+
+        Up to 65,536 numbers of an array are a list, or a number. ``torch.distributed.checkpoint`` takes the handle for
+        what it is, a ``Stateful``: ``dcp.save({"model": ..., "optimizer": ..., "clipping": handle})``.
+
+        Returns
+        -------
+        dict
+            It is empty for a rule that remembers nothing.
+        """
+        return self._saved(partial(_plain, large=_LARGE)) if self.rule.memory else {}
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what `state_dict` does, as plain numbers and lists however many there are, for JSON."""
+        return self._saved(_plain) if self.rule.memory else {}
 
     def load_state_dict(self, saved: dict[str, Any], *, anew: str = _BEGIN) -> None:
         """Go on from what was saved, by any holder and in any framework, in numbers and lists or in arrays.
@@ -82,7 +121,7 @@ class Memory:
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         self.state = self._restored(saved, anew) if saved else self._first()
-        self._forgotten = False
+        self._forgotten, self._given = False, True
 
     def _first(self) -> Any:
         """Return the state before the first step."""
@@ -93,3 +132,10 @@ class Memory:
 
     def _restored(self, saved: Any, anew: str) -> Any:
         return restored(from_saved(saved, self.rule, anew), self.rule, self._leaves, self.state, anew)
+
+
+def _plain(array: Any, large: float = math.inf) -> Any:
+    """Return a tensor as numbers, or as a tensor of its own if it holds more than so many."""
+    if array.numel() > large:
+        return array.detach().clone()
+    return to_lists(array.full_tensor() if is_dtensor(array) else array)
