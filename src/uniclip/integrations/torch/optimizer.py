@@ -20,7 +20,7 @@ from uniclip._repr import counted, short
 from uniclip._types import Number
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations import looks_at_loss, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, has_stepped, probe, refuse_optimizer
+from uniclip.integrations.torch.checks import Optimizer, has_stepped, initializing, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, refuse_parts, refuse_unnamed, several
@@ -158,6 +158,7 @@ class Attached(Memory):
         self._steps = 0
         self._changed: dict[str, Any] = {}
         self._hidden: list[tuple[Any, Any]] = []
+        self._unreal = False
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
         self._known = [p for p in self._params() if p.requires_grad]
         tree = self._known_tree()
@@ -173,6 +174,7 @@ class Attached(Memory):
             optimizer.register_load_state_dict_post_hook(self._take),
         ]
         _rules[optimizer] = rule
+        self._watch()
 
     def __repr__(self) -> str:
         """Return the rule, what it clips, and how many steps it has seen."""
@@ -206,11 +208,14 @@ class Attached(Memory):
             return None
         self._hidden.clear()
         self._restore()  # where the step before failed
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._unreal = closure is None and (len(args) > 1 or "closure" in kwargs) and initializing()
+        if self._unreal:
+            return None
         self._warn()
         if "grad_scaler" in kwargs:
             msg = f"{type(self._optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
             raise TypeError(msg)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         given, self.loss = self.loss, None
         if not callable(closure):
             self._clip(given)
@@ -221,6 +226,8 @@ class Attached(Memory):
     def _after(self, *_: Any) -> None:
         if not self._nested():
             self._restore()
+            if self._unreal:
+                self._watch()
 
     def _nested(self) -> bool:
         """Whether the step is a part of another, as a class that calls ``super().step()`` runs the hooks twice."""
