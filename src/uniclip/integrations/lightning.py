@@ -14,10 +14,13 @@ with needs("Lightning", "lightning"):
 from collections.abc import Sequence
 from typing import Any
 
+from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations.torch import Attached, attach
 
-_SHARDED = {"DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy"}
-"""The strategies where a process holds parts of the gradients only: pytorch_lightning has others of the same names."""
+_ENGINES = {"DeepSpeedStrategy", "XLAFSDPStrategy"}
+"""The strategies that cut gradients into parts that no tensor tells of: pytorch_lightning has others so named."""
+_KEY = "uniclip"
+"""Where a checkpoint keeps the states of the rules, by optimizer, if it leaves them out of the optimizers' own."""
 
 
 class ClipGradients(Callback):
@@ -30,9 +33,17 @@ class ClipGradients(Callback):
     ----------
     rule : Rule, callable, or list of these
         A list holds one for each optimizer, in the order of ``configure_optimizers``; ``None`` leaves one alone.
+    all_reduce : callable, optional
+        How parts of the gradients in other processes are joined, where they are plain tensors; see
+        `uniclip.integrations.torch.attach`. Distributed tensors, those of ModelParallelStrategy, need none.
+    shared : callable, optional
+        Which leaves are copies beside such parts.
 
     Attributes
     ----------
+    all_reduce, shared
+        As given; they are looked at when a ``fit`` starts, so that ``configure_model`` can still set what the processes
+        have to exist for.
     handles : list of Attached
         What `uniclip.integrations.torch.attach` returned for each optimizer that is clipped, from the start of
         the last ``fit`` on: ``handles[0].report`` is the report of the last step.
@@ -43,14 +54,16 @@ class ClipGradients(Callback):
         If ``rule`` is neither a rule nor a function of one gradient array.
     lightning.pytorch.utilities.exceptions.MisconfigurationException
         At the start of ``fit``: if the Trainer has a ``gradient_clip_val``, too; if a list is not as long
-        as there are optimizers; if the strategy shards the gradients (DeepSpeed, FSDP, ModelParallel).
+        as there are optimizers; if the strategy keeps parts of the gradients to itself (DeepSpeed).
     ValueError
-        At the start of ``fit``, if an optimizer has a rule already.
+        At the start of ``fit``: if an optimizer has a rule already; if its parameters are parts that look like the
+        whole (FSDPStrategy), and there is no ``all_reduce``.
 
     Notes
     -----
-    The state of a rule that remembers is in the checkpoint, in the state of its optimizer. The optimizers stay
-    clipped when ``fit`` is over, so that ``trainer.save_checkpoint`` still finds it there.
+    The state of a rule that remembers is in the checkpoint, in the state of its optimizer or, where the strategy saves
+    only PyTorch's part of that, beside it. The optimizers stay clipped when ``fit`` is over, so that
+    ``trainer.save_checkpoint`` still finds it there.
 
     After each step ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are logged; once in an epoch the means
     ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"`` over its steps, and its largest norm,
@@ -63,15 +76,18 @@ class ClipGradients(Callback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, rule: AnyRule | Sequence[AnyRule | None]) -> None:
+    def __init__(self, rule: AnyRule | Sequence[AnyRule | None], all_reduce: Any = None, shared: Any = None) -> None:
         given: Any = rule  # of the sequences only lists and tuples are taken
         several = isinstance(rule, (list, tuple))
         self._rules: Any = (
             [None if one is None else rule_for_steps(one) for one in given] if several else rule_for_steps(given)
         )
+        self.all_reduce, self.shared = all_reduce, shared
         self.handles: list[Attached] = []
+        self._numbers: list[int] = []
         self._names: list[str] = []
         self._logged: list[Any] = []
+        self._loaded: dict[int, Any] = {}
 
     def __repr__(self) -> str:
         """Return the rules, and what they have seen."""
@@ -79,7 +95,7 @@ class ClipGradients(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: the rules, no hooks in optimizers."""
-        return vars(self) | {"handles": [], "_names": [], "_logged": []}
+        return vars(self) | {"handles": [], "_numbers": [], "_names": [], "_logged": [], "_loaded": {}}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
         """Attach to the optimizers, which are made by now but not yet loaded."""
@@ -93,9 +109,35 @@ class ClipGradients(Callback):
             raise MisconfigurationException(msg)
         chosen = [number for number, rule in enumerate(rules) if rule is not None]
         for number in chosen:  # one by one, so that those before an error can be removed
-            self.handles.append(attach(optimizers[number], rules[number]))
+            self.handles.append(attach(optimizers[number], rules[number], self.all_reduce, self.shared))
+        self._numbers = chosen
         self._names = [f"/{number}" if len(optimizers) > 1 else "" for number in chosen]
         self._logged = [None] * len(chosen)
+        self._restore()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Save what the strategy leaves out of the states of the optimizers; every process takes part."""
+        saved = checkpoint["optimizer_states"]
+        missing = {
+            number: _whole(handle.state_dict())
+            for number, handle in zip(self._numbers, self.handles, strict=True)
+            if handle.rule.memory and _KEY not in saved[number]
+        }
+        if missing:
+            checkpoint[_KEY] = missing
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Take what was saved so, now or as soon as there are optimizers."""
+        if trainer.state.fn == "fit":
+            self._loaded = checkpoint.get(_KEY, {})
+            if trainer.strategy.restore_checkpoint_after_setup:
+                self._restore()
+
+    def _restore(self) -> None:
+        loaded, self._loaded = self._loaded, {}
+        for number, handle in zip(self._numbers, self.handles, strict=True):
+            if number in loaded and handle.rule.memory:
+                handle.load_state_dict(loaded[number])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the reports of the steps that this batch took."""
@@ -112,16 +154,22 @@ class ClipGradients(Callback):
                     pl_module.log(NORM_MAX + name, value.where(value.isfinite(), 0.0), sync_dist=True, **over)
 
     def _refuse(self, trainer: Any) -> None:
-        """Refuse a trainer that clips by itself, or whose optimizers see parts of the gradients only."""
+        """Refuse a trainer that clips by itself, or whose strategy keeps parts of the gradients to itself."""
         if trainer.gradient_clip_val:
             msg = (
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and ClipGradients would clip twice: leave "
                 "gradient_clip_val out"
             )
             raise MisconfigurationException(msg)
-        if not _SHARDED.isdisjoint(base.__name__ for base in type(trainer.strategy).__mro__):
+        if not _ENGINES.isdisjoint(base.__name__ for base in type(trainer.strategy).__mro__):
             msg = (
                 f"ClipGradients cannot be used with {type(trainer.strategy).__name__}: each process would clip by the "
-                "norm of its own part of the gradients; use the strategy's own clipping, or strategy='ddp'"
+                "norm of its own part of the gradients; use the strategy's own clipping, or ModelParallelStrategy"
             )
             raise MisconfigurationException(msg)
+
+
+def _whole(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with distributed tensors whole: one process writes it."""
+    state = {name: value.full_tensor() if is_dtensor(value) else value for name, value in saved["state"].items()}
+    return {**saved, "state": state}

@@ -18,8 +18,8 @@ from typing import Any
 
 from uniclip.integrations.torch.optimizer import Attached, attached
 
-_SHARDED = {"DEEPSPEED", "FSDP", "MEGATRON_LM"}
-"""The kinds of distributed training where a process holds parts of the gradients only."""
+_ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
+"""The kinds of distributed training that cut gradients into parts of which no tensor tells."""
 _KEY = "uniclip"
 """Where ``trainer_state.json`` keeps the state of the rule, among those of the callbacks."""
 _ANEW = f"begin anew by deleting {_KEY!r} from stateful_callbacks in the checkpoint's trainer_state.json"
@@ -34,6 +34,11 @@ class ClipGradients(TrainerCallback):
     Parameters
     ----------
     rule : Rule or callable
+    all_reduce : callable, process group or device mesh, optional
+        How parts of the gradients in other processes are joined, where they are plain tensors; see
+        `uniclip.integrations.torch.attach`. Distributed tensors, those of FSDP2, need none.
+    shared : callable, optional
+        Which leaves are copies beside such parts.
 
     Attributes
     ----------
@@ -46,8 +51,9 @@ class ClipGradients(TrainerCallback):
     TypeError
         If ``rule`` is neither a rule nor a function of one gradient array.
     ValueError
-        At the beginning of the training: if the optimizer has a rule already; if the gradients are sharded (DeepSpeed,
-        FSDP, Megatron); if the state in the checkpoint is that of another rule; if the policy is ``"zero"``, since the
+        At the beginning of the training: if the optimizer has a rule already; if DeepSpeed or Megatron keeps parts of
+        the gradients to itself; if the parameters are parts that look like the whole (FSDP1), and there is no
+        ``all_reduce``; if the state in the checkpoint is that of another rule; if the policy is ``"zero"``, since the
         Trainer makes all gradients NaN where one is not finite.
     RuntimeError
         If the optimizer took a step that the rule did not see, as layer-wise optimizers do.
@@ -72,8 +78,9 @@ class ClipGradients(TrainerCallback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(..., callbacks=callbacks)
     """
 
-    def __init__(self, rule: AnyRule) -> None:
+    def __init__(self, rule: AnyRule, all_reduce: Any = None, shared: Any = None) -> None:
         self.rule = rule_for_steps(rule)
+        self.all_reduce, self.shared = all_reduce, shared
         self.handle: Attached | None = None
         self._seen: Any = None
         self._loaded: dict[str, Any] = {}
@@ -93,11 +100,11 @@ class ClipGradients(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: the rule, no hooks in an optimizer."""
-        return dict(vars(ClipGradients(self.rule)))
+        return dict(vars(ClipGradients(self.rule, self.all_reduce, self.shared)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does."""
-        return self._loaded if self.handle is None else self.handle.state_dict()
+        return self._loaded if self.handle is None else self.handle.numbers()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from what was saved, by whatever holder; a training that goes on from a checkpoint has that of its own.
@@ -125,7 +132,7 @@ class ClipGradients(TrainerCallback):
         self._detach()  # where the training before failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
-        self.handle = attached(optimizer, self.rule)
+        self.handle = attached(optimizer, self.rule, self.all_reduce, self.shared)
         self._seen, self._last, self._sums, self._largest, self._steps = None, {}, {}, None, 0
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
@@ -189,17 +196,17 @@ class _Snapshot:
         self._handle = handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        saved: dict[str, Any] = self._handle.state_dict()
+        saved: dict[str, Any] = self._handle.numbers()
         return saved
 
 
 def _refuse(optimizer: Any, rule: Any) -> None:
     """Refuse optimizers that see parts of the gradients only, and a policy that the Trainer leaves nothing to do."""
     kind = optimizer.accelerator_state.distributed_type.value
-    if kind in _SHARDED:
+    if kind in _ENGINES:
         msg = (
             f"ClipGradients cannot be used with {kind}: each process would clip by the norm of its own part of the "
-            "gradients; leave the callback out and use max_grad_norm"
+            "gradients; leave the callback out and use max_grad_norm, or use FSDP2"
         )
         raise ValueError(msg)
     if getattr(rule, "nonfinite", None) == "zero":  # where the norm is not finite, the Trainer multiplies all by NaN
