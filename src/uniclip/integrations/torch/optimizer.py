@@ -160,7 +160,7 @@ class Attached(Memory):
         self._hidden: list[tuple[Any, Any]] = []
         self._unreal = False
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
-        self._known = [p for p in self._params() if p.requires_grad]
+        self._required = [p.requires_grad for p in self._params()]
         tree = self._known_tree()
         probe(rule, tree)
         self.state = self._first()
@@ -327,9 +327,10 @@ class Attached(Memory):
 
     def _same(self, params: list[Any]) -> None:
         """Refuse gradients of other parameters than the state is for: it knows them by their order."""
-        if [id(p) for p in params] != [id(p) for p in self._known]:
+        known = self._known()
+        if [id(p) for p in params] != [id(p) for p in known]:
             msg = (
-                f"{short(self.rule)} remembers each of the {len(self._known)} parameters that required a gradient when "
+                f"{short(self.rule)} remembers each of the {len(known)} parameters that required a gradient when "
                 f"it was attached, but {len(params)} have one, or others do; freeze a parameter that gets none "
                 "(requires_grad_(False)) and add new ones before you attach"
             )
@@ -373,8 +374,12 @@ class Attached(Memory):
 
     def _known_tree(self) -> list[Any]:
         """Return the parameters that the state is for."""
-        known = set(map(id, self._known))
+        known = set(map(id, self._known()))
         return self._tree(lambda p: p.detach() if id(p) in known else None)
+
+    def _known(self) -> list[Any]:
+        """Return the parameters that required a gradient, by their places: Accelerate puts those of FSDP2 there."""
+        return [p for p, required in zip(self._params(), self._required, strict=False) if required]
 
     def _params(self) -> list[Any]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
