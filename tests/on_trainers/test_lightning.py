@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -261,6 +261,22 @@ def test_resume(tools: Any, tmp_path: Path, rule: Any) -> None:
         tools.same(anew, whole.net)
 
 
+def test_resume_in_one_process(tools: Any, tmp_path: Path) -> None:
+    """A checkpoint of ModelParallelStrategy, with the rules' states beside the optimizers', goes on without it."""
+    rule, batches = uc.autoclip(50), tools.batches([1.0] * 8)
+    whole = Module(tools)
+    fit(whole, batches, ClipGradients(rule), max_epochs=2)
+    fit(Module(tools), batches, ClipGradients(rule)).save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    saved["uniclip"] = {0: saved["optimizer_states"][0].pop("uniclip")}
+    torch.save(saved, tmp_path / "parts.ckpt")
+    tools.same(resumed(tools, tmp_path, "parts.ckpt", rule), whole.net)
+    callback = ClipGradients(rule)
+    callback.on_load_checkpoint(SimpleNamespace(state=SimpleNamespace(fn="test")), None, saved)
+    fit(Module(tools), batches, callback)
+    assert callback.handles[0].state.count.item() == 8  # what was loaded for another purpose is not gone on from
+
+
 def test_resume_with_another_layer_frozen(tools: Any, tmp_path: Path) -> None:
     """The state of other layers in a checkpoint is refused by name."""
 
@@ -428,11 +444,10 @@ def test_no_rule(rule: Any) -> None:
         ClipGradients(rule)
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy])
-def test_sharded(strategy: Any) -> None:
-    """Strategies where an optimizer sees parts of the gradients only are refused."""
-    trainer = SimpleNamespace(gradient_clip_val=None, strategy=strategy.__new__(strategy))
-    with pytest.raises(MisconfigurationException, match=strategy.__name__):
+def test_engines() -> None:
+    """A strategy that keeps parts of the gradients to itself is refused."""
+    trainer = SimpleNamespace(gradient_clip_val=None, strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy))
+    with pytest.raises(MisconfigurationException, match="DeepSpeedStrategy"):
         ClipGradients(uc.by_global_norm(1.0)).on_fit_start(trainer, None)
 
 

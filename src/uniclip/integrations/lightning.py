@@ -17,7 +17,7 @@ from typing import Any
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations.torch import Attached, attach
 
-_ENGINES = {"DeepSpeedStrategy", "XLAFSDPStrategy"}
+_ENGINES = {"DeepSpeedStrategy"}
 """The strategies that cut gradients into parts that no tensor tells of: pytorch_lightning has others so named."""
 _KEY = "uniclip"
 """Where a checkpoint keeps the states of the rules, by optimizer, if it leaves them out of the optimizers' own."""

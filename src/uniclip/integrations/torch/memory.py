@@ -80,10 +80,10 @@ class Memory:
                 f"the state_dict that was loaded has no state of {rule}, which goes on with what it has "
                 f"seen by itself: {ORDER}; {_BESIDE}"
             )
-            warnings.warn(msg, UserWarning, stacklevel=4)
+            warnings.warn(msg, UserWarning, stacklevel=5)
         if missed:
             msg = f"the optimizer goes on from another state than it began with, and {rule} has seen nothing: {_BESIDE}"
-            warnings.warn(msg, UserWarning, stacklevel=4)
+            warnings.warn(msg, UserWarning, stacklevel=5)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers, as `uniclip.Clipper.state_dict` does, but large arrays as tensors.
