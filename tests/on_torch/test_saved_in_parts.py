@@ -153,6 +153,31 @@ def compare(case: Case, run: Run) -> None:
             torch.testing.assert_close(leaves(forgetful.handle), leaves(whole.handle), rtol=1e-5, atol=1e-6)
 
 
+def stages(folder: Path) -> None:
+    """Save the states of a pipeline's stages under names of their own; alike, one would be lost."""
+    rank = distributed.get_rank()
+
+    def stage() -> tuple[Any, Any]:
+        weight = torch.nn.Parameter(torch.ones(2 + rank))
+        optimizer = torch.optim.SGD([(f"layers.{rank}", weight)], lr=0.1)
+        return weight, attach(optimizer, uc.adagc())
+
+    weight, handle = stage()
+    weight.grad = torch.full_like(weight, 1.0 + rank)
+    handle._optimizer.step()
+    dcp.save({f"clipping {rank}": handle}, checkpoint_id=folder / "stages")
+    again = stage()[1]
+    dcp.load({f"clipping {rank}": again}, checkpoint_id=folder / "stages")
+    torch.testing.assert_close(again.state, handle.state, rtol=0, atol=0)
+    dcp.save({"clipping": handle}, checkpoint_id=folder / "alike")
+    again, error = stage()[1], ""
+    try:
+        dcp.load({"clipping": again}, checkpoint_id=folder / "alike")
+    except ValueError as caught:
+        error = str(caught)
+    assert ("that of other leaves" in error) == (rank == 1)
+
+
 def leaves(of: Any) -> list[torch.Tensor]:
     """Return weights, or the state of a rule."""
     return [p.detach() for p in of.parameters()] if hasattr(of, "parameters") else optree.tree_leaves(of.state)
@@ -172,6 +197,8 @@ def main(number: str, file: str) -> None:
                 )
             for title in CASES:
                 failures |= failure(f"{title}, {processes}", partial(part, title, which, folder))
+            if processes == SIZES[0]:
+                failures |= failure("stages", partial(stages, folder))
             if processes > 1:
                 distributed.destroy_process_group()
     Path(file).write_text(json.dumps(failures))
@@ -189,6 +216,12 @@ def test_goes_on(failures: list[dict[str, str]], title: str, processes: int) -> 
     """What one number of processes has saved another one goes on from, as if there had always been one."""
     key = f"{title}, {processes}"
     found = [one[key] for one in failures if key in one]
+    assert not found, found[0]
+
+
+def test_stages(failures: list[dict[str, str]]) -> None:
+    """The stages of a pipeline go on, each from its own state, and a state of another one's leaves is refused."""
+    found = [one["stages"] for one in failures if "stages" in one]
     assert not found, found[0]
 
 

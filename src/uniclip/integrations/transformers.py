@@ -16,6 +16,9 @@ import dataclasses
 import warnings
 from typing import Any
 
+import optree
+
+from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations.torch.optimizer import Attached, attached
 
 _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
@@ -133,6 +136,7 @@ class ClipGradients(TrainerCallback):
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
         self.handle = attached(optimizer, self.rule, self.all_reduce, self.shared)
+        _refuse_parts(self.handle)
         self._seen, self._last, self._sums, self._largest, self._steps = None, {}, {}, None, 0
         saved = state.stateful_callbacks.get(_KEY)
         if self.rule.memory:
@@ -211,6 +215,17 @@ def _refuse(optimizer: Any, rule: Any) -> None:
         raise ValueError(msg)
     if getattr(rule, "nonfinite", None) == "zero":  # where the norm is not finite, the Trainer multiplies all by NaN
         msg = 'with nonfinite="zero" the Trainer leaves NaN only of gradients that are not finite: use nonfinite="skip"'
+        raise ValueError(msg)
+
+
+def _refuse_parts(handle: Attached) -> None:
+    """Refuse a state in parts: the Trainer writes its own in one process, where the others' are not."""
+    if any(map(is_dtensor, optree.tree_leaves(handle.state))):
+        handle.remove()
+        msg = (
+            f"{short(handle.rule)} has a state as large as the model, which is in parts here, and trainer_state.json "
+            "cannot hold it: use a rule with one norm for each leaf, or for all; or a loop of your own with Accelerate"
+        )
         raise ValueError(msg)
 
 
