@@ -25,6 +25,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from in_processes import failure, failures_in
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as Lightning
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -234,6 +236,41 @@ for name in LEARNING:
         CHECKS[f"Lightning, resumed, {name}, {several_files}"] = lambda name=name, several_files=several_files: (
             lightning_resumed(name, several_files=several_files)
         )
+
+
+def in_fabric(name: str, *, path: Path | None = None, save: Path | None = None) -> torch.nn.Module:
+    """Train under Fabric as its documentation says, from a checkpoint or to one, and return the network."""
+
+    def cut(net: Any, mesh: Any) -> Any:
+        return fully_shard(net, mesh=mesh["data_parallel"])
+
+    strategy = FabricModelParallel(cut, data_parallel_size=PROCESSES, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=PROCESSES, strategy=strategy)
+    fabric.launch()
+    net = fabric.setup_module(Net())
+    optimizer = fabric.setup_optimizers(optimizer_of(net))
+    handle = attach(optimizer, RULES[name])
+    state: dict[str, Any] = {"model": net, "optimizer": optimizer, "clipping": {}}
+    if path is not None:
+        fabric.load(path, state)
+        handle.load_state_dict(state["clipping"])
+    for batch in batches(name):
+        optimizer.zero_grad()
+        fabric.backward(net(**share(batch))["loss"])
+        optimizer.step()
+    if save is not None:
+        fabric.save(save, state | {"clipping": handle.state_dict()})
+    return net
+
+
+@check
+def fabric() -> None:
+    """Clip under Fabric as in one process, and go on from a checkpoint."""
+    for name in LEARNING:
+        path = common_folder() / "half.ckpt"
+        with warned():
+            same(in_fabric(name, save=path), by_hand(name))
+            same(in_fabric(name, path=path), by_hand(name, epochs=2))
 
 
 @check
