@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from uniclip.backends.dtensor import is_dtensor
+from uniclip.backends.torch import BACKEND
 from uniclip.tree import flatten
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -46,19 +47,27 @@ def has_stepped(optimizer: Any) -> bool:
     return steps_of(optimizer) > 0
 
 
-def steps_of(optimizer: Any) -> float:
-    """Return how many steps an optimizer has counted, 1 where it has a state and does not count, 0 before the first."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # nothing can be read
-        return 0.0
-    counts = (_count(state) for state in optimizer.state.values() if isinstance(state, dict))
+def steps_of(optimizer: Any, *, free: bool = False) -> float:
+    """Return how many steps an optimizer has counted, 1 where it has a state and does not count, 0 before the first.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+    free : bool
+        Look only at what is read at no cost, not on an accelerator.
+    """
+    counts = (_count(state, free=free) for state in optimizer.state.values() if isinstance(state, dict))
     return next((count for count in counts if count > 0), 0.0)
 
 
-def _count(state: dict[str, Any]) -> float:
+def _count(state: dict[str, Any], *, free: bool) -> float:
     """Return the count of steps in the state of a parameter; some optimizers begin with a state, of zeros."""
+    values = [state["step"]] if "step" in state else list(state.values())
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if free and not all(map(BACKEND.readable, tensors)):
+        return 0.0
     if "step" in state:
         return float(state["step"])
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     return float(any(map(_nonzero, tensors)) if tensors else bool(state))
 
 

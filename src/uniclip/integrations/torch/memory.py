@@ -72,7 +72,7 @@ class Memory:
     def _warn(self) -> None:
         """Say that a rule did not get its state back; not before a step, as it may be loaded after the optimizer's."""
         new = self.rule.memory and not (self._seen or self._given or self._forgotten)
-        missed = new and steps_of(self._optimizer) > self._count
+        missed = new and steps_of(self._optimizer, free=True) > self._count
         forgotten, self._forgotten, self._given, self._seen = self._forgotten, False, False, True
         rule = short(self.rule) if forgotten or missed else ""
         if forgotten:
