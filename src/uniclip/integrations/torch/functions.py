@@ -94,8 +94,9 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    joins, rule = joining(all_reduce, shared), _rule(max_norm, norm_type, error_if_nonfinite)
-    tensors = _whole_tensors(parameters, rule, joins)
+    tensors, joins = _tensors(parameters, "parameters"), joining(all_reduce, shared)
+    rule = _rule(max_norm, norm_type, error_if_nonfinite)
+    refuse_parts(tensors, "parameters", rule, joins)
     grads = _grads_of(tensors)
     if joins is None and not _any(grads):
         return torch.tensor(0.0)
@@ -232,9 +233,9 @@ def clip_grads_with_norm_(
     >>> w.grad
     tensor([0.3000, 0.4000])
     """
-    rule = by_global_norm(_limit("max_norm", max_norm))
-    grads = _grads_of(_whole_tensors(parameters, rule, joining(all_reduce, shared)))
-    clip_known(rule, grads, _known(total_norm), in_place=True)
+    tensors, rule = _tensors(parameters, "parameters"), by_global_norm(_limit("max_norm", max_norm))
+    refuse_parts(tensors, "parameters", rule, joining(all_reduce, shared))
+    clip_known(rule, _grads_of(tensors), _known(total_norm), in_place=True)
 
 
 @made_once
@@ -267,13 +268,6 @@ def _grads_of(tensors: list[Any]) -> list[Any]:
         raise TypeError(msg)
     grads = [tensor.grad for tensor in tensors]
     return [grad_of(tensor) for tensor in tensors] if any([grad is None for grad in grads]) else grads
-
-
-def _whole_tensors(parameters: Any, rule: Rule, all_reduce: Any) -> list[Any]:
-    """Return parameters as a list; refuse those whose norm is that of a part."""
-    tensors = _tensors(parameters, "parameters")
-    refuse_parts(tensors, "parameters", rule, all_reduce)
-    return tensors
 
 
 def _can_have_grad(tensor: Any) -> bool:
