@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
 TESTS = Path(__file__).parent
-LIMIT = 240
+LIMIT = 400
 """Seconds that all processes have together."""
 
 
@@ -76,4 +76,5 @@ def _run(folder: Path, script: str, calls: Sequence[Sequence[str]], environ: Map
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     (folder / "outputs").write_text(json.dumps([[process.returncode for process in processes], outputs]))

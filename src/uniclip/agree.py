@@ -42,12 +42,20 @@ class Agreed(NamedTuple):
 def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any) -> Joint | None:
     """Return how what is measured is joined with that of other processes, ``None`` if there are none."""
     if all_reduce is None:
+        if rule.scope.axes is None and given.backend.traced(given.first):
+            given.backend.copies(given.arrays, None, None, given.tree.place)  # refuses parts that nothing joins
         return None if given.parts is None else Joint(given)
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
     backend, reduce = given.backend, given.backend.reducer(said.all_reduce)
     shared = None if said.shared is None else _shared(given, said.shared)
     copies = backend.copies(given.arrays, said.all_reduce, shared, given.tree.place)
     if backend.traced(given.first) or copies is not None:  # one program, the same in all processes
+        if shared is not None and any(shared) and copies is None:
+            msg = (
+                "shared marks copies, and in code that is compiled it is not known how many processes hold one: join "
+                "along named axes, or run the step before it is compiled"
+            )
+            raise TypeError(msg)
         return Joint(given, reduce, None, copies)
     labelled = rule.scope.label is not everything or shared is not None
     kind = type(rule.limit), rule.norm, rule.curve, rule.nonfinite

@@ -11,6 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 from checkpoints import RULES, by_flax, by_orbax
 from flax import serialization
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import uniclip as uc
 
@@ -76,3 +78,31 @@ def test_a_state_dict(tmp_path: Path, rule: Any) -> None:
         for grads in steps[4:]:
             same(again(grads), other(grads))
             same(again.state, other.state)
+
+
+def divided(steps: list[Any], shape: tuple[int, int] | None) -> list[Any]:
+    """Return gradients divided among the devices of a mesh of a shape, or on one device."""
+    if shape is None:
+        return jax.device_put(steps, jax.devices()[0])
+    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    places = {"w": NamedSharding(mesh, P("x", "y")), "b": NamedSharding(mesh, P(("x", "y")))}
+    return [jax.device_put(grads, places) for grads in steps]
+
+
+@pytest.mark.parametrize("rule", [uc.autoclip(50, window=6), uc.adagc(warmup=2), uc.spam(2.0, 0.5, 1)], ids=repr)
+def test_another_mesh(tmp_path: Path, rule: Any) -> None:
+    """A state goes from one mesh to another, and to one device; each rule goes on as if nothing had happened."""
+    assert len(jax.devices()) == 2
+    rng = np.random.default_rng(0)
+    steps = [{"w": rng.normal(size=(4, 2)).astype("f"), "b": rng.normal(size=4).astype("f")} for _ in range(9)]
+    update = jax.jit(lambda grads, state: rule.update(grads, state)[:2])
+    whole = divided(steps, None)
+    state = wanted = rule.init(whole[0])
+    for part, shape in enumerate([(2, 1), (1, 2), None]):
+        here = divided(steps, shape)
+        like = rule.init(here[0])
+        state = like if part == 0 else by_orbax(state, like, tmp_path / str(part))
+        jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim) or pytest.fail(str(a)), state, like)
+        for number in range(3 * part, 3 * part + 3):
+            (clipped, state), (its, wanted) = update(here[number], state), update(whole[number], wanted)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (clipped, state), (its, wanted))

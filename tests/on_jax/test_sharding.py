@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from in_processes import failure, failures_in
 from jax.sharding import AxisType, NamedSharding
@@ -154,6 +155,26 @@ def sixteen(kind: str, failures: dict[str, str]) -> None:
     assert not gathers
 
 
+def reductions(function: Callable[..., Any], *args: Any) -> int:
+    """Return how many all-reduces a program has, those of branches too."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert not re.search(r" all-gather(-start)?\(", text)
+    return len(re.findall(r" all-reduce(?:-start)?\(", text))
+
+
+def few(kind: str) -> None:
+    """Assert that rules have at most two all-reduces more than optax's global norm, of leaves divided in two ways."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(getattr(AxisType, kind),) * 2)
+    grads = [jax.device_put(np.ones((64, 32), "float32"), NamedSharding(mesh, spec)) for spec in LARGE[:2] * 4]
+    native = optax.clip_by_global_norm(1.0)
+    most = 2 + reductions(lambda grads: native.update(grads, native.init(grads)), grads)
+    for title in ("global", "order 3", "largest", "agc", "autoclip", "spam"):
+        found = reductions(
+            lambda *args, rule=RULES[title]: rule.update(*args)[:2], grads, RULES[title].init(grads), grads
+        )
+        assert found <= most, (title, found, most)
+
+
 def eager(kind: str) -> None:
     """Assert the same outside of jit, also of gradients beyond the range of squares, and of large ones in bfloat16."""
     rules = {"agc": RULES["agc"]}
@@ -174,6 +195,7 @@ def main(kind: str, file: str) -> None:
     failures |= failure("alike", lambda: alike(kind, failures))
     failures |= failure("many", lambda: many(kind))
     failures |= failure("sixteen", lambda: sixteen(kind, failures))
+    failures |= failure("few", lambda: few(kind))
     failures |= failure("eager", lambda: eager(kind))
     Path(file).write_text(json.dumps(failures))
 
@@ -189,7 +211,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     return dict(zip(KINDS, failures_in(tmp_path_factory, __file__, [[kind] for kind in KINDS], devices), strict=True))
 
 
-@pytest.mark.parametrize("title", [*RULES, "alike", "many", "sixteen", "eager"])
+@pytest.mark.parametrize("title", [*RULES, "alike", "many", "sixteen", "few", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_on_one_device(failures: dict[str, dict[str, str]], kind: str, title: str) -> None:
     """Divided among devices, gradients are clipped as on one, and stay where they are."""

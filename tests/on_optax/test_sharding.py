@@ -108,7 +108,7 @@ def test_without_the_axis_each_part_has_its_own_norm() -> None:
 
 def test_pmap() -> None:
     """So it is in pmap."""
-    optimizer = to_optax(RULES[0], axis_name="part")
+    optimizer = to_optax(RULES[0], axis_name="part", shared=lambda path, leaf: False)
     parts = jax.tree.map(lambda g: g.reshape(2, -1, *g.shape[1:]), GRADS)
     update = jax.pmap(lambda grads: optimizer.update(grads, optimizer.init(grads)), axis_name="part")
     updates, state = update(parts)

@@ -35,6 +35,8 @@ class Backend:
 
     output_axis = -1
     """The axis of a weight that counts its output units."""
+    joins_by = "a function of (array, op)"
+    """What `reducer` takes."""
     stacks_traced = False
     """Whether norms with axes are copied into one array in code that is traced, too, where shapes are numbers."""
 
@@ -184,7 +186,7 @@ class Backend:
         """Return what joins parts of a tree, as a function of ``(array, op)``."""
         if callable(all_reduce):
             return all_reduce  # type: ignore[no-any-return]
-        msg = f"all_reduce must be a function of (array, op) for gradients of this library, got {short(all_reduce)}"
+        msg = f"all_reduce must be {self.joins_by} for gradients of this library, got {short(all_reduce)}"
         raise TypeError(msg)
 
     def copies(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from uniclip.backends import jax_axes
 from uniclip.backends.base import NODES, Array, Backend, Rebuild, both, on_accelerator, sum_dtype
 from uniclip.backends.host import few, squares, squares_along
+from uniclip.backends.jax_reductions import REDUCTIONS, ended, on_device
 
 
 def _abs(x: Array, /) -> Array:
@@ -30,7 +32,7 @@ def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:  # noqa: A002
     return jnp.where(clipped == x, x, clipped)
 
 
-namespace = SimpleNamespace(**(vars(jnp) | {"abs": _abs, "clip": _clip}))
+namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _clip}))
 
 
 def _within(leaf: sparse.BCOO) -> Array:
@@ -55,13 +57,6 @@ def _together(arrays: list[Array]) -> bool:
         return False
     first = arrays[0].sharding
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
-
-
-def _varying(aval: Any) -> frozenset[Any]:
-    """Return the axes of a mesh along which a value differs from device to device, inside of ``jax.shard_map``."""
-    axes = getattr(aval, "manual_axis_type", None)  # before JAX 0.10 ``vma``
-    found: frozenset[Any] = getattr(aval, "vma", frozenset()) if axes is None else axes.varying
-    return frozenset(found)
 
 
 @cache
@@ -104,6 +99,7 @@ def _scaled(arrays: list[Array], factors: Any) -> list[Array]:
 
 
 class _JAX(Backend):
+    joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
     stacks_traced = True
 
     def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
@@ -121,16 +117,21 @@ class _JAX(Backend):
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         single = isinstance(device, SingleDeviceSharding) and device.device_set == {_first_device()}
         usual = device is None or (single and jax.config.jax_default_device is None)
-        return jnp.asarray(array) if usual else jax.device_put(array, device)  # which takes twice as long
+        if usual:
+            return jnp.asarray(array)  # which takes half as long
+        if device.is_fully_addressable:
+            return jax.device_put(array, device)
+        # Without asking all processes whether theirs is the same, as device_put does.
+        return jax.make_array_from_callback(array.shape, device, lambda index: array[index])
 
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if not _together(arrays):
             return None
-        if few(arrays, sum([array.size for array in arrays])) and self.readable(arrays[0]):
+        if few(arrays, sum([array.size for array in arrays])) and all([self.readable(array) for array in arrays]):
             total = squares(list(map(np.asarray, arrays)), lengths)
             if total is not None:
                 return total
-        totals = [_squares(some) for some in _in_parts(arrays)]
+        totals = [ended(_squares(some)) for some in _in_parts(arrays)]
         each = totals[0] if len(totals) == 1 else jnp.concatenate(totals)
         return each if len(each) == len(lengths) else _sums(each, tuple(lengths))
 
@@ -173,11 +174,9 @@ class _JAX(Backend):
         return isinstance(array, jax.core.Tracer)
 
     def readable(self, array: Array) -> bool:
-        return (
-            not self.traced(array)
-            and array.is_fully_addressable
-            and all(device.platform == "cpu" for device in array.devices())
-        )
+        if self.traced(array) or on_device(array):
+            return False
+        return bool(array.is_fully_addressable or array.is_fully_replicated)  # of which each process has a copy
 
     def large(self, array: Array) -> bool:
         return super().large(array) and self.undivided(array)
@@ -191,7 +190,20 @@ class _JAX(Backend):
         return jax.device_count() == 1 and all(axis is None for axis in spec)
 
     def kind(self, arrays: list[Array]) -> Hashable:
-        return frozenset().union(*[_varying(array.aval) for array in arrays if self.traced(array)])
+        return frozenset().union(*[jax_axes.varying(array) for array in arrays if self.traced(array)])
+
+    def reducer(self, all_reduce: Any) -> Callable[[Array, Literal["sum", "max"]], Array]:
+        names = jax_axes.names_of(all_reduce)
+        return super().reducer(all_reduce) if names is None else jax_axes.reducer(names)
+
+    def copies(
+        self, arrays: list[Array], all_reduce: Any, shared: list[bool] | None, place: Callable[[int], str]
+    ) -> list[int] | None:
+        names = () if all_reduce is None else jax_axes.names_of(all_reduce)
+        if names is None:
+            return super().copies(arrays, all_reduce, shared, place)
+        counts = jax_axes.copies(arrays, names, shared, place)
+        return None if all(count == 1 for count in counts) else counts
 
     def zeros(self, array: Array, axes: tuple[int, ...], dtype: Any) -> Array:
         return jnp.sum(jnp.zeros_like(array, dtype=dtype), axes)
@@ -213,7 +225,7 @@ class _JAX(Backend):
         return list(jax.lax.cond(ok, usual, rare))
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
-        return jnp.sum(array, axes)
+        return ended(jnp.sum(array, axes))
 
     def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(factor):

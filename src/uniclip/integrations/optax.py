@@ -11,6 +11,7 @@ with needs("optax", "optax"):
     import optax
 
 import zlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +20,13 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
+from uniclip.backends.jax_axes import names_of, varying
 from uniclip.labels import identity, labels_of, leaves_of, shown
 from uniclip.report import Report
 from uniclip.rules import AnyRule
 from uniclip.saved import from_dict as state_from_dict
 from uniclip.saved import to_dict as state_to_dict
 from uniclip.tree import flatten
-
-_REDUCTIONS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
 
 
 class ClipState(NamedTuple):
@@ -66,6 +66,7 @@ def to_optax(
     inner: optax.GradientTransformation | None = None,
     *,
     axis_name: str | tuple[str, ...] | None = None,
+    shared: Callable[[Any, Any], bool] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return a gradient transformation that clips by a rule.
 
@@ -79,6 +80,10 @@ def to_optax(
     axis_name : str or tuple of str, optional
         The axis of ``jax.shard_map`` or ``jax.pmap`` along which each device holds *a part* of the gradients. Leave
         it out where each holds all of them (they were averaged before), and under ``jax.jit`` with sharded arrays.
+    shared : callable, optional
+        ``shared(path, leaf)`` is true of a leaf that is the same on all devices of the axis, beside others of which
+        each holds a part. It is needed where JAX does not know that: in ``jax.pmap``, and in ``jax.shard_map`` with
+        ``check_vma=False``.
 
     Returns
     -------
@@ -113,12 +118,16 @@ def to_optax(
     wanted = "an optax.GradientTransformation, such as optax.adam(1e-3)"
     check("inner", inner, inner is None or isinstance(inner, optax.GradientTransformation), wanted)
     inside = optax.with_extra_args_support(optax.identity() if inner is None else inner)
-    all_reduce = None if axis_name is None else partial(_all_reduce, axis_name)
+    check(
+        "axis_name", axis_name, axis_name is None or names_of(axis_name) is not None, "the name of an axis, or a tuple"
+    )
+    check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
 
     def init(params: Any) -> ClipState:
         zeros = _all_zeros(params)
         memory = rule.init(zeros)
-        _, _, report = rule.update(zeros, memory, zeros)  # which numbers there are, and their dtypes
+        here = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
+        _, _, report = rule.update(zeros, memory, zeros, here)  # which numbers there are, and their dtypes
         known = jnp.asarray(_checksums(rule, zeros)) if rule.memory else None
         return ClipState(memory, inside.init(params), **_nothing_seen(report), leaves=known)
 
@@ -128,7 +137,7 @@ def to_optax(
         if rule.memory:
             _refuse_others(rule, state.leaves, grads)
         loss = extra.get("value")
-        clipped, memory, report = rule.update(grads, state.memory, params, all_reduce, loss=loss)
+        clipped, memory, report = rule.update(grads, state.memory, params, axis_name, loss=loss, shared=shared)
         updates, inner_state = inside.update(clipped, state.inner, params, **extra)
         if report.skipped is not None:
             left_out = jax.tree.map(jnp.zeros_like, updates), state.inner
@@ -321,10 +330,6 @@ def _is_variable(node: Any) -> bool:
 
 def _zeros(leaf: Any) -> Any:
     return jnp.zeros_like(leaf.get_value() if _is_variable(leaf) else leaf)
-
-
-def _all_reduce(axis_name: Any, array: Any, op: str) -> Any:
-    return _REDUCTIONS[op](array, axis_name)
 
 
 def _seen(report: Report) -> dict[str, Any]:

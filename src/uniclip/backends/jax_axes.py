@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: MIT
+"""Join values along named axes of JAX: those of ``jax.shard_map``, ``jax.pmap`` and ``jax.vmap``.
+
+In ``jax.shard_map`` the type of an array says along which axes it varies from device to device; that of one which does
+not is the same on all of them. With ``check_vma=False``, in ``jax.pmap`` and in ``jax.vmap`` types say nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from uniclip._repr import short
+from uniclip.backends.base import Array
+
+Names = tuple[Any, ...]
+
+
+def names_of(all_reduce: Any) -> Names | None:
+    """Return the axes that are named, ``None`` if none is."""
+    names = (all_reduce,) if isinstance(all_reduce, str) else all_reduce
+    fits = isinstance(names, tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
+    return names if fits else None
+
+
+def varying(array: Array) -> frozenset[Any]:
+    """Return the axes along which a value is known to differ from device to device."""
+    aval = getattr(array, "aval", None)
+    axes = getattr(aval, "manual_axis_type", None)  # before JAX 0.10 ``vma``
+    found: frozenset[Any] = getattr(aval, "vma", frozenset()) if axes is None else axes.varying
+    return frozenset(found)
+
+
+def reducer(names: Names) -> Callable[[Array, str], Array]:
+    """Return a function that joins arrays along axes."""
+    return partial(_reduced, names)
+
+
+def copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]) -> list[int]:
+    """Return how many devices along the axes hold each array; refuse what cannot be known.
+
+    Raises
+    ------
+    NameError
+        If there is no such axis here.
+    ValueError
+        If an array varies along an axis without a name, or types say nothing and neither does ``shared``.
+    """
+    sizes = {name: _size(name) for name in names}
+    unknown = [name for name in names if not _known(name)]
+    if unknown and shared is None and arrays:
+        raise ValueError(_untold(unknown[0], place))
+    if shared is None:
+        shared = [False] * len(arrays)
+
+    def count(number: int, array: Array, copy: bool) -> int:  # noqa: FBT001
+        axes = varying(array)
+        more = sorted(map(str, axes.difference(names)))
+        if more:
+            raise ValueError(_unnamed(names, more, place(number)))
+        return math.prod(size for name, size in sizes.items() if copy or (name not in axes and name not in unknown))
+
+    return [count(*some) for some in zip(range(len(arrays)), arrays, shared, strict=True)]
+
+
+def _size(name: Any) -> int:
+    """Return how many devices there are along an axis."""
+    try:
+        size: int = jax.lax.psum(1, name)
+    except NameError as error:
+        msg = (
+            f"all_reduce names the axis {name!r}, and there is none here: call it inside of jax.shard_map or jax.pmap, "
+            "with that axis; under jax.jit, where arrays are whole, leave all_reduce out"
+        )
+        raise NameError(msg) from error
+    return size
+
+
+def _known(name: Any) -> bool:
+    """Whether types say what varies along an axis: then the number of a device along it surely does."""
+    return name in varying(jax.lax.axis_index(name))
+
+
+def _untold(name: Any, place: Callable[[int], str]) -> str:
+    return (
+        f"all_reduce={name!r}: in jax.pmap, and in jax.shard_map with check_vma=False, it cannot be known whether "
+        f"{place(0)}, for one, is a part of the gradient or the same on each device of the axis: pass "
+        "shared=lambda path, leaf: False if all leaves are parts, else a function that returns True for the others "
+        "(or leave out check_vma=False)"
+    )
+
+
+def _unnamed(names: Names, more: list[str], where: str) -> str:
+    given = short(names if len(names) > 1 else names[0]) if names else None
+    every = (*names, *more)
+    return (
+        f"all_reduce={given}, but {where} varies along the axis {more[0]!r} of jax.shard_map: pass "
+        f"all_reduce={short(every if len(every) > 1 else every[0])} if each device holds a part of it; add the "
+        "gradients first, by jax.lax.psum or pmean, if they are to be added; and if each device clips its own, pass a "
+        "function of (array, op), such as lambda array, op: array, that joins them along no more axes"
+    )
+
+
+def _reduced(names: Names, array: Array, op: str) -> Array:
+    """Return the sum or the maximum of what devices have; one that is the same on n devices counts n times."""
+    axes = varying(array)
+    over = tuple(name for name in names if name in axes or not _known(name))  # JAX takes no others
+    if op == "max":
+        return _largest(over, array) if over else array
+    times = math.prod(_size(name) for name in names if name not in over)
+    total = jax.lax.psum(array, over) if over else array
+    return total if times == 1 else total * times
+
+
+# JAX has no types that a checker understands.
+_with_slope: Callable[[Callable[..., Any]], Any] = partial(jax.custom_jvp, nondiff_argnums=(0,))
+
+
+@_with_slope
+def _largest(names: Names, array: Array) -> Array:
+    """Return the maximum along axes, for which JAX has no derivative."""
+    return jax.lax.pmax(array, names)
+
+
+def _slope(names: Names, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """Return the derivative, that of the largest, or the mean of those of several."""
+    [array], [tangent] = primals, tangents
+    top = _largest(names, array)
+    mine = jnp.equal(array, top).astype(array.dtype)
+    return top, jax.lax.psum(mine / jax.lax.psum(mine, names) * tangent, names)
+
+
+_largest.defjvp(_slope)
