@@ -47,17 +47,6 @@ def refuse_optimizer(inner: Any) -> None:
             raise ValueError(msg)
 
 
-def refuse_replicas(optimizer: Any) -> None:
-    """Refuse several replicas of TensorFlow, each of which has gradients of its own."""
-    strategy = getattr(optimizer, "_distribution_strategy", None)
-    if strategy is not None and strategy.num_replicas_in_sync > 1:
-        msg = (
-            "under tf.distribute with several replicas each would clip its own gradients: clip in your own train step, "
-            "by uc.clip with all_reduce, or use the JAX backend, whose gradients are those of all devices"
-        )
-        raise ValueError(msg)
-
-
 def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> None:
     """Refuse gradients of other variables than a rule remembers: it knows them by their order."""
     there = set(present)

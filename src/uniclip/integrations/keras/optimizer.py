@@ -16,10 +16,11 @@ from uniclip._checks import check
 from uniclip._repr import counted, short
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer, refuse_replicas
+from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
+from uniclip.integrations.keras.replicas import addable, addends, apply, refuse_strategies, summed, when_in_all
 from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
-from uniclip.integrations.keras.variables import paths_of, stand_in, value_of, when
+from uniclip.integrations.keras.variables import paths_of, stand_in, value_of
 from uniclip.labels import Leaves, labels_of, leaves_of
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
 from uniclip.rules import AnyRule
@@ -100,14 +101,15 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             return f"{clips}, not built>"
         steps: Any = value_of(self.iterations)
-        seen = "" if (backend_of(steps) or DEFAULT).traced(steps) else f", {counted(int(steps), 'step')}"
+        traced = (backend_of(steps) or DEFAULT).traced(steps)
+        seen = "" if traced else f", {counted(int(keras.ops.convert_to_numpy(steps)), 'step')}"
         return f"{clips} of {counted(len(self._paths), 'variable')}{seen}>"
 
     def build(self, variables: Any) -> None:
         """Create the variables: those of the rule, and those of the optimizer inside."""
         if self.built:
             return
-        refuse_replicas(self)
+        refuse_strategies(self, self.inner)
         variables = list(variables)
         self.inner.build(variables)
         self._paths = paths_of(variables)
@@ -117,7 +119,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
         self._last = self._remember(np.zeros(len(LOGGED), np.float32), "scalars")
         self._totals = self._remember(np.zeros(len(AVERAGED) + 2, np.float32), "totals")
-        super().build(variables)
+        with addends(self):  # what is accumulated
+            super().build(variables)
 
     def _remember(self, array: Any, name: str) -> Any:
         """Return a new variable with the value of a NumPy array."""
@@ -238,7 +241,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         steps = self.gradient_accumulation_steps
         sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]
         for total, grad in zip(sums, grads, strict=True):
-            self.assign_add(total, grad)
+            self.assign_add(total, addable(grad))
 
         def step() -> None:
             self._step([keras.ops.divide(value_of(total), steps) for total in sums], variables)
@@ -248,12 +251,16 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._when(keras.ops.equal((self._iterations + 1) % steps, 0), step)
 
     def _step(self, grads: list[Any], variables: list[Any]) -> None:
-        """Clip, and unless the rule leaves the step out, take it."""
-        clipped, report = self._clip(grads, variables)
+        """Clip what the replicas have together, and unless the rule leaves the step out, take it."""
+        clipped, report = self._clip(summed(grads), variables)
+
+        def take(clipped: list[Any]) -> None:
+            apply(self.inner, clipped, variables)
+
         if report.skipped is None:
-            self.inner.apply(clipped, variables)
+            take(clipped)
         else:
-            self._when(keras.ops.logical_not(report.skipped), lambda: self.inner.apply(clipped, variables))
+            self._when(keras.ops.logical_not(report.skipped), take, clipped)
 
     def _clip(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], Report]:
         """Run the rule, and keep its state and its report in the variables."""
@@ -283,8 +290,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             sums = [total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)]
             self._totals.assign(keras.ops.stack([*sums, count + 1, keras.ops.maximum(largest, finite)]))
 
-    def _when(self, flag: Any, function: Callable[[], None]) -> None:
-        when(flag, function, [*self._trainable_variables, *self.variables])
+    def _when(self, flag: Any, function: Callable[..., None], *args: Any) -> None:
+        when_in_all(flag, function, args, [*self._trainable_variables, *self.variables])
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of the last step, as `uniclip.Report.scalars` names them.
