@@ -11,8 +11,7 @@ from typing import Any
 
 import keras
 
-from uniclip.backends import DEFAULT, backend_of
-from uniclip.integrations.keras.variables import when
+from uniclip.integrations.keras.variables import traced, when
 
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 if ON_TENSORFLOW:
@@ -64,14 +63,7 @@ def apply(inner: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
     if once is None:
         once = vars(inner)["_all_reduce_sum_gradients"] = _Once(inner._all_reduce_sum_gradients)
     with once:
-        inner.apply(list(map(_kept, grads)), variables)
-
-
-def _kept(grad: Any) -> Any:
-    """Return a gradient that Grappler takes as it is: it would multiply factor and rate first, in one replica of two."""
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_kept(grad.values), grad.indices, grad.dense_shape)
-    return tf.ensure_shape(grad, grad.shape)
+        inner.apply(list(map(replicas.kept, grads)), variables)
 
 
 class _Once(threading.local):
@@ -105,30 +97,8 @@ class _Once(threading.local):
 
 
 def when_in_all(flag: Any, function: Callable[..., None], args: Sequence[Any], held: list[Any]) -> None:
-    """Call a function where the flag holds, as `when` does; in compiled code of replicas in all of them or in none.
-
-    What a replica knows alone is in ``args``: the function that all of them call is that of the first.
-    """
-    if not ON_TENSORFLOW or not _merged(flag):
+    """Call a function where the flag holds, as `when` does; in compiled code of replicas in all of them or in none."""
+    if ON_TENSORFLOW and replicas.waits() and traced(flag):
+        replicas.in_all(flag, function, args)
+    else:
         when(flag, lambda: function(*args), held)
-        return
-
-    def around(strategy: Any, flag: Any, *args: Any) -> None:
-        first, *_ = strategy.experimental_local_results(flag)  # those of all replicas follow from the same sums
-        tf.cond(first, lambda: _ran(strategy, function, args), tf.no_op)
-
-    replicas.replica().merge_call(around, args=(flag, *args))
-
-
-def _ran(strategy: Any, function: Callable[..., None], args: Sequence[Any]) -> Any:
-    """Run a function in each replica, and return an operation, as the other branch does."""
-    strategy.extended.call_for_each_replica(function, args=args)
-    return tf.no_op()
-
-
-def _merged(flag: Any) -> bool:
-    """Whether replicas wait for each other here, which they cannot do in a branch of their own."""
-    number = keras.ops.cast(flag, "int32")
-    traced = (backend_of(number) or DEFAULT).traced(number)
-    free = tf.__internal__.distribute.strategy_supports_no_merge_call()
-    return replicas.replica() is not None and traced and not free

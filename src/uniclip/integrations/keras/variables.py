@@ -35,10 +35,15 @@ def stand_in(variable: Any) -> Any:
     return np.broadcast_to(np.zeros((), np.float64 if wide else np.float32), tuple(variable.shape))
 
 
+def traced(flag: Any) -> bool:
+    """Whether a boolean is one of code that is compiled."""
+    number = keras.ops.cast(flag, "int32")  # a boolean is no array that has a backend
+    return (backend_of(number) or DEFAULT).traced(number)
+
+
 def when(flag: Any, function: Callable[[], None], held: list[Any]) -> None:
     """Call a function where the flag holds, in compiled code too; the variables it may change are ``held``."""
-    number = keras.ops.cast(flag, "int32")  # a boolean is no array that has a backend
-    if not (backend_of(number) or DEFAULT).traced(number):  # JAX would compile the conditional anew at each step
+    if not traced(flag):  # JAX would compile the conditional anew at each step
         if bool(flag):
             function()
     elif keras.backend.backend() == "jax":

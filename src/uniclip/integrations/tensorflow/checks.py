@@ -31,15 +31,14 @@ def refuse_optimizer(optimizer: Any) -> None:
     raise TypeError(msg)
 
 
-def refuse_strategy() -> None:
-    """Refuse tf.distribute, where each replica has only its part of the gradients."""
-    if tf.distribute.has_strategy():
+def refuse_loss_outside(losses: dict[int | None, Any]) -> None:
+    """Refuse a loss that was set where no replica runs, for a step that replicas take."""
+    if None in losses and tf.distribute.has_strategy():
         msg = (
-            "ClippedOptimizer does not add up the gradients of a tf.distribute strategy's replicas: clip by hand, "
-            "uc.clip of tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, grads), and then "
-            "optimizer.apply_gradients(grads_and_vars, skip_gradients_aggregation=True) of the optimizer inside"
+            "optimizer.loss was set outside of strategy.run, and each replica has a loss of its own: set it in the "
+            "function that strategy.run calls"
         )
-        raise RuntimeError(msg)
+        raise ValueError(msg)
 
 
 def refuse_references(variables: list[Any]) -> None:

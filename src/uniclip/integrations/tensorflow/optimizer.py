@@ -16,10 +16,20 @@ from uniclip._repr import short
 from uniclip._types import Number
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
+    refuse_loss_outside,
     refuse_optimizer,
     refuse_others,
     refuse_references,
+)
+from uniclip.integrations.tensorflow.replicas import (
+    in_all,
+    joined,
+    kept,
     refuse_strategy,
+    replica,
+    summed,
+    thread,
+    waits,
 )
 from uniclip.integrations.tensorflow.variables import (
     Rows,
@@ -99,7 +109,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         code, what the last step saw and did. ``None`` before.
     loss : 0-d array or None
         The loss of the next ``apply_gradients``, for rules that look at it. ``minimize`` sets it by itself;
-        ``None`` after the step.
+        ``None`` after the step. Under ``tf.distribute`` each replica sets its own, and they are summed.
 
     Raises
     ------
@@ -132,7 +142,6 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     rule: RuleLike
     report: Report | None = None
-    loss: Number | None = None
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
         if isinstance(optimizer, ClippedOptimizer):
@@ -143,6 +152,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         self.rule = rule_for_steps(rule)
         self._optimizer = optimizer
         self._inside: Any = None
+        self._losses: dict[int | None, Number] = {}
         self._memories: dict[Any, tuple[dict[str, Any], Rows, list[Any]]] = {}
         optimizer._maybe_initialize_trackable()
         super().__init__(optimizer._use_locking, optimizer.get_name())
@@ -150,6 +160,17 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     def __repr__(self) -> str:
         """Return the rule, and the optimizer that takes the steps."""
         return f"<ClippedOptimizer: {self.rule!r}, {type(self._optimizer).__name__}>"
+
+    @property
+    def loss(self) -> Number | None:
+        """The loss of the next ``apply_gradients``: where several replicas run, that of the one that asks."""
+        return self._losses.get(thread())
+
+    @loss.setter
+    def loss(self, loss: Number | None) -> None:
+        self._losses.pop(thread(), None)
+        if loss is not None:
+            self._losses[thread()] = loss
 
     def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of ``loss``, clip and apply them; see ``tf.compat.v1.train.Optimizer``."""
@@ -190,21 +211,24 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Raises
         ------
         TypeError, ValueError
-            As the optimizer inside, and as `uniclip.Rule.update`; if a variable occurs twice; or, of a rule that
-            remembers each leaf by itself, if other variables have a gradient than at first.
+            As the optimizer inside, and as `uniclip.Rule.update`; if a variable occurs twice; of a rule that
+            remembers each leaf by itself, if other variables have a gradient than at first; or under a strategy of
+            ``tf.distribute`` that has no copies of the variables.
         RuntimeError
-            Under a ``tf.distribute`` strategy.
+            In ``strategy.scope()``, but outside of ``strategy.run``.
         """
-        refuse_strategy()
+        refuse_strategy(tf.distribute.get_strategy())
+        refuse_loss_outside(self._losses)
         pairs, loss, self.loss = list(grads_and_vars), self.loss, None
         if all(grad is None for grad, _ in pairs):
-            return self._optimizer.apply_gradients(pairs, global_step, name)  # which has an error for it
+            return self._apply(pairs, global_step, name)  # which has an error for it
         names = names_of([variable for _, variable in pairs])
         some = [(n, g, v) for n, (g, v) in zip(names, pairs, strict=True) if g is not None]
-        grads = {n: tf1.convert_to_tensor_or_indexed_slices(g) for n, g, _ in some}
+        loss = None if loss is None else tf.reduce_sum(loss)  # which is what the gradients are of
+        loss, *sums = summed([loss, *[tf1.convert_to_tensor_or_indexed_slices(g) for _, g, _ in some]])
+        grads = {n: g for (n, _, _), g in zip(some, sums, strict=True)}
         params = {n: v for n, _, v in some}
         state, rows, memory = self._memory(params)
-        loss = None if loss is None else tf.reduce_sum(loss)  # which is what the gradients are of
         clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
         graph = tf1.get_default_graph()
         self._inside = graph if graph.building_function else None
@@ -218,8 +242,15 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         with tf.control_dependencies(changed):
             pairs = [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
             if self.report.skipped is None:
-                return self._optimizer.apply_gradients(pairs, global_step, name)
+                return joined(self._apply(pairs, global_step, name))
             return self._apply_unless(self.report.skipped, pairs, global_step, name)
+
+    def _apply(self, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
+        """Have the optimizer inside take the step, and not sum again what the replicas summed."""
+        if replica() is None:
+            return self._optimizer.apply_gradients(pairs, global_step, name)
+        pairs = [(kept(g), v) for g, v in pairs]
+        return self._optimizer.apply_gradients(pairs, global_step, name, skip_gradients_aggregation=True)
 
     def _apply_unless(self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
         """Have the optimizer inside take the step, unless the rule leaves it out."""
@@ -228,15 +259,19 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         with tf.init_scope():  # in the branch their names would begin with its name
             self._optimizer._create_slots(variables)
 
-        def apply() -> Any:
-            return tf.group(self._optimizer.apply_gradients(pairs, global_step, name))
+        def apply(grads: list[Any]) -> Any:
+            return tf.group(self._apply(list(zip(grads, variables, strict=True)), global_step, name))
 
+        grads = [g for g, _ in pairs if g is not None]
         train_ops = tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)
         others = list(train_ops)
-        taken = tf.cond(skipped, tf.no_op, apply)
+        if waits() and not tf.executing_eagerly():
+            taken = in_all(tf.logical_not(skipped), apply, [grads])
+        else:
+            taken = tf.cond(skipped, tf.no_op, lambda: apply(grads))
         if tf.executing_eagerly():
             return None
-        train_op = tf.group(taken, name=name or self._name)
+        train_op = joined(tf.group(taken, name=name or self._name))
         train_ops[:] = [*others, train_op]  # not the one in the branch, which cannot be run
         return train_op
 

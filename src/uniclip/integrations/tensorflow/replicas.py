@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -50,11 +51,62 @@ def replica() -> Any:
     return context
 
 
+def thread() -> int | None:
+    """Return a number for the replica that runs, each of which is a thread; ``None`` where none does."""
+    inside = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    return threading.get_ident() if inside else None
+
+
+def joined(operation: Any) -> Any:
+    """Return an operation that runs those of all replicas, as that of a TensorFlow 1 optimizer does."""
+    if operation is None or not waits() or tf.executing_eagerly():
+        return operation
+    return replica().merge_call(lambda strategy, one: tf.group(*strategy.experimental_local_results(one)), (operation,))
+
+
 def summed(values: Sequence[Any]) -> list[Any]:
     """Return the sums over all replicas, the same ones in each; ``None`` stays where it is."""
     context = replica()
     if context is None:
         return list(values)
     some = [value for value in values if value is not None]
-    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, some) if some else [])
+    sums = iter(map(_shaped, some, context.all_reduce(tf.distribute.ReduceOp.SUM, some) if some else []))
     return [None if value is None else next(sums) for value in values]
+
+
+def _shaped(value: Any, total: Any) -> Any:
+    """Return a sum with the shape that is known of a sparse addend."""
+    if isinstance(total, tf.IndexedSlices):
+        return tf.IndexedSlices(total.values, total.indices, value.dense_shape)
+    return total
+
+
+def kept(grad: Any) -> Any:
+    """Return a gradient that Grappler takes as it is: it would first multiply factor and rate, in one replica alone."""
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(kept(grad.values), grad.indices, grad.dense_shape)
+    return None if grad is None else tf.ensure_shape(grad, grad.shape)
+
+
+def in_all(flag: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call a function in all replicas if the flag holds, else in none; return an operation that does it.
+
+    What a replica knows alone is in ``args``: the function that all of them call is that of the first. It is not for
+    eager code.
+    """
+
+    def around(strategy: Any, flag: Any, *args: Any) -> Any:
+        def call() -> Any:
+            done = strategy.extended.call_for_each_replica(function, args=args)
+            return tf.group(*strategy.experimental_local_results(done))
+
+        first, *_ = strategy.experimental_local_results(flag)  # those of all replicas follow from the same sums
+        return tf.cond(first, call, tf.no_op)
+
+    # In a branch of its own a replica could not wait for the others.
+    return replica().merge_call(around, args=(flag, *args))
+
+
+def waits() -> bool:
+    """Whether replicas wait for each other where they change variables: all but those that XLA compiles for GPUs."""
+    return replica() is not None and not tf.__internal__.distribute.strategy_supports_no_merge_call()
