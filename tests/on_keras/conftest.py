@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
         message = f"tests/on_keras need --keras-backend and one of {', '.join(BACKENDS)}"
         raise pytest.UsageError(message)
     os.environ["KERAS_BACKEND"] = name
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the replicas of TensorFlow to the runs on it."""
+    others = config.getoption("--keras-backend") != "tensorflow"
+    return True if others and collection_path.name == "test_replicas.py" else None

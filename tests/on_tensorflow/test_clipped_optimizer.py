@@ -700,22 +700,3 @@ def test_refuses_a_variable_twice() -> None:
     w, optimizer = tf.Variable([1.0], name="w"), ClippedOptimizer(OPTIMIZERS["descent"](), RULES["clipped"])
     with pytest.raises(ValueError, match="w:0 occurs twice in grads_and_vars: give the sum of its gradients once"):
         optimizer.apply_gradients([(tf.constant([1.0]), w), (tf.constant([2.0]), w)])
-
-
-def test_refuses_a_strategy() -> None:
-    """Each replica has only its part of the gradients; what the error says to do instead clips their sum."""
-    inner = tf1.train.GradientDescentOptimizer(1.0)
-    optimizer = ClippedOptimizer(inner, RULES["clipped"])
-    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
-    with strategy.scope():
-        w = tf.Variable([1.0])
-    with pytest.raises(RuntimeError, match="skip_gradients_aggregation=True"):
-        strategy.run(lambda: optimizer.apply_gradients([(tf.constant([1.0]), w)]))
-
-    def by_hand() -> None:
-        grads = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, [tf.constant([7.0])])
-        clipped, _ = uc.clip(grads, RULES["clipped"])
-        inner.apply_gradients([(clipped[0], w)], skip_gradients_aggregation=True)
-
-    strategy.run(by_hand)
-    assert w.numpy() == 0.5

@@ -98,7 +98,7 @@ def in_all(flag: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
     def around(strategy: Any, flag: Any, *args: Any) -> Any:
         def call() -> Any:
             done = strategy.extended.call_for_each_replica(function, args=args)
-            return tf.group(*strategy.experimental_local_results(done))
+            return tf.group(*[one for one in strategy.experimental_local_results(done) if one is not None])
 
         first, *_ = strategy.experimental_local_results(flag)  # those of all replicas follow from the same sums
         return tf.cond(first, call, tf.no_op)
