@@ -77,7 +77,7 @@ def made(make: Callable[[], Any], rule: str, outer: Callable[[Any], Any]) -> tup
 def named(clipped: Any, variables: list[Any], count: Any) -> dict[str, Any]:
     """Return all variables: those of the rule and, in compiled code, the slots are not listed there."""
     slots = {f"{v.name} {name}": clipped.get_slot(v, name) for v in variables for name in clipped.get_slot_names()}
-    ((_, _, memory),) = clipped._memories.values() or [((), (), [])]
+    ((_, _, memory),) = clipped._memories.values() or [((), (), [])]  # the same in all threads
     return {"count": count, **{v.name: v for v in [*variables, *memory]}, **slots}
 
 
@@ -120,6 +120,10 @@ def in_two(strategy: Any, y: Any, *settings: Any, eager: bool = False) -> Traine
     for start in range(0, len(X), BATCH):
         scalars = run(*(tf.constant(array[start : start + BATCH]) for array in (X, IDS, y)))
         seen.append({name: [float(one) for one in local(strategy, value)] for name, value in scalars.items()})
+    if RULES[settings[1]].memory:
+        state = clipped.rule_state_dict()
+        clipped.load_rule_state_dict(state)
+        assert clipped.rule_state_dict() == state
     values = {
         name: [np.asarray(one) for one in local(strategy, variable)]
         for name, variable in named(clipped, variables, count).items()
@@ -192,9 +196,10 @@ def refusals(strategy: Any) -> None:
     optimizer.loss = 1.0
     with pytest.raises(ValueError, match=r"optimizer.loss was set outside of strategy.run, .* in the function"):
         strategy().run(lambda: optimizer.apply_gradients([(tf.constant([1.0]), w)]))
-    with tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0").scope():
-        with pytest.raises(ValueError, match=r"is not for CentralStorageStrategy: take MirroredStrategy, .*uc\.clip"):
-            optimizer.apply_gradients([(tf.constant([1.0]), w)])
+    central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+    message = r"is not for CentralStorageStrategy: take MirroredStrategy, .*uc\.clip"
+    with central.scope(), pytest.raises(ValueError, match=message):
+        optimizer.apply_gradients([(tf.constant([1.0]), w)])
 
 
 @cache

@@ -17,9 +17,9 @@ tf1 = tf.compat.v1
 
 
 def outermost_graph() -> Any:
-    """Return the graph that variables are made in; that of eager code is one, too."""
+    """Return the graph that variables are made in; ``None`` in eager code, where each thread would have another one."""
     with tf.init_scope():
-        return tf1.get_default_graph()
+        return None if tf.executing_eagerly() else tf1.get_default_graph()
 
 
 class Rows(NamedTuple):
