@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from keras.optimizers import SGD, Adam, LossScaleOptimizer
 import uniclip as uc
 from uniclip.integrations.keras import ClippedOptimizer, LogClipping
 
+PAGE = Path(__file__).parents[2] / "docs" / "use-it-with-keras.md"
 BATCH, STEPS = 8, 6
 RULES: dict[str, Any] = {
     "global": uc.by_global_norm(1.0),
@@ -186,8 +188,12 @@ def sums(strategy: Any) -> None:
     counts = [reductions(made, made.optimizer) for made in (ours, theirs)]
     assert counts[0] == counts[1] > 0, counts
     before = ours.get_weights()
-    grads = [tf.ones(variable.shape) for variable in ours.trainable_variables]
-    strategy().run(lambda: ours.optimizer.inner.apply(grads, ours.trainable_variables))
+
+    def alone() -> None:
+        grads = [tf.ones(variable.shape) for variable in ours.trainable_variables]
+        ours.optimizer.inner.apply(grads, ours.trainable_variables)
+
+    strategy().run(alone)
     for old, new in zip(before, ours.get_weights(), strict=True):
         np.testing.assert_allclose(old - new, 2.0, rtol=1e-5)
 
@@ -236,6 +242,15 @@ def other_sums(strategy: Any) -> None:
         strategy().run(lambda: made.optimizer.apply(grads, made.trainable_variables))
 
 
+def page() -> None:
+    """Run what the page shows, on two devices."""
+    (shown,) = re.findall("```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    names = {"keras": keras, "uc": uc, "ClippedOptimizer": ClippedOptimizer, "x": X[:8, :3], "y": 99 * Y[:8]}
+    names["strategy"] = TWO()  # a second strategy would use the same collectives
+    exec(shown.replace("tf.distribute.MirroredStrategy()", "strategy"), names)  # noqa: S102
+    assert float(names["optimizer"].scalars()["clip/share"]) == 1
+
+
 @cache
 def mirrored(*devices: str, collective: bool = True) -> Any:
     """Return a strategy; without collectives its steps can be in a loop, which they else cannot on CPUs."""
@@ -268,6 +283,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "a loop": partial(own_loop, TWO, clipped("skip_spikes")),
     "a loop, an absent gradient": partial(own_loop, TWO, clipped("zclip", lambda: SGD(0.01, 0.9)), absent=True),
     "sums": partial(sums, TWO),
+    "the page": page,
     "refusals": partial(refusals, TWO),
     "other sums": partial(other_sums, TWO),
 }
