@@ -247,10 +247,20 @@ def test_shards_beside_copies(scope: uc.Scope, count: int) -> None:
 
 
 def test_shards_need_all_reduce() -> None:
-    """Without all_reduce each device sees its own part only, so that the factors differ."""
+    """Without all_reduce each device would see its own part only: refused, unless a function says that they are apart."""
     spec = PartitionSpec("shards")
-    clip = jax.shard_map(lambda g: uc.clip_by_norm(g, 1.0), mesh=shards(), in_specs=spec, out_specs=spec)
-    np.testing.assert_allclose(clip(spread([3.0, 4.0])), [1.0, 1.0])
+
+    def clipped(**joins: Any) -> Any:
+        rule = uc.by_norm(1.0)
+        clip = jax.shard_map(lambda g: uc.clip(g, rule, **joins)[0], mesh=shards(), in_specs=spec, out_specs=spec)
+        return clip(spread([3.0, 4.0]))
+
+    with pytest.raises(
+        ValueError, match=r"all_reduce=None, but grads varies along the axis 'shards'.*all_reduce='shards'"
+    ):
+        clipped()
+    np.testing.assert_allclose(clipped(all_reduce="shards"), [0.6, 0.8])
+    np.testing.assert_allclose(clipped(all_reduce=lambda array, op: array), [1.0, 1.0])
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("shards"), PartitionSpec(None, "shards"), PartitionSpec()], ids=str)
