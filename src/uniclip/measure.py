@@ -165,7 +165,8 @@ def _times_root(ruler: Ruler, unit: Column, column: Column) -> Column:
     """Return the norms of totals in units."""
     norm, xp = ruler.norm, ruler.backend.xp
     totals = _typed(ruler, column.mapped(ruler.given.own)).arrays
-    return column.filled([u * norm.root(xp, t) for u, t in zip(unit.arrays, totals, strict=True)])
+    both = zip(unit.arrays, totals, strict=True)
+    return column.filled([u * norm.root(xp, ruler.backend.to_device_of(u, total)) for u, total in both])
 
 
 def _rescaled(rulers: list[Ruler], totals: list[Column]) -> list[Column]:

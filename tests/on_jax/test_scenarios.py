@@ -247,7 +247,7 @@ def test_shards_beside_copies(scope: uc.Scope, count: int) -> None:
 
 
 def test_shards_need_all_reduce() -> None:
-    """Without all_reduce each device would see its own part only: refused, unless a function says that they are apart."""
+    """Without all_reduce each device would see its own part only: refused, unless a function says that it may."""
     spec = PartitionSpec("shards")
 
     def clipped(**joins: Any) -> Any:

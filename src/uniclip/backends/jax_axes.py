@@ -60,7 +60,7 @@ def copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, pla
 
     def count(number: int, array: Array, copy: bool) -> int:  # noqa: FBT001
         axes = varying(array)
-        more = sorted(map(str, axes.difference(names)))
+        more = sorted(str(name) for name in axes.difference(names) if _size(name) > 1)
         if more:
             raise ValueError(_unnamed(names, more, place(number)))
         return math.prod(size for name, size in sizes.items() if copy or (name not in axes and name not in unknown))
