@@ -28,7 +28,7 @@ class Together:
         self.rank, self.size, self.file = rank, size, Path(file)
         distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=SECONDS)  # that of the groups of meshes
         wait = timedelta(seconds=10 * SECONDS)
-        self._store = distributed.FileStore(str(self.file.parent / "agreed"), size)
+        self._store = distributed.FileStore(str(self.file.parent / f"agreed-{size}"), size)
         self._store.set_timeout(wait)
         self._groups = 0
         self.begin()
@@ -37,7 +37,7 @@ class Together:
         """Make a process group."""
         distributed.init_process_group(
             "gloo",
-            init_method=f"file://{self.file.parent}/init-{self._groups}",
+            init_method=f"file://{self.file.parent}/init-{self.size}-{self._groups}",
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=SECONDS),
@@ -48,8 +48,13 @@ class Together:
         """Leave the process group."""
         distributed.destroy_process_group()
 
-    def run(self, checks: Mapping[str, Callable[[], Any]], again: Callable[[], None] = lambda: None) -> None:
-        """Run every check, and write what went wrong; after a failure, ``again`` in a group that is new."""
+    def run(
+        self, checks: Mapping[str, Callable[[], Any]], again: Callable[[], None] = lambda: None, *, fresh: bool = False
+    ) -> None:
+        """Run every check, and write what went wrong; after a failure, ``again`` in a group that is new.
+
+        With ``fresh`` each check has a group of its own.
+        """
         failures: dict[str, str] = {}
         hangs = 0
         for number, (title, check) in enumerate(checks.items()):
@@ -67,7 +72,7 @@ class Together:
             hangs += any(state[1] == "1" for state in states)
             faulthandler.cancel_dump_traceback_later()
             self.file.write_text(json.dumps(failures))
-            if any(state[0] == "1" for state in states):
+            if fresh or any(state[0] == "1" for state in states):
                 self.end()
                 self.begin()
                 again()

@@ -10,6 +10,17 @@ with needs("PyTorch", "torch"):
         clip_grads_with_norm_,
         get_total_norm,
     )
+    from uniclip.integrations.torch.layout import check_layout
+    from uniclip.integrations.torch.layout_report import LayoutCheck
     from uniclip.integrations.torch.optimizer import Attached, attach
 
-__all__ = ["Attached", "attach", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
+__all__ = [
+    "Attached",
+    "LayoutCheck",
+    "attach",
+    "check_layout",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+]

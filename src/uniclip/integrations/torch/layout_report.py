@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: MIT
+"""What `check_layout` has found, and how it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_SHOWN = 20
+"""So many leaves are printed; the wrong ones come first."""
+
+NOT_AVERAGED = "not averaged"
+UNCLEAR = "part, or not averaged"
+
+
+class Leaf(NamedTuple):
+    """A leaf, or a part of one, as it lies in the processes."""
+
+    name: str
+    shape: tuple[int, ...]
+    processes: tuple[int, ...]
+    """Those that hold it."""
+    kind: str
+    """``"whole"``, ``"distributed"`` (a DTensor), ``"copy"``, ``"part"``, ``"copy of a part"``, ``"not averaged"``, or
+    ``"part, or not averaged"`` where that cannot be told."""
+    counts: tuple[int, ...]
+    """How often it counts in the norms that it belongs to: once is right; different numbers in different processes."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it counts once everywhere."""
+        return set(self.counts) <= {1} and self.kind not in {NOT_AVERAGED, UNCLEAR}
+
+
+class Difference(NamedTuple):
+    """A number that a process finds and one process would not."""
+
+    what: str
+    found: float
+    wanted: float
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """What `check_layout` returns; printed, it is a table with what to do.
+
+    Attributes
+    ----------
+    ok : bool
+        Whether norms and factors are those of one process, and each leaf counts once.
+    rule : str
+        The rule.
+    norm : float or None
+        The joint norm that one process would find, in float64; ``None`` for a rule with several norms or none.
+    norms : tuple of float or None
+        The joint norm that each process has found.
+    leaves : tuple
+        Of each leaf, or part of one, its name, shape, the processes that hold it, what it is taken for, and how often
+        it counts.
+    problems : tuple of str
+        What is wrong, and what to do.
+    """
+
+    ok: bool
+    rule: str
+    norm: float | None
+    norms: tuple[float | None, ...]
+    leaves: tuple[Leaf, ...]
+    problems: tuple[str, ...]
+
+    def raise_if_wrong(self) -> None:
+        """Raise what is printed, if something is wrong.
+
+        Raises
+        ------
+        ValueError
+            If not `ok`.
+        """
+        if not self.ok:
+            raise ValueError(str(self))
+
+    def __str__(self) -> str:
+        """Return a table of the leaves, the norms, and what to do."""
+        verdict = "as in one process" if self.ok else "NOT as in one process"
+        count = len(self.norms)
+        lines = [f"{self.rule} on {count} {'process' if count == 1 else 'processes'}: {verdict}"]
+        if self.norm is not None:
+            lines.append(_norms(self.norm, self.norms))
+        ordered = sorted(self.leaves, key=lambda leaf: leaf.ok)
+        rows = [(leaf.name, shape(leaf), ranks(leaf.processes), leaf.kind, often(leaf)) for leaf in ordered[:_SHOWN]]
+        lines += ["", *_table([("leaf", "shape", "processes", "taken for", "counts"), *rows])]
+        if len(ordered) > _SHOWN:
+            lines += [f"and {len(ordered) - _SHOWN} more"]
+        return "\n".join([*lines, *([""] if self.problems else []), *(f"- {problem}" for problem in self.problems)])
+
+
+def problems_of(
+    leaves: Sequence[Leaf],
+    *,
+    joined: bool,
+    differences: Iterable[tuple[int, Difference]],
+    refused: Sequence[tuple[int, str]],
+    unknown: Sequence[str],
+) -> list[str]:
+    """Return what is wrong, and what to do; if all leaves count once, which numbers differ all the same."""
+    found = []
+    if refused:
+        found.append(f"the step is refused in {processes([rank for rank, _ in refused])}: {refused[0][1]}")
+    absent = [leaf for leaf in leaves if 0 in leaf.counts]
+    if absent:
+        fix = (
+            "the group of all_reduce has to reach the processes that hold them"
+            if joined
+            else "give all_reduce= the process group, or the dimension of the mesh, whose processes hold them"
+        )
+        found.append(f"{names(absent)} count not at all in some processes: {fix}")
+    twice = [leaf for leaf in leaves if max(leaf.counts, default=1) > 1 and leaf.kind != NOT_AVERAGED]
+    if twice:
+        fix = "mark copies by shared=lambda path, leaf: ..., or give all_reduce= a group that has each of them once"
+        found.append(f"{names(twice)} count several times: {fix}")
+    addends = [leaf for leaf in leaves if leaf.kind == NOT_AVERAGED]
+    if addends:
+        why = "the parameters are the same in several processes, and the gradients are not"
+        fix = "average the gradients over these processes before the step, as DistributedDataParallel does"
+        found.append(f"{names(addends)}: {why}: {fix}")
+    unclear = [leaf for leaf in leaves if leaf.kind == UNCLEAR]
+    if unclear:
+        why = "differ between processes, and the parameters, which are constant, do not tell whether these are parts"
+        found.append(f"the gradients {names(unclear)} {why} or were never averaged: check after some steps")
+    found += [] if found else _differing(differences)
+    if unknown:
+        found.append(f"norms along axes of plain parts cannot be checked: {', '.join(unknown[:3])}")
+    return found
+
+
+def _differing(differences: Iterable[tuple[int, Difference]]) -> list[str]:
+    """Return which numbers are not those of one process, the first ones."""
+    found: dict[str, list[tuple[int, Difference]]] = {}
+    for rank, one in differences:
+        found.setdefault(one.what, []).append((rank, one))
+    return [
+        f"{what} is {some[0][1].found:.6g} in {processes([rank for rank, _ in some])}, and would be {some[0][1].wanted:.6g} in one process"
+        for what, some in list(found.items())[:5]
+    ]
+
+
+def processes(numbers: Sequence[int]) -> str:
+    """Return the names of processes."""
+    return f"{'process' if len(numbers) == 1 else 'processes'} {ranks(numbers)}"
+
+
+def names(leaves: Sequence[Leaf]) -> str:
+    """Return the names of some leaves."""
+    every = list(dict.fromkeys(leaf.name for leaf in leaves))
+    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")  # noqa: PLR2004 - some
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """Return the numbers of processes, ``0-3`` for ``0, 1, 2, 3``."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+
+
+def shape(leaf: Leaf) -> str:
+    """Return the shape of a leaf."""
+    return "x".join(map(str, leaf.shape)) or "0-d"
+
+
+def often(leaf: Leaf) -> str:
+    """Return how often a leaf counts."""
+    words = {0: "not at all", 1: "once", 2: "twice"}
+    return " or ".join(words.get(count, f"{count} times") for count in sorted(set(leaf.counts))) or "-"
+
+
+def _norms(wanted: float, found: Sequence[float | None]) -> str:
+    """Return the norm that one process would find, and those that processes have found."""
+    where: dict[float | None, list[int]] = {}
+    for rank, norm in enumerate(found):
+        where.setdefault(norm, []).append(rank)
+    seen = [f"{'none' if norm is None else f'{norm:.6g}'} in {processes(here)}" for norm, here in where.items()]
+    return f"norm: {wanted:.6g} in one process; {', '.join(seen)}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
