@@ -41,6 +41,7 @@ class OneProcess:
 
     def __init__(self, *, empty: bool = False) -> None:
         self.rank, self.empty = distributed.get_rank(), empty
+        self.placements: dict[str, Any] = {}
         self.net: Any = self.made()
 
     def made(self) -> Any:
@@ -103,7 +104,7 @@ class OneProcess:
         if not isinstance(p, DTensor):
             return self.alone(name) and self.rank == ABSENT
         where = (p.device_mesh.mesh == ABSENT).nonzero()
-        split = [n for n, placement in enumerate(p.placements) if not placement.is_replicate()]
+        split = [n for n, placement in enumerate(self.placements[name]) if hasattr(placement, "dim")]
         here = p.device_mesh.get_coordinate()
         return len(where) > 0 and bool(split) and all(here[n] == where[0, n] for n in split)
 
@@ -113,6 +114,8 @@ class OneProcess:
 
     def drop(self) -> None:
         """Leave a process without gradients."""
+        grads = {name: p.grad for name, p in self.named().items()}
+        self.placements |= {name: grad.placements for name, grad in grads.items() if isinstance(grad, DTensor)}
         for name, p in self.named().items():
             if self.absent(name, p):
                 p.grad = None

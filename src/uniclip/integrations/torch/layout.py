@@ -165,11 +165,7 @@ def _as_it_runs(optimizer: Any, rule: Any, all_reduce: Any, shared: Any) -> Foun
             {"params": list(zip(group["param_names"], copies, strict=True)) if "param_names" in group else copies}
         )
     still = _Still(groups, {})
-    handle, refusal = _tried(
-        lambda: attach(
-            still, rule, **{n: v for n, v in (("all_reduce", all_reduce), ("shared", shared)) if v is not None}
-        )
-    )
+    handle, refusal = _tried(lambda: attach(still, rule, all_reduce, shared))
     if any(gathered(refusal)):  # one that is refused takes no step, and the others would wait for it
         return {}, refusal
     _, refusal = _tried(still.step)
