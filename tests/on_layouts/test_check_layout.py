@@ -62,7 +62,7 @@ def found(check: LayoutCheck) -> dict[str, tuple[str, set[int]]]:
     every: list[Any] = [None] * size()
     distributed.all_gather_object(every, (check.ok, check.norm, check.norms, check.leaves, check.problems, str(check)))
     assert all(one == every[0] for one in every)
-    return {leaf.name: (leaf.kind, set(leaf.counts)) for leaf in check.leaves}
+    return {leaf.name: (leaf.kind, leaf.counted) for leaf in check.leaves}
 
 
 def norm_of(*seeds: int) -> float:
@@ -72,7 +72,7 @@ def norm_of(*seeds: int) -> float:
 
 @check
 def copies() -> None:
-    """Copies are right as they are, and nothing is changed by looking."""
+    """Find copies right as they are, and change nothing."""
     opt = optimizer(a=(1, 2), b=(3, 4))
     before = [(p.detach().clone(), p.grad.clone()) for p in opt.param_groups[0]["params"]]
     seen = check_layout(opt, GLOBAL)
@@ -91,7 +91,7 @@ def copies() -> None:
 
 @check
 def stages_apart() -> None:
-    """A pipeline without all_reduce finds norms of stages, and is told which leaves are missing."""
+    """Tell a pipeline without all_reduce which leaves are missing."""
     opt = optimizer(**{f"layer{rank()}": (rank(), 10 + rank())})
     seen = check_layout(opt, GLOBAL)
     assert not seen.ok
@@ -106,7 +106,7 @@ def stages_apart() -> None:
 
 @check
 def stages_apart_by_leaf() -> None:
-    """A rule of each leaf needs nothing there."""
+    """Find a rule of each leaf right there."""
     opt = optimizer(**{f"layer{rank()}": (rank(), 10 + rank())})
     seen = check_layout(opt, LEAF)
     assert seen.ok, seen
@@ -115,7 +115,7 @@ def stages_apart_by_leaf() -> None:
 
 @check
 def stages_joined() -> None:
-    """A pipeline is right with all_reduce."""
+    """Find a pipeline right with all_reduce."""
     opt = optimizer(**{f"layer{rank()}": (rank(), 10 + rank())})
     seen = check_layout(opt, GLOBAL, distributed.group.WORLD)
     assert seen.ok, seen
@@ -124,7 +124,7 @@ def stages_joined() -> None:
 
 @check
 def copies_counted_twice() -> None:
-    """Copies beside parts are named, where nobody says that they are copies."""
+    """Name copies beside parts, where nobody says that they are copies."""
     opt = optimizer(copied=(1, 2), **{f"expert{rank()}": (10 + rank(), 20 + rank())})
     world = distributed.group.WORLD
     seen = check_layout(opt, GLOBAL, world)
@@ -140,7 +140,7 @@ def copies_counted_twice() -> None:
 
 @check
 def parts() -> None:
-    """Parts of one leaf are told from copies by their parameters."""
+    """Tell parts of one leaf from copies by their parameters."""
     opt = optimizer(a=(rank(), 10 + rank()), zeros=(None, 30 + rank()))
     seen = check_layout(opt, GLOBAL)
     assert not seen.ok
@@ -157,7 +157,7 @@ def parts() -> None:
 
 @check
 def addends() -> None:
-    """Gradients that were never averaged are told by their parameters, and constant ones by the others."""
+    """Tell gradients that were never averaged by their parameters, and those of constant ones by the others."""
     seen = check_layout(optimizer(a=(1, 10 + rank()), zeros=(None, 30 + rank())), GLOBAL)
     assert not seen.ok
     assert {kind for kind, _ in found(seen).values()} == {"not averaged"}
@@ -166,7 +166,7 @@ def addends() -> None:
 
 @check
 def another_group() -> None:
-    """A group that has several copies of each part counts them several times, one that has each once does not."""
+    """Count the copies of a part, and find a group right that has each once."""
     if size() == 2:
         return
     part, groups = rank() % 2, [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -181,7 +181,7 @@ def another_group() -> None:
 
 @check
 def no_gradients() -> None:
-    """Where there are no gradients, there is nothing to look at; where one process has none, there is."""
+    """Refuse to look where there are no gradients at all."""
     with pytest.raises(ValueError, match="after backward"):
         check_layout(optimizer(a=(1, None)), GLOBAL)
     seen = check_layout(optimizer(**{f"layer{rank()}": (rank(), 10 + rank() if rank() else None)}), GLOBAL)
@@ -191,7 +191,7 @@ def no_gradients() -> None:
 
 @check
 def several_rules() -> None:
-    """A chain, a mask and a rule without norms."""
+    """Look into chains and masks."""
     opt = optimizer(a=(1, 2), **{f"layer{rank()}": (rank(), 10 + rank())})
     assert not check_layout(opt, uc.chain(uc.by_value(-1, 1), GLOBAL)).ok
     assert check_layout(opt, uc.chain(uc.by_value(-1, 1), LEAF)).ok
@@ -203,7 +203,7 @@ def several_rules() -> None:
 
 @check
 def rules_that_refuse() -> None:
-    """What a rule refuses is said, in all processes."""
+    """Say what a rule refuses, in all processes."""
     opt = optimizer(**{f"layer{rank()}": (rank(), 10 + rank())})
     opt.param_groups[0]["params"][0]._fsdp_flattened = rank() == 0
     seen = check_layout(opt, GLOBAL)
@@ -214,7 +214,7 @@ def rules_that_refuse() -> None:
 
 @check
 def numbers() -> None:
-    """The layouts that need numbers of several dtypes are compared, too, and sparse gradients."""
+    """Compare half precision and sparse gradients, too."""
     p = torch.nn.Parameter(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))
     p.grad = torch.randn(4, 2, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     embedding = torch.nn.Embedding(5, 2, sparse=True)

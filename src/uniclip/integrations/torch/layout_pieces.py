@@ -134,8 +134,8 @@ def _kind(copies: list[Held], classes: int, *, constant: bool) -> str:
 
 def counts_of(
     pieces: list[Piece], every: list[list[Held]], grads: Any, all_reduce: Any, shared: Any
-) -> list[list[int]]:
-    """Return how often each piece counts, in all processes that have a norm it belongs to."""
+) -> list[list[int | None]]:
+    """Return how often each piece counts in each process, ``None`` if that has no norm it belongs to."""
     rank = own_rank()
     here = [rank in piece.processes for piece in pieces]
     copies = [
@@ -153,7 +153,9 @@ def counts_of(
     def belongs(piece: Piece, rank: int) -> bool:
         return any([key == "all" or (key is not None and key in keys[rank]) for key in piece.held.keys])
 
-    return [[found[r][n] for r in range(len(found)) if belongs(piece, r)] for n, piece in enumerate(pieces)]
+    return [
+        [some[n] if belongs(piece, rank) else None for rank, some in enumerate(found)] for n, piece in enumerate(pieces)
+    ]
 
 
 def _joined(array: Any, all_reduce: Any) -> Any:

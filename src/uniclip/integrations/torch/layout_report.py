@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,13 +25,18 @@ class Leaf(NamedTuple):
     kind: str
     """``"whole"``, ``"distributed"`` (a DTensor), ``"copy"``, ``"part"``, ``"copy of a part"``, ``"not averaged"``, or
     ``"part, or not averaged"`` where that cannot be told."""
-    counts: tuple[int, ...]
-    """How often it counts in the norms that it belongs to: once is right; different numbers in different processes."""
+    counts: tuple[int | None, ...]
+    """How often it counts in each process: once is right; ``None`` where no norm is one that it belongs to."""
+
+    @property
+    def counted(self) -> set[int]:
+        """How often it counts, wherever it does."""
+        return {count for count in self.counts if count is not None}
 
     @property
     def ok(self) -> bool:
         """Whether it counts once everywhere."""
-        return set(self.counts) <= {1} and self.kind not in {NOT_AVERAGED, UNCLEAR}
+        return self.counted <= {1} and self.kind not in {NOT_AVERAGED, UNCLEAR}
 
 
 class Difference(NamedTuple):
@@ -92,7 +98,8 @@ class LayoutCheck:
         lines += ["", *_table([("leaf", "shape", "processes", "taken for", "counts"), *rows])]
         if len(ordered) > _SHOWN:
             lines += [f"and {len(ordered) - _SHOWN} more"]
-        return "\n".join([*lines, *([""] if self.problems else []), *(f"- {problem}" for problem in self.problems)])
+        notes = [textwrap.fill(one, 100, initial_indent="- ", subsequent_indent="  ") for one in self.problems]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
 def problems_of(
@@ -107,7 +114,7 @@ def problems_of(
     found = []
     if refused:
         found.append(f"the step is refused in {processes([rank for rank, _ in refused])}: {refused[0][1]}")
-    absent = [leaf for leaf in leaves if 0 in leaf.counts]
+    absent = [leaf for leaf in leaves if 0 in leaf.counted]
     if absent:
         fix = (
             "the group of all_reduce has to reach the processes that hold them"
@@ -115,7 +122,7 @@ def problems_of(
             else "give all_reduce= the process group, or the dimension of the mesh, whose processes hold them"
         )
         found.append(f"{names(absent)} count not at all in some processes: {fix}")
-    twice = [leaf for leaf in leaves if max(leaf.counts, default=1) > 1 and leaf.kind != NOT_AVERAGED]
+    twice = [leaf for leaf in leaves if max(leaf.counted, default=1) > 1 and leaf.kind != NOT_AVERAGED]
     if twice:
         fix = "mark copies by shared=lambda path, leaf: ..., or give all_reduce= a group that has each of them once"
         found.append(f"{names(twice)} count several times: {fix}")
@@ -139,10 +146,11 @@ def _differing(differences: Iterable[tuple[int, Difference]]) -> list[str]:
     found: dict[str, list[tuple[int, Difference]]] = {}
     for rank, one in differences:
         found.setdefault(one.what, []).append((rank, one))
-    return [
-        f"{what} is {some[0][1].found:.6g} in {processes([rank for rank, _ in some])}, and would be {some[0][1].wanted:.6g} in one process"
-        for what, some in list(found.items())[:5]
-    ]
+    problems = []
+    for what, some in list(found.items())[:5]:
+        here, one = [rank for rank, _ in some], some[0][1]
+        problems.append(f"{what} is {one.found:.6g} in {processes(here)}, and would be {one.wanted:.6g} in one process")
+    return problems
 
 
 def processes(numbers: Sequence[int]) -> str:
@@ -173,9 +181,14 @@ def shape(leaf: Leaf) -> str:
 
 
 def often(leaf: Leaf) -> str:
-    """Return how often a leaf counts."""
+    """Return how often a leaf counts, and where if that differs."""
     words = {0: "not at all", 1: "once", 2: "twice"}
-    return " or ".join(words.get(count, f"{count} times") for count in sorted(set(leaf.counts))) or "-"
+    found = sorted(leaf.counted, reverse=True)
+    where = {count: [rank for rank, here in enumerate(leaf.counts) if here == count] for count in found}
+    some = [
+        words.get(count, f"{count} times") + (f" in {ranks(where[count])}" if len(found) > 1 else "") for count in found
+    ]
+    return ", ".join(some) or "-"
 
 
 def _norms(wanted: float, found: Sequence[float | None]) -> str:
