@@ -14,7 +14,7 @@ from torch import nn
 import uniclip as uc
 from uniclip.tree import flatten
 
-PROCESSES, STEPS, SPIKE = 4, 5, 3
+PROCESSES, STEPS, SPIKE = 4, 4, 3
 TOKENS, WIDTH, LENGTH = 12, 8, 4
 BAD = {"NaN": math.nan, "inf": math.inf}
 SPOILT = {"": "down.weight", "list": "experts.3.weight", "stacked": "experts"}
@@ -75,12 +75,12 @@ def loss_of(scores: Any, wanted: Any, step: int) -> Any:
 
 def told(loss: Any, step: int, shares: Any = range(PROCESSES)) -> Any:
     """Return the loss that a rule is told: once, that of one share is a spike."""
-    return loss.detach() + (50.0 * (1 in shares) / len(shares) if step == SPIKE else 0.0)
+    return loss.detach() + (400.0 * (1 in shares) / len(shares) if step == SPIKE else 0.0)
 
 
 def bad_step(rule: str, case: str) -> int | None:
     """Return the step whose gradients are not finite: the last one, where that spoils the weights."""
-    return None if case not in BAD else 1 if rule in {"skip", "spikes"} else STEPS - 1
+    return None if case not in BAD else 1 if RULES[rule].rule.nonfinite == "skip" else STEPS - 1
 
 
 class Seen(NamedTuple):

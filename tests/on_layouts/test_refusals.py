@@ -122,18 +122,6 @@ def not_finite(wrong: bool) -> None:
 
 
 @refusal
-def a_gradient_goes_missing(wrong: bool) -> None:
-    """Refuse fewer leaves than a rule remembers."""
-    named = parameters("a", "b")
-    optimizer = torch.optim.SGD(named, lr=0.1)
-    attach(optimizer, uc.adagc(), all_reduce=world())
-    optimizer.step()
-    if wrong:
-        named[0][1].grad = None
-    optimizer.step()
-
-
-@refusal
 def a_drop_in_by_another_limit(wrong: bool) -> None:
     """Refuse a negative limit."""
     clip_grad_norm_([p for _, p in parameters("a")], -1.0 if wrong else 1.0, all_reduce=world())

@@ -9,10 +9,11 @@ import os
 import sys
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
+import in_processes
 import pytest
 import torch
-from in_processes import failures_in
 from on_layouts.cases import LAYOUTS, RULES, combinations
 from on_layouts.models import (
     BAD,
@@ -33,6 +34,8 @@ from torch import distributed
 from uniclip.integrations.torch import attach
 
 CLOSE = 1e-6
+SECONDS = 900
+"""How long the whole table may take, on a busy machine too; on two cores of its own it takes less than four minutes."""
 
 
 def attached(layout: Any, rule: str, case: str) -> Seen:
@@ -144,7 +147,8 @@ def main(number: str, file: str) -> None:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """Run the processes, and return what went wrong in each."""
-    return failures_in(tmp_path_factory, __file__, [[str(number)] for number in range(PROCESSES)])
+    with mock.patch.object(in_processes, "LIMIT", SECONDS):
+        return in_processes.failures_in(tmp_path_factory, __file__, [[str(number)] for number in range(PROCESSES)])
 
 
 @pytest.mark.parametrize("title", TITLES)
