@@ -213,6 +213,28 @@ def rules_that_refuse() -> None:
 
 
 @check
+def another_rule() -> None:
+    """Say that processes have different rules, in all of them."""
+    opt = optimizer(**{f"layer{rank()}": (rank(), 10 + rank())})
+    seen = check_layout(opt, uc.by_global_norm(1.0 + rank()), distributed.new_group())
+    assert not seen.ok
+    assert "use different rules" in " ".join(str(seen).split())
+
+
+@check
+def an_inner_optimizer() -> None:
+    """Say that the optimizer inside of another is refused."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    made = optimizer(a=(1, 2), b=(3, 4), c=(5, 6), d=(7, 8)).param_groups[0]["params"]
+    zero = ZeroRedundancyOptimizer(made, optimizer_class=torch.optim.SGD, lr=0.1)
+    assert check_layout(zero, GLOBAL).ok
+    seen = check_layout(zero.optim, GLOBAL)
+    assert not seen.ok
+    assert "attach to the outer one" in " ".join(str(seen).split())
+
+
+@check
 def numbers() -> None:
     """Compare half precision and sparse gradients, too."""
     p = torch.nn.Parameter(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16))

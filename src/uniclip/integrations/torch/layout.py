@@ -23,7 +23,7 @@ from uniclip.integrations.torch.layout_report import (
     problems_of,
 )
 from uniclip.integrations.torch.optimizer import attach
-from uniclip.integrations.torch.processes import several
+from uniclip.integrations.torch.processes import refuse_inner, several
 from uniclip.rules import AnyRule
 from uniclip.scopes import Path
 from uniclip.tree import flatten, place
@@ -165,7 +165,12 @@ def _as_it_runs(optimizer: Any, rule: Any, all_reduce: Any, shared: Any) -> Foun
             {"params": list(zip(group["param_names"], copies, strict=True)) if "param_names" in group else copies}
         )
     still = _Still(groups, {})
-    handle, refusal = _tried(lambda: attach(still, rule, all_reduce, shared))
+
+    def attached() -> Any:
+        refuse_inner(optimizer)
+        return attach(still, rule, all_reduce, shared)
+
+    handle, refusal = _tried(attached)
     if any(gathered(refusal)):  # one that is refused takes no step, and the others would wait for it
         return {}, refusal
     _, refusal = _tried(still.step)
@@ -185,7 +190,7 @@ def _tried(run: Callable[[], Any]) -> Any:
     """Return what a function returns, and what it raises."""
     try:
         return run(), None
-    except (ValueError, TypeError, FloatingPointError) as error:
+    except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:  # the last where another process failed
         return {}, f"{type(error).__name__}: {error}"
 
 
