@@ -177,6 +177,20 @@ def an_optimizer_without_hooks(wrong: bool) -> None:
     raise TypeError
 
 
+@refusal
+def another_limit_later(wrong: bool) -> None:
+    """Refuse another limit, too, where the processes have agreed on a rule of its kind before."""
+    stepped(uc.by_global_norm(1.0), "a")
+    stepped(uc.by_global_norm(2.0 if wrong else 1.0), "a")
+
+
+@refusal
+def another_rule_later(wrong: bool) -> None:
+    """Refuse another rule, too, where one process has agreed on its own before."""
+    stepped(GLOBAL, "a")
+    stepped(LEAF if wrong else GLOBAL, "a")
+
+
 def refused(function: Callable[[bool], Any]) -> None:
     """Assert that both processes raise, by errors of uniclip's: one that waits in vain gets another one."""
     with pytest.raises((ValueError, TypeError, FloatingPointError, RuntimeError)) as caught:
