@@ -94,11 +94,12 @@ def same_bits(found: Seen) -> None:
     bits = [{path: norm.numpy().tobytes() for path, norm in norms.items()} for norms in found.norms]
     every: list[Any] = [None] * PROCESSES
     distributed.all_gather_object(every, (found.flags, bits))
-    for flags, others in every:
+    for flags, norms in every:
         assert flags == found.flags
-        for mine, theirs in zip(bits, others, strict=True):
+        for mine, theirs in zip(bits, norms, strict=True):
             shared = mine.keys() & theirs.keys()
-            assert {path: mine[path] for path in shared} == {path: theirs[path] for path in shared}
+            others = [path for path in shared if mine[path] != theirs[path]]
+            assert not others, f"other bits in another process: norms of {others}"
 
 
 def sane() -> None:
