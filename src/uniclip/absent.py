@@ -42,8 +42,10 @@ class Filled(NamedTuple):
         return tree.rebuild([None if number in self.gaps else leaf for number, leaf in enumerate(tree.leaves)])
 
 
-def filled(scope: Scope, grads: Any, params: Any, state: Any) -> Filled:
+def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = False) -> Filled:
     """Put arrays without entries in the place of absent gradients.
+
+    It is ``known`` of what framework they are where a process has neither gradients nor parameters.
 
     Raises
     ------
@@ -55,11 +57,13 @@ def filled(scope: Scope, grads: Any, params: Any, state: Any) -> Filled:
     nothing = len(gaps) == len(tree.leaves)
     if not gaps and not nothing:
         return Filled(tree.rebuild(tree.leaves))
+    if known and not tree.leaves and not flatten(params, "params").leaves:
+        return Filled(tree.rebuild([]))
     if params is not None:
         params = flatten(params, "params")
-        known = dict(zip(params.paths(), params.leaves, strict=True))
+        by_path = dict(zip(params.paths(), params.leaves, strict=True))
         paths = tree.paths()
-        leaves = {number: _like(scope, known[paths[number]]) for number in gaps if paths[number] in known}
+        leaves = {number: _like(scope, by_path[paths[number]]) for number in gaps if paths[number] in by_path}
         if nothing and not leaves and params.leaves:  # a list of the gradients that there are, say
             every = [_like(scope, leaf) for leaf in params.leaves]
             return Filled(params.rebuild(every), frozenset(map(id, every)), tree.rebuild(tree.leaves))

@@ -8,15 +8,18 @@ sums are added; leaves of different labels are whole where they are. All of it i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 
 from uniclip._checks import all_reduce_fits, check
 from uniclip._repr import holds_arrays, short, stable
-from uniclip.backends import backend_of
+from uniclip.backends import backend_by, backend_of
 from uniclip.layout import Layout, Opened
+from uniclip.limits import Constant
 from uniclip.processes import Joining, Joint, Op, Reduce, Rows
 from uniclip.scale import Choices
 from uniclip.scopes import everything
@@ -58,30 +61,39 @@ def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any) -> J
             raise TypeError(msg)
         return Joint(given, reduce, None, copies)
     labelled = rule.scope.label is not everything or shared is not None
-    kind = type(rule.limit), rule.norm, rule.curve, rule.nonfinite
-    key = (said, given.tree.spec if labelled else None, kind)
+    limit = Constant if type(rule.limit) is Constant else rule.limit  # that of a schedule is another at each step
+    key = (said, given.tree.spec if labelled else None, id(limit), rule.norm, rule.curve, rule.nonfinite)
     known = rule.scope.agreed
     if known.get(key) is None or given.tree.spec is None:
         if len(known) >= _KEPT:
             known.clear()
         known[key] = None  # asked: an error from here on is one of all processes
-        known[key] = _agreed(rule, given, layout, reduce, shared)
-    return Joint(given, reduce, *known[key])
+        known[key] = _agreed(rule, given, layout, reduce, shared), limit  # which keeps its id
+    return Joint(given, reduce, *known[key][0])
 
 
-def tell_failure(scope: Any, all_reduce: Any, *trees: Any) -> None:
-    """Let the other processes of a first step fail, too: they would wait for this one."""
+@contextmanager
+def telling(scope: Any, all_reduce: Any, *trees: Any) -> Iterator[None]:
+    """Let the other processes of a first step fail, too, if this one does: they would wait for it."""
+    try:
+        yield
+    except Exception:
+        if all_reduce is not None:
+            _tell(scope, all_reduce, *trees)
+        raise
+
+
+def _tell(scope: Any, all_reduce: Any, *trees: Any) -> None:
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
-    leaves = [leaf for tree in trees for leaf in flatten(tree).leaves if backend_of(leaf) is not None]
-    if (
-        not leaves
-        or not all_reduce_fits(said.all_reduce)
-        or any(key[0].all_reduce is said.all_reduce for key in scope.agreed)
-    ):
+    asked = any(key[0].all_reduce is said.all_reduce for key in scope.agreed)
+    if asked or not all_reduce_fits(said.all_reduce):
         return
-    backend: Any = backend_of(leaves[0])
-    if not backend.traced(leaves[0]):
-        _words(_over(Opened(backend, flatten(leaves), leaves), backend.reducer(said.all_reduce)), "", "", failed=True)
+    leaves = [leaf for tree in trees for leaf in optree.tree_leaves(tree) if backend_of(leaf) is not None]
+    backend = backend_of(leaves[0]) if leaves else backend_by(said.all_reduce)
+    if backend is not None and not (leaves and backend.traced(leaves[0])):
+        scope.agreed[(said, None)] = None
+        given = Opened(backend, flatten([]), leaves[:1])
+        _words(_over(given, backend.reducer(said.all_reduce)), "", "", failed=True)
 
 
 def _shared(given: Opened, shared: Callable[..., Any]) -> list[bool]:
@@ -108,8 +120,9 @@ def _agreed(rule: Choices, given: Opened, layout: Layout, reduce: Reduce, shared
     paths = [stable(place("", path)) for path in given.tree.paths()] if shared is not None else []
     copied = [path for path, one in zip(paths, shared or (), strict=True) if one]
     counts = dict(zip(labels, _counts(given, layout), strict=True))
-    same = _words(over, stable(repr(rule)), repr((sorted(counts.items()), sorted(copied))), rule=rule)
-    if same and not copied:
+    text = f"{stable(repr(rule))} {shared is not None} {'' if rule.scope.label is None else layout.dtypes[:1]}"
+    same = _words(over, text, repr((sorted(counts.items()), sorted(copied))), rule=rule)
+    if same and shared is None:
         return Agreed(None, None)
     if same:
         count = round(float(over(np.ones(1), "sum")[0]))
@@ -124,7 +137,7 @@ def _agreed(rule: Choices, given: Opened, layout: Layout, reduce: Reduce, shared
     else:
         order = [labels[group] for block in layout.blocks if not block.kept for group in block.groups]
         rows = _rows([table.places[label] for label in order], sorted(table.flat))
-    if not copied:
+    if shared is None:
         return Agreed(rows, None)
     holders = (
         _table(over, dict.fromkeys(copied, 0), dict.fromkeys(copied, ""), set()).holders if joins else table.holders
@@ -176,8 +189,8 @@ def _words(over: Any, rule_text: str, labels: str, *, rule: Any = None, failed: 
     alike = (got[:half] == _TOP - got[half:-1]).reshape(2, -1).all(axis=1)
     if not alike[0]:
         msg = (
-            f"the processes that all_reduce joins use different rules, and this one {short(rule)}: use one rule in all "
-            "of them"
+            f"the processes that all_reduce joins use different rules, shared= in some only, or norms of two dtypes, "
+            f"and this one {short(rule)}: use one rule in all of them"
         )
         raise ValueError(msg)
     return bool(alike[1])

@@ -234,11 +234,12 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
         for n, ruler in enumerate(rulers)
     ]
     columns, lost = [*columns, *counts], False
-    if joint is None or not backend.readable(rulers[0].given.first):
+    first = rulers[0].given.first
+    if joint is None or (first is not None and backend.traced(first)):
         totals, sums = _over_processes(joint, columns, "sum", scalars)
     else:
         totals, (*sums, flag) = joint.columns(columns, "sum", [*scalars, np.asarray(len(outside), np.float32)])
-        lost = float(flag) > 0
+        lost = (isinstance(flag, np.ndarray) or backend.readable(flag)) and float(flag) > 0
     sizes, totals = totals[len(rulers) :], totals[: len(rulers)]
     if lost:
         return [*_rescaled(rulers, totals), *sizes], sums

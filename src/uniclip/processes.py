@@ -66,10 +66,14 @@ def joining(all_reduce: Any, shared: Shared | None) -> Any:
     return Joining(all_reduce, shared)
 
 
+def of(all_reduce: Any) -> Any:
+    """Return what a user gave."""
+    return all_reduce.all_reduce if isinstance(all_reduce, Joining) else all_reduce
+
+
 def along_names(all_reduce: Any) -> bool:
     """Whether values are joined along named axes, all along which they vary."""
-    own = all_reduce.all_reduce if isinstance(all_reduce, Joining) else all_reduce
-    return isinstance(own, (str, tuple))
+    return isinstance(of(all_reduce), (str, tuple))
 
 
 class Rows(NamedTuple):

@@ -110,7 +110,7 @@ class Ruler(NamedTuple):
         """Return Σ|x|² by row, by the backend's fast path if it has one."""
         given, groups = self.given, [self.layout.groups[group] for group in block.groups]
         if block.kept and along:
-            known = [along.get(number) for group in groups for number in group]
+            known = self._with_empty([number for group in groups for number in group], along)
             if any([one is None for one in known]):  # sums of two ways may be of two dtypes, and of two ranges
                 return self.totals(block)
             return self.backend.stacked(known) if len(known) == len(groups) else self.totals(block, along=along)
@@ -119,6 +119,12 @@ class Ruler(NamedTuple):
         arrays = [given.arrays[number] for group in groups for number in group]
         found = self.backend.squares(arrays, list(map(len, groups)))
         return self.totals(block) if found is None else found
+
+    def _with_empty(self, numbers: Sequence[int], along: dict[int, Any]) -> list[Any]:
+        """Return what is known of leaves, 0 for those without entries: no other leaf's sums depend on them."""
+        like = next((along[number] for number in numbers if along.get(number) is not None), None)
+        zeros = None if like is None else (np if isinstance(like, np.ndarray) else self.backend.xp).zeros_like(like)
+        return [zeros if 0 in self.given.arrays[number].shape else along.get(number) for number in numbers]
 
     def totals(
         self, block: Block, norm: Norm | None = None, units: Any = None, *, gather: bool = False, along: Any = None

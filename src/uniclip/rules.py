@@ -13,10 +13,10 @@ from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_tra
 from uniclip._repr import Printed
 from uniclip._types import Array, Number, T
 from uniclip.absent import Filled, filled
-from uniclip.agree import tell_failure
+from uniclip.agree import telling
 from uniclip.arraywise import Function
 from uniclip.ask import Step
-from uniclip.backends import compiling
+from uniclip.backends import backend_by, compiling
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
 from uniclip.limits import Constant, Limit, NoState
@@ -26,7 +26,7 @@ from uniclip.losses import Loss
 from uniclip.measure import measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
-from uniclip.processes import AllReduce, Joint, Shared, joining
+from uniclip.processes import AllReduce, Joint, Shared, joining, of
 from uniclip.report import Report
 from uniclip.ruler import Ruler
 from uniclip.scopes import Scope, all_leaves
@@ -251,13 +251,11 @@ def taken(
     if step.all_reduce is None:
         refuse_in_step(None, None if isinstance(step.loss, Loss) else step.loss, step.params)
         return _finished(rule, Filled(grads), state, step, finish, in_place)
-    try:
+    with telling(rule.scope, step.all_reduce, grads, step.params):
         refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
-        whole = filled(rule.scope, grads, step.params, state)
+        known = backend_by(of(step.all_reduce)) is not None
+        whole = filled(rule.scope, grads, step.params, state, known=known)
         return _finished(rule, whole, state, step, finish, in_place)
-    except Exception:
-        tell_failure(rule.scope, step.all_reduce, grads, step.params)
-        raise
 
 
 def _finished(
@@ -269,6 +267,8 @@ def _finished(
     in_place: bool,  # noqa: FBT001
 ) -> Any:
     given = opened(whole.grads, in_place=in_place)
+    if not given.arrays and step.all_reduce is not None:
+        given = given._replace(backend=backend_by(of(step.all_reduce)) or given.backend)
     with given.backend.quiet(given.first):
         return finish(whole, decide(rule, given, state, step._replace(absent=whole.absent)))
 

@@ -219,8 +219,10 @@ class _Found(NamedTuple):
     beside: Beside
 
 
-def _found(rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step) -> _Found:
-    """Measure what a step needs, and join it over processes at once."""
+def _found(  # noqa: PLR0913, PLR0917
+    rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
+) -> _Found:
+    """Measure what a step needs, ``theirs`` being the parameters, and join it over processes at once."""
     own, needs, scalars = given.backend, rule.limit.needs, []
     # Norms along axes are whole in their process, and others do not know whether they are finite.
     apart = joint is not None and joint.rows is not None and layout.axes is not None
@@ -234,11 +236,8 @@ def _found(rule: Choices, given: Opened, layout: Layout, joint: Joint | None, st
     if joins_loss:
         scalars += as_scalars(given, step.loss)
     rulers = [Ruler(given, layout, rule.norm, joint)]
-    if "params" in needs:
-        theirs = opened_params(rule, given, step)
-        named = along_names(step.all_reduce)
-        their_layout = layout_of(theirs, rule.scope, remembers=rule.limit.memory, joined=named)
-        rulers.append(Ruler(theirs, their_layout, rule.norm, joint))
+    if theirs is not None:
+        rulers.append(Ruler(theirs, _like(layout, theirs, rule), rule.norm, joint))
     known = None if step.norm is None else _known(given, layout, step)
     if known is not None and not needs and not scalars:
         return _Found(given, known, [here] if looks else [], Beside())
@@ -255,6 +254,14 @@ def _found(rule: Choices, given: Opened, layout: Layout, joint: Joint | None, st
     return _Found(given, norms.blocks if known is None else known, sound, beside)
 
 
+def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
+    """Return the layout of parameters, with the blocks of their gradients."""
+    found = layout_of(theirs, rule.scope, remembers=rule.limit.memory)
+    wide = theirs.backend.xp.result_type
+    blocks = [b._replace(dtype=wide(b.dtype, *[found.dtypes[group] for group in b.groups])) for b in layout.blocks]
+    return found._replace(blocks=tuple(blocks))
+
+
 def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | Single:
     """Measure the gradients and work out their factors."""
     if step.norm is None and step.all_reduce is None and given.parts is None:
@@ -263,8 +270,9 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
             return single
     own = given.backend
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
+    theirs = opened_params(rule, given, step) if "params" in rule.limit.needs else None
     joint = joint_of(rule, given, layout, step.all_reduce)
-    given, norms, sound, beside = _found(rule, given, layout, joint, step)
+    given, norms, sound, beside = _found(rule, given, layout, joint, step, theirs)
     read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]
     host = (
         all(isinstance(n, np.ndarray) for n in norms)

@@ -140,11 +140,11 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
     ),
     "two limits": (
         [(uc.by_norm(0.5), {"a": (3,)}), (uc.by_norm(0.25), {"a": (3,)})],
-        "different rules, and this one .*use one rule",
+        "different rules.*use one rule",
     ),
     "two scopes": (
         [(uc.by_global_norm(0.5), {"a": (3,)}), (uc.by_norm(0.5), {"a": (3,)})],
-        "different rules, and this one .*use one rule",
+        "different rules.*use one rule",
     ),
 }
 

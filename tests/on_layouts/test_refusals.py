@@ -137,14 +137,6 @@ def flat() -> list[Any]:
 
 
 @refusal
-def flat_parameters_alone(wrong: bool) -> None:
-    """Refuse FSDP1 without all_reduce."""
-    optimizer = torch.optim.SGD(flat(), lr=0.1)
-    attach(optimizer, GLOBAL, all_reduce=None if wrong else world())
-    optimizer.step()
-
-
-@refusal
 def flat_parameters_by_leaf(wrong: bool) -> None:
     """Refuse rules of each leaf on a flat parameter."""
     attach(torch.optim.SGD(flat(), lr=0.1), LEAF, all_reduce=world())
@@ -175,20 +167,6 @@ def an_optimizer_without_hooks(wrong: bool) -> None:
     with pytest.raises(TypeError, match=r"\.optim"):
         attach(PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=2)), GLOBAL)
     raise TypeError
-
-
-@refusal
-def another_limit_later(wrong: bool) -> None:
-    """Refuse another limit, too, where the processes have agreed on a rule of its kind before."""
-    stepped(uc.by_global_norm(1.0), "a")
-    stepped(uc.by_global_norm(2.0 if wrong else 1.0), "a")
-
-
-@refusal
-def another_rule_later(wrong: bool) -> None:
-    """Refuse another rule, too, where one process has agreed on its own before."""
-    stepped(GLOBAL, "a")
-    stepped(LEAF if wrong else GLOBAL, "a")
 
 
 def refused(function: Callable[[bool], Any]) -> None:

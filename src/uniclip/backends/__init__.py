@@ -51,6 +51,12 @@ def backend_of(leaf: Any) -> Backend | None:
     return _other(leaf)
 
 
+def backend_by(all_reduce: Any) -> Backend | None:
+    """Return the backend whose processes ``all_reduce`` joins, ``None`` if that does not say it."""
+    load = None if callable(all_reduce) else _LOADERS.get(type(all_reduce).__module__.partition(".")[0])
+    return load() if load else None
+
+
 def compiling() -> bool:
     """Whether ``torch.compile`` traces the caller: then dtypes of NumPy and modules of builtins cannot be looked up."""
     torch = sys.modules.get("torch")

@@ -128,13 +128,20 @@ class Part:
 
 
 @lru_cache(maxsize=4096)
-def _part(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Part:
+def _part(mesh: Any, groups: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Part:  # noqa: ARG001
+    """Return a part; meshes of another initialization are equal, and have other groups."""
     return Part(mesh, placements, shape)
 
 
 def part_of(tensor: Any) -> Part:
     """Return which part of a distributed tensor this process holds."""
-    return _part(tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape))
+    mesh = tensor.device_mesh
+    return _part(mesh, _groups(mesh), tuple(tensor.placements), tuple(tensor.shape))
+
+
+def _groups(mesh: Any) -> tuple[str, ...]:
+    """Return the names of a mesh's process groups."""
+    return tuple(mesh._dim_group_names)  # noqa: SLF001 - get_all_groups() looks each of them up
 
 
 def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:

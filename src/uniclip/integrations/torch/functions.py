@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from uniclip._checks import LIMIT, nonnegative, number, within
 from uniclip._repr import article, short
 from uniclip._types import Array
+from uniclip.agree import telling
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations.torch.processes import refuse_parts
@@ -24,6 +26,7 @@ from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.rules import Rule, clip_known, made_once, measured
+from uniclip.scopes import all_leaves
 from uniclip.verbs import clip_
 
 
@@ -94,10 +97,12 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    tensors, joins = _tensors(parameters, "parameters"), joining(all_reduce, shared)
-    rule = _rule(max_norm, norm_type, error_if_nonfinite)
-    refuse_parts(tensors, "parameters", rule, joins)
-    grads = _grads_of(tensors)
+    joins = joining(all_reduce, shared)
+    with nullcontext() if joins is None else telling(all_leaves, joins):
+        tensors = _tensors(parameters, "parameters")
+        rule = _rule(max_norm, norm_type, error_if_nonfinite)
+        refuse_parts(tensors, "parameters", rule, joins)
+        grads = _grads_of(tensors)
     if joins is None and not _any(grads):
         return torch.tensor(0.0)
     params = None if joins is None else [tensor.detach() for tensor in tensors]
@@ -178,9 +183,11 @@ def get_total_norm(
     >>> get_total_norm([torch.tensor([3.0, 4.0]), None, torch.tensor([[12.0]])])
     tensor(13.)
     """
-    given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True, level=3)}
-    joins, rule = joining(all_reduce, shared), _rule(math.inf, norm_type, error_if_nonfinite)
-    refuse_parts(given.values(), "tensors", rule, joins)
+    joins = joining(all_reduce, shared)
+    with nullcontext() if joins is None else telling(all_leaves, joins):
+        given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True, level=3)}
+        rule = _rule(math.inf, norm_type, error_if_nonfinite)
+        refuse_parts(given.values(), "tensors", rule, joins)
     once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
     if joins is None and not _any(once):
         return torch.tensor(0.0)

@@ -248,8 +248,9 @@ class Attached(Memory):
         found = [(p, grad) for p, grad in ((p, grad_of(p)) for p in self._params()) if grad is not None]
         params, grads = [p for p, _ in found], list({id(grad): grad for _, grad in found}.values())
         if several():
-            loss = of_all(loss, next((p.device for p in self._params()), None))
-            if looks_at_loss(self.rule):
+            looked_at = looks_at_loss(self.rule)
+            loss = of_all(loss, next((p.device for p in self._params()), None), looked_at=looked_at)
+            if looked_at:
                 loss()  # also where there is no gradient, or other processes would wait
         if not grads and self._all_reduce is None:
             return

@@ -69,7 +69,7 @@ def of_whole_tree(rule: Any) -> bool:
 
 def refuse_unnamed(rule: Any, param_groups: Any) -> None:
     """Refuse to join norms of leaves that an optimizer knows by their numbers only: others have the same ones."""
-    if _each_leaf(rule) and any("param_names" not in group for group in param_groups):
+    if _each_leaf(rule) and any(group["params"] and "param_names" not in group for group in param_groups):
         msg = (
             f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, but the optimizer knows "
             "its parameters by their numbers only: give it their names, as in "
@@ -112,15 +112,29 @@ def of_any(found_inf: Any, all_reduce: Any) -> Any:
     return BACKEND.reducer(said.all_reduce)(found_inf.reshape(1), "max").reshape(())
 
 
-def of_all(loss: Any, device: Any) -> Loss:
+def of_all(loss: Any, device: Any, *, looked_at: bool) -> Loss:
     """Return the mean of the losses of all processes that have one, which is found once and by all together."""
-    refuse_in_step(None, loss)
+    try:
+        refuse_in_step(None, loss)
+    except (TypeError, ValueError):
+        if looked_at:
+            _sums(0.0, 0.0, 1.0, device)  # the others would wait for this one
+        raise
     return Loss(partial(_mean, loss, device))
 
 
 def _mean(loss: Any, device: Any) -> Any:
     own = 0.0 if loss is None else loss.full_tensor() if is_dtensor(loss) else loss
-    value = torch.as_tensor(own, dtype=torch.float32, device=device).detach().reshape(())
-    total = torch.stack([value, torch.full_like(value, loss is not None)])
+    total, count, failed = _sums(own, float(loss is not None), 0.0, device)
+    if BACKEND.readable(failed) and bool(failed > 0):
+        msg = "another process has a loss that is no number: its own error says why"
+        raise RuntimeError(msg)
+    return total / count if loss is not None or bool(count > 0) else None
+
+
+def _sums(loss: Any, count: float, failed: float, device: Any) -> Any:
+    """Return the sums of three numbers over all processes."""
+    value = torch.as_tensor(loss, dtype=torch.float32, device=device).detach().reshape(())
+    total = torch.stack([value, torch.full_like(value, count), torch.full_like(value, failed)])
     torch.distributed.all_reduce(total)
-    return total[0] / total[1] if loss is not None or bool(total[1] > 0) else None
+    return total.unbind()
