@@ -21,6 +21,7 @@ sys.path += [str(HERE), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
 import performance_figures  # noqa: E402 - needs the path above
+import processes_tables  # noqa: E402 - needs the path above
 import rule_figures  # noqa: E402 - needs the path above
 import rule_tables  # noqa: E402 - needs the path above
 
@@ -102,6 +103,9 @@ def generate() -> None:
     for name, text in speed_tables.parts(measured).items():
         write(HERE / "_generated" / f"speed-{name}.md", text)
     performance_figures.draw(HERE / "_static" / "generated", measured)
+    counted = json.loads((HERE / "processes.json").read_text(encoding="utf-8"))
+    for name, text in processes_tables.parts(counted).items():
+        write(HERE / "_generated" / f"processes-{name}.md", text)
 
 
 if not tags.has("generated"):  # noqa: F821 - of Sphinx; a second builder takes what the first one made
