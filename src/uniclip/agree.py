@@ -60,11 +60,13 @@ def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any) -> J
             )
             raise TypeError(msg)
         return Joint(given, reduce, None, copies)
-    labelled = rule.scope.label is not everything or shared is not None
+    tree, structure = given.tree, None
+    if rule.scope.label is not everything or shared is not None:
+        structure = tuple(tree.paths()) if tree.spec is None else tree.spec
     limit = Constant if type(rule.limit) is Constant else rule.limit  # that of a schedule is another at each step
-    key = (said, given.tree.spec if labelled else None, id(limit), rule.norm, rule.curve, rule.nonfinite)
+    key = (said, structure, id(limit), rule.norm, rule.curve, rule.nonfinite)
     known = rule.scope.agreed
-    if known.get(key) is None or given.tree.spec is None:
+    if known.get(key) is None:
         if len(known) >= _KEPT:
             known.clear()
         known[key] = None  # asked: an error from here on is one of all processes
