@@ -20,7 +20,7 @@ from uniclip._repr import holds_arrays, short, stable
 from uniclip.backends import backend_by, backend_of
 from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant
-from uniclip.processes import Joining, Joint, Op, Reduce, Rows
+from uniclip.processes import Joining, Joint, Op, Reduce, Rows, along_names
 from uniclip.scale import Choices
 from uniclip.scopes import everything
 from uniclip.tree import flatten, place
@@ -42,12 +42,16 @@ class Agreed(NamedTuple):
     """How many processes hold each leaf; ``None`` if each leaf, or each part of one, is held once."""
 
 
-def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any) -> Joint | None:
-    """Return how what is measured is joined with that of other processes, ``None`` if there are none."""
+def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any, theirs: Opened | None) -> Joint | None:
+    """Return how what is measured of gradients, and of parameters, is joined with that of other processes.
+
+    It is ``None`` if there are none.
+    """
     if all_reduce is None:
         if rule.scope.axes is None and given.backend.traced(given.first):
             given.backend.copies(given.arrays, None, None, given.tree.place)  # refuses parts that nothing joins
-        return None if given.parts is None else Joint(given)
+        whole = given.parts is None and (theirs is None or theirs.parts is None)
+        return None if whole else Joint(given)
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
     backend, reduce = given.backend, given.backend.reducer(said.all_reduce)
     shared = None if said.shared is None else _shared(given, said.shared)
@@ -63,37 +67,40 @@ def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any) -> J
     tree, structure = given.tree, None
     if rule.scope.label is not everything or shared is not None:
         structure = tuple(tree.paths()) if tree.spec is None else tree.spec
-    limit = Constant if type(rule.limit) is Constant else rule.limit  # that of a schedule is another at each step
-    key = (said, structure, id(limit), rule.norm, rule.curve, rule.nonfinite)
-    known = rule.scope.agreed
+    key, known = (said, structure, *_kind(rule)), rule.scope.agreed
     if known.get(key) is None:
-        if len(known) >= _KEPT:
-            known.clear()
-        known[key] = None  # asked: an error from here on is one of all processes
-        known[key] = _agreed(rule, given, layout, reduce, shared), limit  # which keeps its id
+        known[key] = _agreed(rule, given, layout, reduce, shared, key), rule.limit  # which keeps its id
     return Joint(given, reduce, *known[key][0])
 
 
+def _kind(rule: Choices) -> tuple[Any, ...]:
+    """Return what has to be the same in all processes."""
+    limit = rule.limit.value if type(rule.limit) is Constant else rule.limit
+    return limit if isinstance(limit, (int, float)) else id(limit), rule.norm, rule.curve, rule.nonfinite
+
+
 @contextmanager
-def telling(scope: Any, all_reduce: Any, *trees: Any) -> Iterator[None]:
-    """Let the other processes of a first step fail, too, if this one does: they would wait for it."""
+def telling(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> Iterator[None]:
+    """Let the other processes of a rule's first step fail, too, if this one does: they would wait for it."""
     try:
         yield
     except Exception:
         if all_reduce is not None:
-            _tell(scope, all_reduce, *trees)
+            _tell(scope, rule, all_reduce, *trees)
         raise
 
 
-def _tell(scope: Any, all_reduce: Any, *trees: Any) -> None:
+def _tell(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> None:
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
-    asked = any(key[0].all_reduce is said.all_reduce for key in scope.agreed)
-    if asked or not all_reduce_fits(said.all_reduce):
+    asked = any(key[0] == said and (rule is None or key[2:] == _kind(rule)) for key in scope.agreed)
+    if asked or along_names(said) or not all_reduce_fits(said.all_reduce):
         return
     leaves = [leaf for tree in trees for leaf in optree.tree_leaves(tree) if backend_of(leaf) is not None]
     backend = backend_of(leaves[0]) if leaves else backend_by(said.all_reduce)
     if backend is not None and not (leaves and backend.traced(leaves[0])):
-        scope.agreed[(said, None)] = None
+        if rule is not None:
+            key = (said, None, *_kind(rule))
+            scope.agreed[key] = None
         given = Opened(backend, flatten([]), leaves[:1])
         _words(_over(given, backend.reducer(said.all_reduce)), "", "", failed=True)
 
@@ -116,13 +123,19 @@ def _over(given: Opened, reduce: Reduce) -> Callable[[Any, Op], Any]:
     return call
 
 
-def _agreed(rule: Choices, given: Opened, layout: Layout, reduce: Reduce, shared: list[bool] | None) -> Agreed:
+def _agreed(  # noqa: PLR0913, PLR0917
+    rule: Choices, given: Opened, layout: Layout, reduce: Reduce, shared: list[bool] | None, key: Any
+) -> Agreed:
     """Compare rules and labels with those of all other processes."""
     over, labels = _over(given, reduce), _labels(rule, given, layout)
     paths = [stable(place("", path)) for path in given.tree.paths()] if shared is not None else []
     copied = [path for path, one in zip(paths, shared or (), strict=True) if one]
     counts = dict(zip(labels, _counts(given, layout), strict=True))
     text = f"{stable(repr(rule))} {shared is not None} {'' if rule.scope.label is None else layout.dtypes[:1]}"
+    known = rule.scope.agreed
+    if len(known) >= _KEPT:
+        known.clear()
+    known[key] = None  # asked: an error from here on is one of all processes
     same = _words(over, text, repr((sorted(counts.items()), sorted(copied))), rule=rule)
     if same and shared is None:
         return Agreed(None, None)
@@ -133,7 +146,7 @@ def _agreed(rule: Choices, given: Opened, layout: Layout, reduce: Reduce, shared
     free = set(labels if joins else copied)
     sets = {label: "" if label in free else repr(sorted(set(labels) - free)) for label in labels}
     table = _table(over, counts, sets, set(copied))
-    _refuse(table, labels)
+    _refuse(table)
     if rule.scope.label is everything:
         rows = None
     else:
@@ -253,14 +266,13 @@ def _table(over: Any, counts: dict[str, int], sets: dict[str, str], copied: set[
     return table
 
 
-def _refuse(table: _Table, labels: Sequence[str]) -> None:
+def _refuse(table: _Table) -> None:
     """Refuse leaves that are neither parts of the same leaves nor whole."""
 
     def named(found: list[str]) -> str:
         here = [label for label in found if label]
         return f"grads{here[0]}" if here else "a leaf of other processes"
 
-    del labels
     if table.torn:
         msg = (
             f"{named(table.torn)} is in several processes that all_reduce joins, which differ in other leaves: is it a "

@@ -34,6 +34,10 @@ class _Last(NamedTuple):
     """What was loaded, until there is a state."""
 
 
+class _Holder:
+    """What tells one clipper from another to processes that compare what they hold."""
+
+
 class Clipper:
     """Clip step after step by one rule, and remember for it.
 
@@ -75,6 +79,7 @@ class Clipper:
     def __init__(self, rule: AnyRule) -> None:
         self.rule = as_rule(rule)
         self._last = _Last()
+        self._holder = _Holder()
 
     def __repr__(self) -> str:
         """Return source text."""
@@ -123,7 +128,7 @@ class Clipper:
         ValueError, FloatingPointError
             As `uniclip.clip`; and if a state that was loaded is of another rule, or of other gradients.
         """
-        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=False)[0]
+        return self._step(grads, params, joining(all_reduce, shared, self._holder), loss, in_place=False)[0]
 
     def clip_(
         self,
@@ -135,7 +140,7 @@ class Clipper:
         shared: Shared | None = None,
     ) -> Report:
         """Clip the gradients of a step in place, as `uniclip.clip_` does, and return the report."""
-        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=True)[1]
+        return self._step(grads, params, joining(all_reduce, shared, self._holder), loss, in_place=True)[1]
 
     def init(self, grads: Any) -> None:
         """Make the state now, not at the first step: from gradients, or from parameters of the same shapes."""

@@ -31,6 +31,10 @@ _DOUBLE_UNITS = (2.0**600, 2.0**-1000, 2.0**-460, 2.0**-900)
 square leaves the range, and the smaller unit is not used where its reciprocal has no square, a second derivative."""
 
 
+_MANY_PROCESSES = 2.0**24
+"""More than processes have a sum together."""
+
+
 class Measured(NamedTuple):
     """What was measured in a step, joined over all processes."""
 
@@ -235,11 +239,11 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
     ]
     columns, lost = [*columns, *counts], False
     first = rulers[0].given.first
-    if joint is None or (first is not None and backend.traced(first)):
+    if joint is None or not (first is None or backend.readable(first)):
         totals, sums = _over_processes(joint, columns, "sum", scalars)
     else:
         totals, (*sums, flag) = joint.columns(columns, "sum", [*scalars, np.asarray(len(outside), np.float32)])
-        lost = (isinstance(flag, np.ndarray) or backend.readable(flag)) and float(flag) > 0
+        lost = float(flag) > 0
     sizes, totals = totals[len(rulers) :], totals[: len(rulers)]
     if lost:
         return [*_rescaled(rulers, totals), *sizes], sums
@@ -264,6 +268,8 @@ def _in_range_here(ruler: Ruler, block: Block, totals: Any) -> tuple[Any, list[i
     if safe:
         return totals, []
     left, fine = [], in_range(totals, totals.dtype == np.float32)
+    if wide == block.dtype:  # the sum over all processes has to be in range, too
+        fine &= totals <= (_SINGLE if totals.dtype == np.float32 else _DOUBLE)[1] / _MANY_PROCESSES
     totals = totals if fine.all() else totals.astype(_host_dtype(ruler, wide))
     for row in np.flatnonzero(~fine.reshape(len(totals), -1).all(1)).tolist():
         numbers = ruler.layout.groups[block.groups[row]]
@@ -325,7 +331,9 @@ def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
         return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
 
     def rare() -> list[Any]:
-        return [array for column in _rescaled(rulers, totals) for array in column.arrays]
+        short = backend.closes_over_symbols or not backend.traced(rulers[0].given.first)
+        columns = _rescaled(rulers, totals) if short else _by_units(rulers, (), ())[0]
+        return [array for column in columns for array in column.arrays]
 
     if all(wide):  # no square can leave the range
         found = usual()

@@ -53,17 +53,19 @@ class Joining(NamedTuple):
 
     all_reduce: AllReduce
     shared: Shared | None = None
+    holder: Any = None
+    """What takes the steps, if it goes on with one rule: each compares anew."""
 
 
-def joining(all_reduce: Any, shared: Shared | None) -> Any:
+def joining(all_reduce: Any, shared: Shared | None, holder: Any = None) -> Any:
     """Return both as one; what a rule of rules passes on is so already."""
     if shared is None:
-        return all_reduce
+        return all_reduce if holder is None or all_reduce is None else Joining(all_reduce, None, holder)
     check("shared", shared, callable(shared), "a function of (path, leaf)")
     if all_reduce is None:
         msg = "shared says which leaves are copies beside parts, and nothing joins parts: give all_reduce, too"
         raise ValueError(msg)
-    return Joining(all_reduce, shared)
+    return Joining(all_reduce, shared, holder)
 
 
 def of(all_reduce: Any) -> Any:
@@ -163,7 +165,7 @@ class Joint(NamedTuple):
             for shares in column:
                 for number, share in enumerate(shares):
                     if share.owner is not None:
-                        owned[share.owner].append((shares, number))
+                        owned.setdefault(share.owner, []).append((shares, number))
         joins = self.backend.covering(list(owned)) if scalars else []
         for owner, places in owned.items():
             arrays, with_scalars = [shares[number].array for shares, number in places], owner in joins

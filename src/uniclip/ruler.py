@@ -91,10 +91,14 @@ class Ruler(NamedTuple):
         zero = xp.zeros_like(like[:1])
         return xp.concat([zero] * rows, axis=0)
 
+    def _copies(self, block: Block) -> Sequence[int] | None:
+        """Return how many processes hold each leaf; norms with axes of different leaves are not joined."""
+        joint = self.joint
+        return None if joint is None or (block.kept and joint.rows is not None) else joint.copies
+
     def _kinds(self, block: Block, op: Op) -> dict[Any, dict[int, list[int]]]:
         """Return the leaves of each row by how they are joined; nothing if all are this process's own, and alike."""
-        given, joint = self.given, self.joint
-        copies = None if joint is None or (block.kept and joint.rows is not None) else joint.copies
+        given, copies = self.given, self._copies(block)
         kinds: dict[Any, dict[int, list[int]]] = {}
         if given.parts is None and copies is None:
             return kinds
@@ -177,16 +181,16 @@ class Ruler(NamedTuple):
     def sizes(self) -> list[Share]:
         """Return the number of entries that each norm of each block covers; copies count once."""
         given, layout, xp = self.given, self.layout, self.backend.xp
-        copies = None if self.joint is None else self.joint.copies
 
-        def of_group(group: Sequence[int]) -> Any:
+        def of_group(group: Sequence[int], copies: Sequence[int] | None) -> Any:
             counts = [self.backend.size(given.tree.leaves[number], layout.axes_of(number)) for number in group]
             if copies is not None:
                 counts = [count / copies[number] for count, number in zip(counts, group, strict=True)]
             return counts
 
         def of_block(block: Block) -> Any:
-            groups = [of_group(layout.groups[group]) for group in block.groups]
+            copies = self._copies(block)
+            groups = [of_group(layout.groups[group], copies) for group in block.groups]
             sizes = [[_at_home(given, xp.asarray(count, dtype=block.dtype)) for count in counts] for counts in groups]
             zero = [_at_home(given, self._zero(block))]
             total = self.backend.stacked([self.reduce(some or zero, "sum") for some in sizes])

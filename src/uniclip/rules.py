@@ -251,7 +251,7 @@ def taken(
     if step.all_reduce is None:
         refuse_in_step(None, None if isinstance(step.loss, Loss) else step.loss, step.params)
         return _finished(rule, Filled(grads), state, step, finish, in_place)
-    with telling(rule.scope, step.all_reduce, grads, step.params):
+    with telling(rule.scope, rule, step.all_reduce, grads, step.params):
         refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
         known = backend_by(of(step.all_reduce)) is not None
         whole = filled(rule.scope, grads, step.params, state, known=known)

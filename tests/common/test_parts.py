@@ -125,6 +125,38 @@ def test_a_copy_beside_parts(fw: Framework) -> None:
         np.testing.assert_allclose(norm, wanted, rtol=1e-6)
 
 
+def test_rms_of_copies_along_axes(fw: Framework) -> None:
+    """Norms along axes of a copy are those of one, whatever else the processes hold."""
+    rule, all_of = uc.Rule(0.1, scope=uc.scopes.axes(0), norm=uc.norms.RMS), values()
+    wanted = fw.numpy(uc.clip(arrays(fw, all_of), rule)[0]["a"])
+    parts = [arrays(fw, all_of, {name, "a"}) for name in ("c", "b")]
+    for found in together(fw, parts, lambda part, join: uc.clip(part, rule, None, join, shared=is_a)[0]["a"]):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_a_sum_beyond_the_range(fw: Framework) -> None:
+    """A norm is right though the processes' sums of squares are in range and their sum is not."""
+    dtype = "float64" if "float64" in fw.dtypes else "float32"
+    entry = 1.1e154 if dtype == "float64" else 1.5e19
+    rule = uc.by_global_norm(1.0)
+    parts = [fw.array([entry], dtype)] * 2
+    for norm in together(fw, parts, lambda part, join: uc.clip(part, rule, None, join)[1].norms):
+        np.testing.assert_allclose(norm, entry * math.sqrt(2), rtol=1e-6)
+
+
+def test_a_new_holder_compares_anew(fw: Framework) -> None:
+    """What processes agreed on is their holder's: another one with another rule in one of them is refused."""
+
+    def run(part: Any, join: Any) -> Any:
+        grads = {"a": fw.array([3.0, 4.0])}
+        uc.Clipper(uc.zclip())(grads, None, join)
+        other = uc.Clipper(uc.zclip(z=3.0 if part else 2.0))
+        with pytest.raises(ValueError, match="different rules"):
+            other(grads, None, join)
+
+    assert together(fw, [0, 1], run) == [None, None]
+
+
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "a leaf of both, which differ": (
         [(uc.by_norm(0.5), {"a": (3,), "b": (4,)}), (uc.by_norm(0.5), {"a": (3,), "c": (2,)})],

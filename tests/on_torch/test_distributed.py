@@ -160,6 +160,22 @@ def one_reduction_for_each_mesh_and_operation() -> None:
 
 
 @check
+def parameters_laid_out_otherwise() -> None:
+    """Parameters are measured whole, however they are divided: not at all, or on another mesh than gradients."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    full, params = values()[:2], [value.cos() for value in values()[:2]]
+    divided = [distribute_tensor(param, mesh(), [Shard(0)]) for param in params]
+    on_two = [distribute_tensor(param, mesh(1, PROCESSES), [Shard(0), Shard(0)]) for param in params]
+    grads = [distribute_tensor(grad, mesh(), [Shard(0)]) for grad in full]
+    for rule in (uc.agc(0.01), uc.Rule(uc.limits.Relative(0.01), scope=uc.scopes.each_leaf)):
+        wanted = uc.clip(full, rule, params)[0]
+        for given, theirs in ((full, divided), (grads, params), (grads, on_two)):
+            found = uc.clip(given, rule, theirs)[0]
+            torch.testing.assert_close([whole(one) for one in found], wanted)
+
+
+@check
 def no_reduction_depends_on_gradients() -> None:
     """Send as often in a process that has no gradients."""
     counts = []

@@ -37,6 +37,8 @@ class Backend:
     """The axis of a weight that counts its output units."""
     joins_by = "a function of (array, op)"
     """What `reducer` takes."""
+    closes_over_symbols = True
+    """Whether a branch of `cond` may use arrays from outside whose lengths are unknown while code is traced."""
     stacks_traced = False
     """Whether norms with axes are copied into one array in code that is traced, too, where shapes are numbers."""
 

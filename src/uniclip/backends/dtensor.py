@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
+
+_KEPT = 4096
+"""How many parts are kept, so that those that are alike are one object."""
 
 
 def is_dtensor(leaf: Any) -> bool:
@@ -107,8 +110,8 @@ class Part:
     def embedded(self, xp: Any, norms: Any, axes: tuple[int, ...] | None) -> Any:
         """Return norms along ``axes``, ``(k, *kept)``, as those of the whole tensor, 0 for others."""
         for place, indices, size in self._places(axes):
-            wide = xp.zeros((*norms.shape[:place], size, *norms.shape[place + 1 :]), dtype=norms.dtype)
-            wide = wide if not hasattr(norms, "device") or isinstance(norms.device, str) else wide.to(norms.device)
+            shape = (*norms.shape[:place], size, *norms.shape[place + 1 :])
+            wide = norms.new_zeros(shape) if hasattr(norms, "new_zeros") else xp.zeros(shape, dtype=norms.dtype)
             wide[(slice(None),) * place + (indices,)] = norms
             norms = wide
         return norms
@@ -127,16 +130,22 @@ class Part:
         return [(kept.index(axis) + 1, along[axis], self.shape[axis]) for axis in kept if axis in along]
 
 
-@lru_cache(maxsize=4096)
-def _part(mesh: Any, groups: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Part:  # noqa: ARG001
-    """Return a part; meshes of another initialization are equal, and have other groups."""
-    return Part(mesh, placements, shape)
+_parts: dict[Any, Part] = {}
 
 
 def part_of(tensor: Any) -> Part:
     """Return which part of a distributed tensor this process holds."""
     mesh = tensor.device_mesh
-    return _part(mesh, _groups(mesh), tuple(tensor.placements), tuple(tensor.shape))
+    what = mesh, tuple(tensor.placements), tuple(tensor.shape)
+    if torch.compiler.is_compiling():
+        return Part(*what)
+    key = (*what, _groups(mesh))  # meshes of another initialization are equal, and have other groups
+    part = _parts.get(key)
+    if part is None:
+        if len(_parts) >= _KEPT:
+            _parts.clear()
+        part = _parts[key] = Part(*what)
+    return part
 
 
 def _groups(mesh: Any) -> tuple[str, ...]:

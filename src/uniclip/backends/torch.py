@@ -168,6 +168,7 @@ def _all_reduce(groups: Sequence[Any], array: Array, op: Literal["sum", "max"]) 
 
 class _Torch(Backend):
     output_axis = 0
+    closes_over_symbols = False
     joins_by = "a process group, a device mesh, or a function of (array, op)"
 
     def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:

@@ -98,7 +98,7 @@ def clip_grad_norm_(
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     joins = joining(all_reduce, shared)
-    with nullcontext() if joins is None else telling(all_leaves, joins):
+    with nullcontext() if joins is None else telling(all_leaves, None, joins, torch.zeros(0)):
         tensors = _tensors(parameters, "parameters")
         rule = _rule(max_norm, norm_type, error_if_nonfinite)
         refuse_parts(tensors, "parameters", rule, joins)
@@ -184,7 +184,7 @@ def get_total_norm(
     tensor(13.)
     """
     joins = joining(all_reduce, shared)
-    with nullcontext() if joins is None else telling(all_leaves, joins):
+    with nullcontext() if joins is None else telling(all_leaves, None, joins, torch.zeros(0)):
         given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True, level=3)}
         rule = _rule(math.inf, norm_type, error_if_nonfinite)
         refuse_parts(given.values(), "tensors", rule, joins)

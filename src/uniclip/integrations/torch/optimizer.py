@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections import OrderedDict
@@ -25,10 +24,9 @@ from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, refuse_parts, refuse_unnamed, several
 from uniclip.labels import labelled, leaves_of, refuse_changed
-from uniclip.limits import NoState
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured
+from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured, norm_of
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 
@@ -127,7 +125,7 @@ def attached(optimizer: Any, rule: AnyRule, all_reduce: Any = None, shared: Shar
     refuse_optimizer(optimizer, rule)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         return attached(optimizer.optimizer, rule, all_reduce, shared)
-    rule, joins = rule_for_steps(rule), joining(all_reduce, shared)
+    rule, joins = rule_for_steps(rule), joining(all_reduce, shared, object())
     refuse_in_step(joins)
     refuse_inner(optimizer)
     if optimizer in _rules:
@@ -255,7 +253,7 @@ class Attached(Memory):
         if not grads and self._all_reduce is None:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        found_inf = of_any(found_inf, self._all_reduce)
+        found_inf = of_any(found_inf, self._all_reduce, next((p.device for p in self._params()), None))
         policy = getattr(self.rule, "nonfinite", None)
         # Unread, ∞ that GradScaler found makes the norm one that no state takes in, but for these policies.
         if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
@@ -264,7 +262,8 @@ class Attached(Memory):
         fused = type(self._optimizer) in _FOLDING and all(g["fused"] for g in self._optimizer.param_groups)
         one_factor = isinstance(self.rule, Rule) and self.rule.scope == all_leaves and policy != "zero"
         with torch.no_grad():
-            if fused and grads and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
+            alone = self._all_reduce is None  # else processes have to take one way
+            if alone and fused and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
                 self._fold(grads, scale, loss)
             else:
                 self._scale(params, grads, scale, loss)
@@ -278,11 +277,9 @@ class Attached(Memory):
         tree, params = self._tree(grad_of), self._tree(lambda p: p)
         norm = None
         if scale is not None:
-            scaled = self._norm(tree, params)
+            scaled = norm_of(tree, self.rule.scope, self.rule.norm)
             norm = scaled / scale.to(scaled.device)
-        self.state, self.report = measured(
-            self.rule, tree, self.state, params, norm=norm, loss=loss, all_reduce=self._all_reduce
-        )
+        self.state, self.report = measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
         factor = self.report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
         known = BACKEND.readable(factor)
@@ -294,11 +291,6 @@ class Attached(Memory):
             self._unscale(grads, scale)
             rule = replace(self.rule, limit=self.report.limits)
             clip_known(rule, grads, self.report.norms, in_place=True)
-
-    def _norm(self, tree: Any, params: Any) -> Any:
-        """Return the norm of the gradients of all processes."""
-        only = Rule(math.inf, self.rule.scope, self.rule.norm)
-        return measured(only, tree, NoState(), params, all_reduce=self._all_reduce)[1].norms
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by what a fused kernel would divide by."""

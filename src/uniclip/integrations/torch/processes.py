@@ -18,7 +18,7 @@ from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.combine import Chain
 from uniclip.losses import Loss
-from uniclip.processes import Joining
+from uniclip.processes import of
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, everything
 
@@ -104,12 +104,12 @@ def refuse_inner(optimizer: Any) -> None:
         raise ValueError(msg)
 
 
-def of_any(found_inf: Any, all_reduce: Any) -> Any:
+def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
     """Return GradScaler's flag, set if it is in one of the processes."""
     if found_inf is None or all_reduce is None:
         return found_inf
-    said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
-    return BACKEND.reducer(said.all_reduce)(found_inf.reshape(1), "max").reshape(())
+    flag = torch.as_tensor(found_inf, dtype=torch.float32, device=device)  # 0 of a process without gradients
+    return BACKEND.reducer(of(all_reduce))(flag.reshape(1), "max").reshape(())
 
 
 def of_all(loss: Any, device: Any, *, looked_at: bool) -> Loss:
