@@ -91,7 +91,7 @@ def _untold(name: Any, place: Callable[[int], str]) -> str:
         f"all_reduce={name!r}: in jax.pmap, and in jax.shard_map with check_vma=False, it cannot be known whether "
         f"{place(0)}, for one, is a part of the gradient or the same on each device of the axis: pass "
         "shared=lambda path, leaf: False if all leaves are parts, else a function that returns True for the others "
-        "(or leave out check_vma=False)"
+        "(or leave out check_vma=False); to_optax calls all_reduce axis_name"
     )
 
 
@@ -102,7 +102,8 @@ def _unnamed(names: Names, more: list[str], where: str) -> str:
         f"all_reduce={given}, but {where} varies along the axis {more[0]!r} of jax.shard_map: pass "
         f"all_reduce={short(every if len(every) > 1 else every[0])} if each device holds a part of it; add the "
         "gradients first, by jax.lax.psum or pmean, if they are to be added; and if each device clips its own, pass a "
-        "function of (array, op), such as lambda array, op: array, that joins them along no more axes"
+        "function of (array, op), such as lambda array, op: array, that joins them along no more axes; "
+        "to_optax calls all_reduce axis_name"
     )
 
 
