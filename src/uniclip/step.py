@@ -244,14 +244,17 @@ def _found(  # noqa: PLR0913, PLR0917
     found = measure(rulers, sizes="sizes" in needs, scalars=scalars)
     norms, sums = found.norms[0], list(found.scalars)
     sound = [sums.pop(0) < 1 if joint is not None else here] if looks else []
-    loss = step.loss() if isinstance(step.loss, Loss) else step.loss
-    if joins_loss:
-        loss = mean_of(given, *sums, own=loss is not None)
-    if loss is not None:
-        loss = own.detached(own.xp.astype(own.xp.asarray(loss), own.xp.float32))
     params = found.norms[1] if len(rulers) > 1 else None
-    beside = Beside(params, found.sizes, loss if "loss" in needs else None, norms.elsewhere, apart)
+    loss = _loss(given, step.loss, sums if joins_loss else None) if "loss" in needs else None
+    beside = Beside(params, found.sizes, loss, norms.elsewhere, apart)
     return _Found(given, norms.blocks if known is None else known, sound, beside)
+
+
+def _loss(given: Opened, loss: Any, sums: list[Any] | None) -> Any:
+    """Return the loss as a float32 array, ``None`` if there is none; ``sums`` are those of all processes."""
+    loss, own = loss() if isinstance(loss, Loss) else loss, given.backend
+    loss = loss if sums is None else mean_of(given, *sums, own=loss is not None)
+    return loss if loss is None else own.detached(own.xp.astype(own.xp.asarray(loss), own.xp.float32))
 
 
 def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:

@@ -302,6 +302,19 @@ def losses_and_no_gradients() -> None:
 
 
 @check
+def losses_that_no_rule_looks_at() -> None:
+    """Join no loss for a rule that looks at none: a process without gradients does nothing at all."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    handle = attach(torch.optim.SGD([weight], lr=1.0), uc.by_global_norm(1.0))
+    weight.grad, handle.loss = torch.ones(2) if rank() else None, 1.0
+    with CommDebugMode() as counted:
+        handle._optimizer.step()
+    assert counted.get_total_counts() == 0
+
+
+@check
 def losses_that_are_no_number() -> None:
     """Refuse them as in one process, before any is joined."""
     weight = torch.nn.Parameter(torch.ones(2))
