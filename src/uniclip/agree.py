@@ -131,7 +131,8 @@ def _agreed(  # noqa: PLR0913, PLR0917
     paths = [stable(place("", path)) for path in given.tree.paths()] if shared is not None else []
     copied = [path for path, one in zip(paths, shared or (), strict=True) if one]
     counts = dict(zip(labels, _counts(given, layout), strict=True))
-    text = f"{stable(repr(rule))} {shared is not None} {'' if rule.scope.label is None else layout.dtypes[:1]}"
+    dtype = "" if rule.scope.label is None else next(iter(layout.dtypes), given.backend.xp.float32)
+    text = f"{stable(repr(rule))} {shared is not None} {dtype}"
     known = rule.scope.agreed
     if len(known) >= _KEPT:
         known.clear()

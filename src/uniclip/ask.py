@@ -91,7 +91,8 @@ class Asked(NamedTuple):
         params, sizes = (nothing if one is None else one.mapped(self._in) for one in (beside.params, beside.sizes))
         loss = None if beside.loss is None else self._in(beside.loss)
         labels = [[self.layout.labels[group] for group in block.groups] for block in self.layout.blocks]
-        absent = [[not self.layout.groups[group] for group in block.groups] for block in self.layout.blocks]
+        joined = self.step is not None and self.step.all_reduce is not None  # then norms are those of all processes
+        absent = [[not (joined or self.layout.groups[one]) for one in block.groups] for block in self.layout.blocks]
         gone = [rows if any(rows) else () for rows in absent]
         blocks = [Block(*some) for some in zip(norms, labels, params.blocks, sizes.blocks, gone, strict=True)]
         if beside.elsewhere is not None:

@@ -343,7 +343,8 @@ def _skipped(  # noqa: PLR0913, PLR0917
         every, none = [], []
         for some, block in zip(factors, layout.blocks, strict=True):
             gone = xp.equal(some.rest, 0.0)
-            here = [row for row, group in enumerate(block.groups) if layout.groups[group]]
+            joined = joint is not None and joint.reduce is not None
+            here = [row for row, group in enumerate(block.groups) if joined or layout.groups[group]]
             rows = [gone] if len(here) == len(block.groups) else [gone[row, ...] for row in here]
             every += [xp.all(row) for row in rows]
             none += [xp.logical_not(xp.any(row)) for row in rows]  # holds, too, where there is nothing
