@@ -69,14 +69,14 @@ def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any, thei
         structure = tuple(tree.paths()) if tree.spec is None else tree.spec
     key, known = (said, structure, *_kind(rule)), rule.scope.agreed
     if known.get(key) is None:
-        known[key] = _agreed(rule, given, layout, reduce, shared, key), rule.limit  # which keeps its id
+        known[key] = _agreed(rule, given, layout, reduce, shared, key), rule  # whose choices keep their ids
     return Joint(given, reduce, *known[key][0])
 
 
 def _kind(rule: Choices) -> tuple[Any, ...]:
     """Return what has to be the same in all processes."""
     limit = rule.limit.value if type(rule.limit) is Constant else rule.limit
-    return limit if isinstance(limit, (int, float)) else id(limit), rule.norm, rule.curve, rule.nonfinite
+    return limit if isinstance(limit, (int, float)) else id(limit), rule.norm, id(rule.curve), rule.nonfinite
 
 
 @contextmanager
