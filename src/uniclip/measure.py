@@ -239,7 +239,8 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
     ]
     columns, lost = [*columns, *counts], False
     first = rulers[0].given.first
-    if joint is None or not (first is None or backend.readable(first)):
+    read = first is None or backend.readable(first)
+    if joint is None or not read:
         totals, sums = _over_processes(joint, columns, "sum", scalars)
     else:
         totals, (*sums, flag) = joint.columns(columns, "sum", [*scalars, np.asarray(len(outside), np.float32)])
@@ -248,7 +249,8 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
     if lost:
         return [*_rescaled(rulers, totals), *sizes], sums
     totals = [column.filled(backend.together(column.arrays)) for column in totals]
-    if all([isinstance(total, np.ndarray) for column in totals for total in column.arrays]):
+    host = all([isinstance(total, np.ndarray) for column in totals for total in column.arrays])
+    if host and (joint is None or read):
         norms = _on_host(rulers, totals)
         if norms is not None:
             return [*norms, *sizes], sums
