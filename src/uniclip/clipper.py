@@ -195,7 +195,7 @@ class Clipper:
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Go on from a copy or a pickle."""
-        self.rule, self._last = held["rule"], _Last()
+        self.rule, self._last, self._holder = held["rule"], _Last(), _Holder()
         self.load_state_dict(held["saved"])
 
     def _first(self, grads: Any, leaves: Leaves) -> Any:
