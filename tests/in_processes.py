@@ -29,6 +29,14 @@ def failure(title: str, run: Callable[[], Any]) -> dict[str, str]:
     return {}
 
 
+def write_failures(checks: Mapping[str, Callable[[], Any]], file: str) -> None:
+    """Run checks, and write what goes wrong in each of them for the tests to read."""
+    failures: dict[str, str] = {}
+    for title, run in checks.items():
+        failures |= failure(title, run)
+    Path(file).write_text(json.dumps(failures))
+
+
 def failures_in(
     factory: pytest.TempPathFactory,
     script: str,

@@ -115,11 +115,15 @@ How: TypeAlias = Callable[[int, int], Callable[[Ruler, Block, Rows], Any]]
 
 def _joined(rulers: list[Ruler], how: How, op: Op, counts: Any = (), scalars: Sequence[Any] = ()) -> Answer:
     """Measure all blocks of all rulers, and join them, sizes and scalars over the processes."""
-    columns = [
+    return _over_processes(rulers[0].joint, [*_here(rulers, how, op), *counts], op, scalars)
+
+
+def _here(rulers: list[Ruler], how: How, op: Op) -> list[Any]:
+    """Measure all blocks of all rulers in this process."""
+    return [
         [ruler.shares(block, how(n, b), op) for b, block in enumerate(ruler.layout.blocks)]
         for n, ruler in enumerate(rulers)
     ]
-    return _over_processes(rulers[0].joint, [*columns, *counts], op, scalars)
 
 
 def _over_processes(joint: Joint | None, columns: Any, op: Op, scalars: Sequence[Any]) -> Answer:
@@ -233,11 +237,7 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
 
         return total
 
-    columns = [
-        [ruler.shares(block, how(n, b), "sum") for b, block in enumerate(ruler.layout.blocks)]
-        for n, ruler in enumerate(rulers)
-    ]
-    columns, lost = [*columns, *counts], False
+    columns, lost = [*_here(rulers, how, "sum"), *counts], False
     first = rulers[0].given.first
     read = first is None or backend.readable(first)
     if joint is None or not read:

@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from in_processes import failure, failures_in
+from in_processes import failure, failures_in, write_failures
 from keras.optimizers import SGD, Adam, LossScaleOptimizer
 
 import uniclip as uc
@@ -300,10 +300,7 @@ def check_devices(path: str) -> None:
 
     two = [tf.config.LogicalDeviceConfiguration()] * 2
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], two)
-    failures: dict[str, str] = {}
-    for title, check in CHECKS.items():
-        failures |= failure(title, check)
-    Path(path).write_text(json.dumps(failures))
+    write_failures(CHECKS, path)
 
 
 def check_worker(rank: str, ports: str, path: str) -> None:

@@ -6,19 +6,17 @@ to read.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from in_processes import failure, failures_in
+from in_processes import failures_in, write_failures
 
 import uniclip as uc
 from uniclip.integrations.tensorflow import ClippedOptimizer
@@ -231,10 +229,7 @@ def main(path: str) -> None:
     """Compare two devices with one."""
     two = [tf.config.LogicalDeviceConfiguration()] * 2
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], two)
-    failures: dict[str, str] = {}
-    for title, check in CHECKS.items():
-        failures |= failure(title, check)
-    Path(path).write_text(json.dumps(failures))
+    write_failures(CHECKS, path)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ This file is also the script of the processes: they compare, and write what went
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from in_processes import failure, failures_in
+from in_processes import failures_in, write_failures
 
 import uniclip as uc
 from uniclip.integrations.torch import (
@@ -396,10 +395,7 @@ def main(number: str, file: str) -> None:
         world_size=PROCESSES,
         timeout=timedelta(seconds=20),
     )
-    failures: dict[str, str] = {}
-    for title, run in CHECKS.items():
-        failures |= failure(title, run)
-    Path(file).write_text(json.dumps(failures))
+    write_failures(CHECKS, file)
     torch.distributed.destroy_process_group()
 
 

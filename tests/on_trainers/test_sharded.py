@@ -5,7 +5,6 @@ This file is also the script of the processes: they compare, and write what went
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -24,7 +23,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from in_processes import failure, failures_in
+from in_processes import failures_in, write_failures
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch import LightningModule
@@ -468,10 +467,7 @@ def main(number: str, file: str) -> None:
         world_size=PROCESSES,
         timeout=timedelta(seconds=20),
     )
-    failures: dict[str, str] = {}
-    for title, run in CHECKS.items():
-        failures |= failure(title, run)
-    Path(file).write_text(json.dumps(failures))
+    write_failures(CHECKS, file)
     distributed.destroy_process_group()
 
 

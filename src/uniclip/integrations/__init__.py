@@ -50,13 +50,14 @@ def rule_for_steps(rule: AnyRule) -> RuleLike:
 
 def looks_at_loss(rule: Any) -> bool:
     """Whether the limit of a rule, or of one inside of it, looks at the loss."""
-    return "loss" in getattr(getattr(rule, "limit", None), "needs", ()) or any(map(looks_at_loss, _inside(rule)))
+    return "loss" in getattr(getattr(rule, "limit", None), "needs", ()) or any(map(looks_at_loss, inside(rule)))
 
 
 def _by_example(rule: Any) -> bool:
     """Whether a rule, or one inside of it, has a norm for each example."""
-    return getattr(rule, "scope", None) == each_example or any(map(_by_example, _inside(rule)))
+    return getattr(rule, "scope", None) == each_example or any(map(_by_example, inside(rule)))
 
 
-def _inside(rule: Any) -> list[Any]:
+def inside(rule: Any) -> list[Any]:
+    """Return the rules that a rule is made of."""
     return [*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from uniclip._repr import short
-from uniclip.integrations import _inside, rule_for_steps
+from uniclip.integrations import inside, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.layout_pieces import Piece, counts_of, gathered, held, named, own_rank, pieces_of
@@ -232,4 +232,4 @@ def _difference(what: str, here: Any, there: Any) -> Difference:
 
 def _along_axes(rule: Any) -> bool:
     """Whether a rule, or one inside of it, has norms along axes."""
-    return getattr(getattr(rule, "scope", None), "axes", None) is not None or any(map(_along_axes, _inside(rule)))
+    return getattr(getattr(rule, "scope", None), "axes", None) is not None or any(map(_along_axes, inside(rule)))

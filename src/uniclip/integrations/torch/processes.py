@@ -17,6 +17,7 @@ from uniclip.arraywise import ByValue
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.combine import Chain
+from uniclip.integrations import inside
 from uniclip.losses import Loss
 from uniclip.processes import of
 from uniclip.rules import Rule
@@ -79,8 +80,8 @@ def refuse_unnamed(rule: Any, param_groups: Any) -> None:
 
 
 def _each_leaf(rule: Any) -> bool:
-    inside = [*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])]
-    return getattr(getattr(rule, "scope", everything), "label", everything) is None or any(map(_each_leaf, inside))
+    label = getattr(getattr(rule, "scope", everything), "label", everything)
+    return label is None or any(map(_each_leaf, inside(rule)))
 
 
 def refuse_inner(optimizer: Any) -> None:
