@@ -92,8 +92,9 @@ def telling(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> I
 
 def _tell(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> None:
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
-    asked = any(key[0] == said and (rule is None or key[2:] == _kind(rule)) for key in scope.agreed)
-    if asked or along_names(said) or not all_reduce_fits(said.all_reduce):
+    if along_names(said) or not all_reduce_fits(said.all_reduce):
+        return  # before it is compared: what does not fit may be an array
+    if any(key[0] == said and (rule is None or key[2:] == _kind(rule)) for key in scope.agreed):
         return
     leaves = [leaf for tree in trees for leaf in optree.tree_leaves(tree) if backend_of(leaf) is not None]
     backend = backend_of(leaves[0]) if leaves else backend_by(said.all_reduce)

@@ -46,7 +46,7 @@ def copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, pla
 
     Raises
     ------
-    NameError
+    ValueError
         If there is no such axis here.
     ValueError
         If an array varies along an axis without a name, or types say nothing and neither does ``shared``.
@@ -74,10 +74,10 @@ def _size(name: Any) -> int:
         size: int = jax.lax.psum(1, name)
     except NameError as error:
         msg = (
-            f"all_reduce names the axis {name!r}, and there is none here: call it inside of jax.shard_map or jax.pmap, "
-            "with that axis; under jax.jit, where arrays are whole, leave all_reduce out"
+            f"all_reduce names the axis {short(name)}, and there is none here: call it inside of jax.shard_map or "
+            "jax.pmap, with that axis; under jax.jit, where arrays are whole, leave all_reduce out"
         )
-        raise NameError(msg) from error
+        raise ValueError(msg) from error
     return size
 
 
