@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: MIT
+"""See what clipping does: record a run, read it, replay other rules on it, and choose a limit.
+
+Nothing of it is imported by ``import uniclip``, and matplotlib only where something is drawn.
+"""
+
+from __future__ import annotations
+
+from uniclip.insight.record import Record
+
+__all__ = ["Record"]
