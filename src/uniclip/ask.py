@@ -33,6 +33,8 @@ class Step(NamedTuple):
     loss: Any = None
     norm: Any = None
     """The norm, if it is known already."""
+    leaves: bool = False
+    """Whether the norms of all leaves are wanted, too."""
     absent: frozenset[int] = frozenset()
     """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""
 

@@ -19,7 +19,7 @@ from uniclip.absent import unknown
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.limits import NoState
 from uniclip.processes import AllReduce, Shared, joining
-from uniclip.report import FIELDS, LOGGED, Late, Made, Report, register
+from uniclip.report import FIELDS, LOGGED, Late, Made, Parts, Report, register
 from uniclip.rules import AnyRule, RuleLike, as_rule
 from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
@@ -269,6 +269,10 @@ class _Reports(Made):
         """Return the scalars of all rules as one."""
         return _scalars(_each(self), self.skipped)
 
+    def parts(self) -> list[Parts]:
+        """Return the arrays of each rule that measures norms."""
+        return _parts(_each(self))
+
 
 class _LateReports(Late):
     """The same, arranged when somebody looks."""
@@ -284,10 +288,17 @@ register(_LateReports)
 def _joined(reports: list[Report]) -> Report:
     """Return the report on all rules, to be arranged when somebody looks if theirs are."""
     if any([isinstance(report, Late) for report in reports]):
-        return _LateReports(partial(_field, reports), lambda: _scalars(reports, _skipped(reports)))
+        return _LateReports(
+            partial(_field, reports), lambda: _scalars(reports, _skipped(reports)), lambda: _parts(reports)
+        )
     if all([report.finite is None for report in reports]):
         return Report()
     return _Reports(*[_field(reports, name) for name in FIELDS])
+
+
+def _parts(reports: list[Report]) -> list[Parts]:
+    """Return the arrays of each rule that measures norms."""
+    return [part for report in reports for part in report.parts()]
 
 
 def _field(reports: list[Report], name: str) -> Any:

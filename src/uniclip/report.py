@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import optree
@@ -24,8 +24,25 @@ AVERAGED = LOGGED[4:]
 """Those that say something only as the mean over many steps."""
 NORM_MAX = "clip/norm_max"
 """The largest finite norm of all steps since the last log, where not every step is logged."""
-_UNLIMITED = 3e38
+UNLIMITED = 3e38
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
+
+
+class Parts(NamedTuple):
+    """The small arrays of a report on one rule as they are: NumPy's where the host has them, not yet arranged."""
+
+    own: Backend
+    """That of the gradients."""
+    backend: Backend
+    """That of the arrays."""
+    norms: list[Any]
+    limits: list[Any]
+    """Arrays that broadcast against the norms, or numbers."""
+    factors: list[Any]
+    thresholds: list[Any] | None = None
+    finite: Sequence[Any] = ()
+    """What has to hold, beside finite norms, for all gradients to be finite."""
+    skipped: Any = None
 
 
 class Report:
@@ -107,7 +124,7 @@ class Report:
         norm, limit, share = (float(backend.detached(scalars[name])) for name in (NORM, LIMIT, SHARE))
         count = sum(math.prod(array.shape) for array in leaves)
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
-        words += [f"limit {limit:.3g}"] if count == 1 and limit < _UNLIMITED else []
+        words += [f"limit {limit:.3g}"] if count == 1 and limit < UNLIMITED else []
         percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"  # noqa: PLR2004 - what is rounded to 0
         words += [f"clipped {percent} %"] if count > 1 else ["clipped" if share else "not clipped"]
         words += ["finite" if bool(backend.xp.all(self.finite)) else "not finite"]
@@ -117,6 +134,14 @@ class Report:
     def __repr__(self) -> str:
         """Return the report in one line."""
         return f"<Report: {self}>"
+
+    def parts(self) -> list[Parts]:
+        """Return the arrays of each rule that measures norms, for those who keep them: nothing is computed or read."""
+        norms, limits, factors, thresholds = map(_arrays_of, (self.norms, self.limits, self.factors, self.thresholds))
+        if not norms:
+            return []
+        own = backend_of(norms[0]) or DEFAULT
+        return [Parts(own, own, norms, limits, factors, thresholds or None, [self.finite], self.skipped)]
 
     def without_skip(self) -> Report:
         """Return the report without ``skipped``: leaves that the rule does not see take their step."""
@@ -157,14 +182,21 @@ class Late(Report):
         Makes the field of a name.
     scalars : callable
         Makes the scalars, ``None`` if they have to be made of the fields.
+    parts : callable
+        Returns the arrays as they are.
     """
 
-    __slots__ = ("_found", "_make", "_scalars")
+    __slots__ = ("_found", "_make", "_parts", "_scalars")
     kind: ClassVar[type[Made]] = Made
     """What a library of trees, or a copy, makes of its fields."""
 
-    def __init__(self, make: Callable[[str], Any], scalars: Callable[[], dict[str, Any] | None]) -> None:
-        self._make, self._scalars = make, scalars
+    def __init__(
+        self,
+        make: Callable[[str], Any],
+        scalars: Callable[[], dict[str, Any] | None],
+        parts: Callable[[], list[Parts]],
+    ) -> None:
+        self._make, self._scalars, self._parts = make, scalars, parts
         self._found: dict[str, Any] = {}
 
     def scalars(self) -> dict[str, Any]:
@@ -172,13 +204,20 @@ class Late(Report):
         found = self._scalars()
         return super().scalars() if found is None else found
 
+    def parts(self) -> list[Parts]:
+        """Return the arrays of each rule that measures norms, for those who keep them: nothing is computed or read."""
+        return self._parts()
+
     def without_skip(self) -> Report:
         """Return the report without ``skipped``: leaves that the rule does not see take their step."""
 
         def scalars() -> dict[str, Any]:
             return {name: value for name, value in self.scalars().items() if name != LOGGED[-1]}
 
-        return type(self)(lambda name: None if name == "skipped" else getattr(self, name), scalars)
+        def parts() -> list[Parts]:
+            return [one._replace(skipped=None) for one in self.parts()]
+
+        return type(self)(lambda name: None if name == "skipped" else getattr(self, name), scalars, parts)
 
     def __reduce__(self) -> Any:
         """Return what a copy or a pickle is made of: the fields."""

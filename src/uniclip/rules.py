@@ -19,6 +19,7 @@ from uniclip.ask import Step
 from uniclip.backends import backend_by, compiling
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
+from uniclip.leaves import row_of
 from uniclip.limits import Constant, Limit, NoState
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
@@ -229,13 +230,32 @@ def measured(
     norm: Any = None,
     loss: Any = None,
     all_reduce: Any = None,
-) -> tuple[Any, Report]:
-    """Do as `Rule.update` but for the scaling; a norm that is known already is not measured."""
-    return taken(rule, grads, state, Step(params, all_reduce, loss, norm), _measured)  # type: ignore[no-any-return]
+    *,
+    leaves: bool = False,
+) -> tuple[Any, Report, Any]:
+    """Do as `seen` but for the scaling; a norm that is known already is not measured, norms of leaves if wanted."""
+    return taken(rule, grads, state, Step(params, all_reduce, loss, norm, leaves), _measured)  # type: ignore[no-any-return]
 
 
-def _measured(_: Filled, decision: Decision | Single) -> tuple[Any, Report]:
-    return decision.state, decision.report()
+def seen(
+    rule: RuleLike, grads: T, state: Any, params: Any = None, *, in_place: bool = False, loss: Any = None
+) -> tuple[T, Any, Report, Any]:
+    """Do as `Rule.update`, and return the norms of all leaves, too, ``(k,)``: those that the rule measures anyway.
+
+    Where all leaves share a norm it is made of these, and equal to that of `Rule.update` to rounding.
+    """
+    if not isinstance(rule, Rule):
+        row = leaf_norms(grads)
+        return (*rule.update(grads, state, params, in_place=in_place, loss=loss), row)
+
+    def finish(whole: Filled, decision: Decision | Single) -> Any:
+        return whole.emptied(decision.clipped(rule)), decision.state, decision.report(), decision.leaves
+
+    return taken(rule, grads, state, Step(params, None, loss, leaves=True), finish, in_place=in_place)  # type: ignore[no-any-return]
+
+
+def _measured(_: Filled, decision: Decision | Single) -> tuple[Any, Report, Any]:
+    return decision.state, decision.report(), decision.leaves
 
 
 def taken(
@@ -295,6 +315,30 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
         joint = None if given.parts is None else Joint(given)
         blocks = measure([Ruler(given, layout, norm, joint)]).norms[0].blocks
         return layout.arranged(given.tree, list(map(given.own, blocks)))
+
+
+def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
+    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree, without those that are ``None``.
+
+    Parameters
+    ----------
+    grads : array or tree of k arrays
+    norm : Norm, default L2
+
+    Returns
+    -------
+    (k,) array
+        Of the gradients' framework, in float32 or wider.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
+    array([1., 5.])
+    """
+    given = opened(grads)
+    with given.backend.quiet(given.first):
+        return given.own(row_of(given, norm, None if given.parts is None else Joint(given)))
 
 
 def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:

@@ -16,16 +16,17 @@ from uniclip.backends import DEFAULT
 from uniclip.backends.base import cast
 from uniclip.curves import hard, reject
 from uniclip.layout import Layout, Opened, layout_of
+from uniclip.leaves import as_row, norm_of_row, row_of
 from uniclip.limits import Constant
 from uniclip.losses import Loss, as_scalars, mean_of
 from uniclip.measure import in_range, measure
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.norms import L2
 from uniclip.processes import Joint, along_names
-from uniclip.report import Late, Made, Report, scalars_of
+from uniclip.report import Late, Made, Parts, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
 from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
-from uniclip.scopes import everything
+from uniclip.scopes import all_leaves, each_leaf, everything
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -52,6 +53,8 @@ class Decision(NamedTuple):
     """Whether the step is left out, ``None`` if the rule leaves none out."""
     state: Any
     thresholds: list[Any] | None = None
+    leaves: Any = None
+    """The norms of all leaves, see `leaves.row_of`, where they are wanted."""
 
     def clipped(self, rule: Choices) -> Any:
         """Return the clipped gradients."""
@@ -75,7 +78,7 @@ class Decision(NamedTuple):
         )  # fmt: skip
         if given.tree.spec is None or own.traced(given.first):  # a way back that may hold the gradients
             return Made(*[seen.field(name) for name in Made._fields])
-        return Late(seen.field, seen.scalars)
+        return Late(seen.field, seen.scalars, seen.parts)
 
 
 class _Seen(NamedTuple):
@@ -120,6 +123,13 @@ class _Seen(NamedTuple):
             found = scalars_of(self.backend, self.norms, limits, self.factors, self.skipped, thresholds)
             return {name: self._own(value) for name, value in found.items()}
 
+    def parts(self) -> list[Parts]:
+        """Return the arrays as they are, without the rows of absent gradients."""
+        if not all(self.layout.groups):
+            return Made(*[self.field(name) for name in Made._fields]).parts()
+        some = self.norms, self.limits, self.factors, self.thresholds, self.sound, self.skipped
+        return [Parts(self.own, self.backend, *some)]
+
     def _like_norms(self, values: list[Any] | None) -> Any:
         xp = self.backend.xp
         return values and [xp.zeros_like(n) + value for n, value in zip(self.norms, values, strict=True)]
@@ -137,6 +147,7 @@ class Single(NamedTuple):
     norms: Any
     limits: Any
     factors: Any
+    leaves: Any = None
     skipped: None = None
 
     def clipped(self, rule: Choices) -> Any:
@@ -164,7 +175,7 @@ class Single(NamedTuple):
         """Return the report."""
         own = self.given.backend
         one = _OfOne(own, own.device(self.given.first), self.norms, self.limits, self.factors)
-        return Late(one.field, one.scalars)
+        return Late(one.field, one.scalars, one.parts)
 
 
 class _OfOne(NamedTuple):
@@ -188,11 +199,15 @@ class _OfOne(NamedTuple):
         norms, limits, factors = ([np.asarray(value)] for value in (self.norms, self.limits, self.factors))
         return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors).items()}
 
+    def parts(self) -> list[Parts]:
+        """Return the numbers as they are."""
+        return [Parts(self.own, DEFAULT, [self.norms], [self.limits], [self.factors])]
+
     def _own(self, value: Any) -> Any:
         return self.own.from_host(np.asarray(value), self.device)
 
 
-def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
+def _single(rule: Choices, given: Opened, state: Any, *, leaves: bool) -> Single | None:
     """Decide about one Euclidean norm with a constant limit where the host can read it; ``None`` in any other case."""
     limit: Any = rule.limit
     norm, constant = rule.norm, type(limit) is Constant and type(limit.value) is float and 0 < limit.value < _LARGE
@@ -201,12 +216,17 @@ def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     if not (constant and alone and usual):
         return None
     own = given.backend
-    total = own.squares(given.arrays, [len(given.arrays)]) if own.readable(given.first) and not own.watched() else None
-    total = total if total is None else own.together([total])[0]
-    if not isinstance(total, np.ndarray) or not in_range(float(total[0]), total.dtype == np.float32):
+    lengths = [1] * len(given.arrays) if leaves else [len(given.arrays)]
+    found = own.squares(given.arrays, lengths) if own.readable(given.first) and not own.watched() else None
+    found = found if found is None else own.together([found])[0]
+    if not (isinstance(found, np.ndarray) and all([in_range(float(one), found.dtype == np.float32) for one in found])):
         return None
-    n, most, one = np.sqrt(total[0]), total.dtype.type(limit.value), total.dtype.type(1)
-    return Single(given, state, n, most, one if n <= most else most / n) if n * _NEAR <= most else None
+    total = found.sum(dtype=np.float64).astype(found.dtype) if leaves else found[0]
+    if not in_range(float(total), total.dtype == np.float32):
+        return None
+    n, most, one = np.sqrt(total), total.dtype.type(limit.value), total.dtype.type(1)
+    decided = Single(given, state, n, most, one if n <= most else most / n, np.sqrt(found) if leaves else None)
+    return decided if n * _NEAR <= most else None
 
 
 class _Found(NamedTuple):
@@ -268,14 +288,21 @@ def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
 def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | Single:
     """Measure the gradients and work out their factors."""
     if step.norm is None and step.all_reduce is None and given.parts is None:
-        single = _single(rule, given, state)
+        single = _single(rule, given, state, leaves=step.leaves)
         if single is not None:
             return single
     own = given.backend
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
     theirs = opened_params(rule, given, step) if "params" in rule.limit.needs else None
     joint = joint_of(rule, given, layout, step.all_reduce, theirs)
+    plain, leaves = not rule.norm.size_power and rule.nonfinite != "zero" and all(layout.groups), None
+    if step.leaves and not (plain and rule.scope == each_leaf):
+        leaves = row_of(given, rule.norm if plain else L2, joint)
+        if plain and rule.scope == all_leaves and step.norm is None:
+            step = step._replace(norm=norm_of_row(given, leaves, rule.norm))
     given, norms, sound, beside = _found(rule, given, layout, joint, step, theirs)
+    if step.leaves and leaves is None:
+        leaves = as_row(given, layout, norms)
     read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]
     host = (
         all(isinstance(n, np.ndarray) for n in norms)
@@ -302,7 +329,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine, joint)
     sound = [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in elsewhere]]
-    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state, thresholds)
+    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state, thresholds, leaves)
 
 
 def _on_host(own: Backend, array: Any) -> Any:

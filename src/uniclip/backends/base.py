@@ -253,6 +253,18 @@ class Backend:
         """Return an array to keep, detached from the computation that it came from."""
         return array.persist() if hasattr(array, "persist") else array  # one that is lazy would hold all gradients
 
+    def to_keep(self, arrays: list[Array]) -> list[Array]:
+        """Return small arrays to read later, copied on their device where what made them may write over them."""
+        return list(map(self.detached, arrays))
+
+    def fetched(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+        """Return the values of many small arrays as NumPy's, read together."""
+        return list(map(self.to_host, arrays))
+
+    def process(self) -> int:
+        """Return the number of this process in a run over several."""
+        return 0
+
     def together(self, arrays: list[Array]) -> list[Array]:
         """Return small arrays as NumPy's if the host can read all of them at no cost, else as this library's."""
         views = [array if isinstance(array, np.ndarray) else self._small_view(array) for array in arrays]

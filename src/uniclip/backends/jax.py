@@ -124,6 +124,12 @@ class _JAX(Backend):
         # Without asking all processes whether theirs is the same, as device_put does.
         return jax.make_array_from_callback(array.shape, device, lambda index: array[index])
 
+    def fetched(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+        return list(map(np.asarray, jax.device_get(arrays)))
+
+    def process(self) -> int:
+        return int(jax.process_index())
+
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if not _together(arrays):
             return None

@@ -219,6 +219,32 @@ class _Torch(Backend):
     def to_host(self, array: Array) -> np.ndarray[Any, Any]:
         return np.asarray(array.detach().cpu().numpy())
 
+    def to_keep(self, arrays: list[Array]) -> list[Array]:
+        arrays = [array.detach() for array in arrays]
+        if all([array.is_cpu for array in arrays]):
+            return arrays
+        kept = list(arrays)  # a CUDA graph writes over what its last run returned
+        for numbers in _by_device(arrays):
+            flat = torch.cat([arrays[number].reshape(-1) for number in numbers])
+            pieces = flat.split([arrays[number].numel() for number in numbers])
+            for number, piece in zip(numbers, pieces, strict=True):
+                kept[number] = piece.view(arrays[number].shape)
+        return kept
+
+    def fetched(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+        found: list[Any] = [None] * len(arrays)
+        for numbers in _by_device(arrays):
+            flat = torch.cat([arrays[number].detach().reshape(-1) for number in numbers]).cpu()
+            flat = flat if flat.dtype is not torch.bfloat16 else flat.float()
+            ends = np.cumsum([arrays[number].numel() for number in numbers])[:-1]
+            for number, piece in zip(numbers, np.split(flat.numpy(), ends), strict=True):
+                found[number] = piece.reshape(arrays[number].shape)
+        return found
+
+    def process(self) -> int:
+        runs = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.get_rank() if runs else 0
+
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if tracing():
             return squares_in_double(arrays, lengths)
@@ -410,6 +436,14 @@ class _Torch(Backend):
         if torch.compiler.is_compiling():
             return home or nullcontext()
         return super().quiet(first) if home is None else both(super().quiet(first), home)
+
+
+def _by_device(arrays: list[Array]) -> list[list[int]]:
+    """Return the numbers of the arrays of each device and dtype."""
+    found: dict[Any, list[int]] = {}
+    for number, array in enumerate(arrays):
+        found.setdefault((array.device, array.dtype), []).append(number)
+    return list(found.values())
 
 
 BACKEND = _Torch(namespace)

@@ -7,5 +7,7 @@ Nothing of it is imported by ``import uniclip``, and matplotlib only where somet
 from __future__ import annotations
 
 from uniclip.insight.record import Record
+from uniclip.insight.recorder import Recorder
+from uniclip.rules import leaf_norms
 
-__all__ = ["Record"]
+__all__ = ["Record", "Recorder", "leaf_norms"]

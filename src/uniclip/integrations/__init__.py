@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uniclip
+from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.rules import AnyRule, RuleLike, as_rule
 from uniclip.scopes import each_example
@@ -46,6 +47,22 @@ def rule_for_steps(rule: AnyRule) -> RuleLike:
         )
         raise ValueError(msg)
     return rule
+
+
+def refuse_record(record: Any, all_reduce: Any = None) -> None:
+    """Refuse what is no recorder, and one of leaves that are not all in one process."""
+    if record is None:
+        return
+    from uniclip.insight.recorder import Recorder  # noqa: PLC0415 - most runs are not recorded
+
+    wanted = 'a recorder, such as uniclip.insight.Recorder("run.jsonl")'
+    check("record", record, isinstance(record, Recorder), wanted)
+    if record.leaves and all_reduce is not None:
+        msg = (
+            "with all_reduce each process has other leaves, and one of them writes: record without leaves, or give "
+            "distributed tensors, which need no all_reduce"
+        )
+        raise ValueError(msg)
 
 
 def looks_at_loss(rule: Any) -> bool:

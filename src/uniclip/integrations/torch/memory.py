@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uniclip._checks import check
 from uniclip._repr import short
@@ -16,6 +16,9 @@ from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations.torch.checks import steps_of
 from uniclip.labels import Leaves
 from uniclip.saved import from_saved, restored, to_saved
+
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
 
 _KEY = "uniclip"
 """Where a ``state_dict`` keeps the state of the rule."""
@@ -33,6 +36,8 @@ class Memory:
     """What a handle remembers: its methods are hooks of the optimizer."""
 
     rule: Any
+    record: Recorder | None
+    """What records each step, if anything."""
     state: Any
     """The state of the rule."""
     _optimizer: Any
@@ -49,6 +54,8 @@ class Memory:
     """How many steps the optimizer had counted before that."""
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
+        if self.record is not None:
+            self.record.flush()
         if self.rule.memory:
             state_dict[_KEY] = self._saved(lambda array: array.detach().clone())  # torch.load loads no other classes
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from uniclip._checks import refuse_in_step
 from uniclip._repr import counted, short
 from uniclip._types import Number
 from uniclip.backends.torch import BACKEND
-from uniclip.integrations import looks_at_loss, rule_for_steps
+from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, has_stepped, initializing, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
@@ -26,9 +26,12 @@ from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, r
 from uniclip.labels import labelled, leaves_of, refuse_changed
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured, norm_of
+from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured, norm_of, seen
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
+
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
 
 _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 """The optimizers whose fused kernels divide the gradients by ``optimizer.grad_scale``, and write them back."""
@@ -44,7 +47,11 @@ _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def attach(
-    optimizer: Optimizer, rule: AnyRule, all_reduce: AllReduce | None = None, shared: Shared | None = None
+    optimizer: Optimizer,
+    rule: AnyRule,
+    all_reduce: AllReduce | None = None,
+    shared: Shared | None = None,
+    record: Recorder | None = None,
 ) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
 
@@ -66,6 +73,10 @@ def attach(
         are. Distributed tensors need nothing, and copies, as under DistributedDataParallel, neither.
     shared : function of (path, leaf), optional
         Whether a parameter is a copy that several of these processes hold beside parts, so that it counts once.
+    record : uniclip.insight.Recorder, optional
+        Records each step, with the loss if the handle or a closure gives one, and is written at each ``state_dict()``.
+        Of several processes each has one, and the first one writes. After a checkpoint tell it where the run goes on:
+        ``record.resume(step)``.
 
     Returns
     -------
@@ -110,7 +121,7 @@ def attach(
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    handle = attached(optimizer, rule, all_reduce, shared)
+    handle = attached(optimizer, rule, all_reduce, shared, record)
     if handle.rule.memory and has_stepped(optimizer):
         msg = (
             f"the optimizer has taken steps, or loaded a state, without {short(handle.rule)}, which begins anew: to go "
@@ -120,11 +131,13 @@ def attach(
     return handle
 
 
-def attached(optimizer: Any, rule: AnyRule, all_reduce: Any = None, shared: Shared | None = None) -> Attached:
+def attached(
+    optimizer: Any, rule: AnyRule, all_reduce: Any = None, shared: Shared | None = None, record: Recorder | None = None
+) -> Attached:
     """Attach a rule as `attach` does, also late: for callers that restore its state by themselves."""
     refuse_optimizer(optimizer, rule)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        return attached(optimizer.optimizer, rule, all_reduce, shared)
+        return attached(optimizer.optimizer, rule, all_reduce, shared, record)
     rule, joins = rule_for_steps(rule), joining(all_reduce, shared, object())
     refuse_in_step(joins)
     refuse_inner(optimizer)
@@ -137,7 +150,8 @@ def attached(optimizer: Any, rule: AnyRule, all_reduce: Any = None, shared: Shar
     refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, joins)
     if joins is not None:
         refuse_unnamed(rule, optimizer.param_groups)
-    return Attached(optimizer, rule, joins)
+    refuse_record(record, joins)
+    return Attached(optimizer, rule, joins, record)
 
 
 class Attached(Memory):
@@ -149,8 +163,9 @@ class Attached(Memory):
     """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
     returns one. ``None`` after the step. Of several processes the rule sees the mean."""
 
-    def __init__(self, optimizer: Any, rule: RuleLike, all_reduce: Any = None) -> None:
+    def __init__(self, optimizer: Any, rule: RuleLike, all_reduce: Any = None, record: Recorder | None = None) -> None:
         self.rule = rule
+        self.record = record
         self._all_reduce = all_reduce
         self._optimizer = optimizer
         self._steps = 0
@@ -161,6 +176,9 @@ class Attached(Memory):
         self._required = [p.requires_grad for p in self._params()]
         tree = self._known_tree()
         probe(rule, tree)
+        if record is not None:
+            every = self._tree(lambda p: p)
+            record.describe(rule, flatten(every if len(every) > 1 else every[0]))
         self.state = self._first()
         self._leaves = leaves_of(rule, flatten(tree))
         eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
@@ -199,6 +217,8 @@ class Attached(Memory):
             _rules.pop(self._optimizer, None)
         while self._hooks:
             self._hooks.pop().remove()
+        if self.record is not None:
+            self.record.flush()
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip before a step; the gradients of a closure, each time that the step has called it."""
@@ -244,6 +264,7 @@ class Attached(Memory):
 
     def _clip(self, loss: Any) -> None:
         found = [(p, grad) for p, grad in ((p, grad_of(p)) for p in self._params()) if grad is not None]
+        given = loss
         params, grads = [p for p, _ in found], list({id(grad): grad for _, grad in found}.values())
         if several():
             looked_at = looks_at_loss(self.rule)
@@ -264,33 +285,46 @@ class Attached(Memory):
         with torch.no_grad():
             alone = self._all_reduce is None  # else processes have to take one way
             if alone and fused and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
-                self._fold(grads, scale, loss)
+                leaves = self._fold(grads, scale, loss)
             else:
-                self._scale(params, grads, scale, loss)
+                leaves = self._scale(params, grads, scale, loss)
         self._steps += 1
+        if self.record is not None:
+            some = set(map(id, params))
+            places = [number for number, p in enumerate(self._params()) if id(p) in some]
+            self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
         skipped = None if self.report is None else self.report.skipped
         if skipped is not None:
             self._skip(skipped, params, found_inf, fused=fused)
 
-    def _fold(self, grads: list[Any], scale: Any, loss: Any) -> None:
-        """Have the fused kernel multiply by the factor: it divides by ``grad_scale``."""
+    def _fold(self, grads: list[Any], scale: Any, loss: Any) -> list[Any]:
+        """Have the fused kernel multiply by the factor: it divides by ``grad_scale``. Return the norms of leaves."""
         tree, params = self._tree(grad_of), self._tree(lambda p: p)
         norm = None
         if scale is not None:
             scaled = norm_of(tree, self.rule.scope, self.rule.norm)
             norm = scaled / scale.to(scaled.device)
-        self.state, self.report = measured(self.rule, tree, self.state, params, norm=norm, loss=loss)
-        factor = self.report.factors
+        self.state, self.report, leaves = measured(
+            self.rule, tree, self.state, params, norm=norm, loss=loss, leaves=self._sees_leaves
+        )
+        self._fold_factor(self.report, grads, scale)
+        if leaves is None:
+            return []
+        return [leaves if scale is None else BACKEND.xp.asarray(leaves) / scale]
+
+    def _fold_factor(self, report: Report, grads: list[Any], scale: Any) -> None:
+        """Set what the fused kernel divides by."""
+        factor = report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
         known = BACKEND.readable(factor)
-        if known and not bool(self.report.clipped):
+        if known and not bool(report.clipped):
             return
         if not known or all(_TINY < float(one) < 1 / _TINY for one in (factor, divisor)):
             self._set("grad_scale", divisor)
         else:  # what a kernel cannot divide by, such as 0, NaN or 1e-40
             self._unscale(grads, scale)
-            rule = replace(self.rule, limit=self.report.limits)
-            clip_known(rule, grads, self.report.norms, in_place=True)
+            rule = replace(self.rule, limit=report.limits)
+            clip_known(rule, grads, report.norms, in_place=True)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by what a fused kernel would divide by."""
@@ -299,8 +333,8 @@ class Attached(Memory):
             for grad in grads:
                 grad.div_(scale.to(grad.device))
 
-    def _scale(self, params: list[Any], grads: list[Any], scale: Any, loss: Any) -> None:
-        """Clip in place; first divide by what a fused kernel would divide by."""
+    def _scale(self, params: list[Any], grads: list[Any], scale: Any, loss: Any) -> list[Any]:
+        """Clip in place; first divide by what a fused kernel would divide by. Return the norms of leaves."""
         if self._all_reduce is None:  # else norms are those of all parameters
             if self.rule.by_leaf:
                 self._same(params)
@@ -314,9 +348,17 @@ class Attached(Memory):
             raise ValueError(msg)
         self._unscale(grads, scale)
         tree, every = self._tree(grad_of), self._tree(lambda p: p)
+        if self._sees_leaves:
+            _, self.state, self.report, leaves = seen(self.rule, tree, self.state, every, in_place=True, loss=loss)
+            return [leaves]
         _, self.state, self.report = self.rule.update(
             tree, self.state, every, self._all_reduce, in_place=True, loss=loss
         )
+        return []
+
+    @property
+    def _sees_leaves(self) -> bool:
+        return self.record is not None and bool(self.record.leaves)
 
     def _same(self, params: list[Any]) -> None:
         """Refuse gradients of other parameters than the state is for: it knows them by their order."""

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: MIT
+"""The lines of a recorded run: what is written of a step, and the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from uniclip.insight.record import FORMAT
+from uniclip.report import UNLIMITED, Parts
+from uniclip.rules import Rule
+from uniclip.scopes import all_leaves, each_leaf
+
+_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
+
+
+class Counts(NamedTuple):
+    """How many values there are of each kind in a part of a report."""
+
+    norms: int
+    limits: int
+    factors: int
+    thresholds: int
+    finite: int
+    skipped: int
+
+
+class Kept(NamedTuple):
+    """One step: its values in a row, arrays or numbers, and what they are."""
+
+    step: int
+    values: list[Any]
+    parts: list[Counts]
+    leaves: int
+    """How many arrays hold norms of leaves."""
+    places: Sequence[int] | None
+    """Which leaves these are of, ``None`` for all."""
+    names: list[str]
+    """The names of the other values."""
+
+
+def kept_of(
+    step: int, parts: list[Parts], leaves: list[Any], places: Sequence[int] | None, more: dict[str, Any]
+) -> Kept:
+    """Return what is kept of a step."""
+    values: list[Any] = []
+    counts = []
+    for part in parts:
+        some = part.norms, part.limits, part.factors, part.thresholds or (), part.finite
+        skipped = () if part.skipped is None else (part.skipped,)
+        counts.append(Counts(*map(len, (*some, skipped))))
+        for one in (*some, skipped):
+            values += one
+    return Kept(step, [*values, *leaves, *more.values()], counts, len(leaves), places, list(more))
+
+
+def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
+    """Return what is written of a step whose values are numbers or NumPy's, and the norms of its leaves."""
+    values = iter(kept.values)
+    found = [_of_part(values, counts) for counts in kept.parts]
+    row: dict[str, Any] = {"step": kept.step}
+    if found:
+        norms, limits, thresholds, factors, shares, finite, skipped = zip(*found, strict=True)
+        some = [one for one in thresholds if one is not None]
+        row["norm"] = _number(np.max(norms) if len(norms) > 1 else norms[0])  # NaN if one of them is
+        row["limit"] = _limit(min(limits))
+        row |= {"threshold": _limit(min(some))} if some else {}
+        row["factor"] = _number(math.prod(factors))
+        row["share"] = float(max(shares))
+        row |= {} if all(finite) else {"finite": False}
+        row |= {"skipped": any(skipped)} if any([one is not None for one in skipped]) else {}
+    leaves = [np.ravel(array) for array in islice(values, kept.leaves)]
+    row |= {name: _number(value) for name, value in zip(kept.names, values, strict=True)}
+    return row, np.concatenate(leaves) if leaves else None
+
+
+def _of_part(values: Iterator[Any], counts: Counts) -> tuple[Any, ...]:
+    """Return the largest norm, smallest limit, threshold and factor of a part, its share, and its flags."""
+    norms, limits, factors, thresholds, flags, skipped = (list(islice(values, count)) for count in counts)
+    count = sum([getattr(factor, "size", 1) for factor in factors])
+    changed = sum([_count(factor != 1) for factor in factors])
+    norm = _over(np.max, norms)
+    finite = math.isfinite(norm) and all([bool(np.all(flag)) for flag in flags])
+    return (
+        norm, _over(np.min, limits), _over(np.min, thresholds) if thresholds else None, _over(np.min, factors),
+        changed / count, finite, bool(np.any(skipped[0])) if skipped else None,
+    )  # fmt: skip
+
+
+def _count(flags: Any) -> int:
+    """Return how many flags are set."""
+    return int(np.count_nonzero(flags)) if getattr(flags, "ndim", 0) else int(flags)
+
+
+def _over(function: Any, arrays: list[Any]) -> Any:
+    """Return a reduction over all entries of all arrays."""
+    found = [function(array) if getattr(array, "ndim", 0) else array for array in arrays]
+    return found[0] if len(found) == 1 else function(found)
+
+
+def _number(value: Any) -> float | None:
+    """Return a number for JSON, in the digits that its dtype has; ``None`` if it is not finite."""
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return float(f"{number:.9g}") if getattr(value, "dtype", None) == np.float32 else number
+
+
+def _limit(value: Any) -> float | None:
+    """Return a limit for JSON, ``None`` where it limits nothing."""
+    return None if value >= UNLIMITED else _number(value)
+
+
+def written(row: dict[str, Any], leaves: np.ndarray[Any, Any] | None = None) -> str:
+    """Return a line of the file."""
+    if leaves is not None:
+        row = {**row, "leaves": list(map(_number, leaves))}
+    return _encode(row) + "\n"
+
+
+class File:
+    """The file of a recorder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header: dict[str, Any] | None = None
+
+    def write(self, header: dict[str, Any], step: int, lines: list[str]) -> None:
+        """Add lines, the first of which is that of a step; begin, or go on from a step of an earlier run."""
+        if self._header is None:
+            self._go_on(header, step)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("" if self._header == header else written(header)) + "".join(lines))
+        self._header = header
+
+    def _go_on(self, header: dict[str, Any], step: int) -> None:
+        """Drop the lines of an earlier run from a step on; if none is left, keep it all in another file."""
+        if not self.path.exists():
+            return
+        old = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        rows = [_parsed(line) for line in old]
+        if any([row is None for row in rows[:-1]]) or not (rows and rows[0] and "uniclip" in rows[0]):
+            msg = f"{self.path} exists, and is no recorded run: give another path"
+            raise ValueError(msg)
+        kept = [line for line, row in zip(old, rows, strict=True) if row is not None and row.get("step", -1) < step]
+        heads = [row for row in rows if row is not None and "uniclip" in row]
+        if len(kept) == len(heads):
+            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+            return
+        if heads[-1].get("leaves") != header.get("leaves"):
+            msg = f"{self.path} is a run of other leaves, and goes on at step {step} of this one: give another path"
+            raise ValueError(msg)
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        fresh.write_text("".join(kept), encoding="utf-8")
+        fresh.replace(self.path)
+        self._header = heads[-1]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """Return what a line holds, ``None`` if it is torn."""
+    try:
+        row = json.loads(line) if line.endswith("\n") else None
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def header_of(rule: Any, every: int, labels: list[str] | None, sizes: list[int] | None) -> dict[str, Any]:
+    """Return the first line of the file."""
+    scope, order = "other", None
+    if isinstance(rule, Rule) and rule.scope.axes is None:
+        scope = "all_leaves" if rule.scope == all_leaves else "each_leaf" if rule.scope == each_leaf else "other"
+        order = None if rule.norm.size_power else "inf" if rule.norm.ord == math.inf else rule.norm.ord
+    named = {} if rule is None else {"rule": repr(rule)}
+    header: dict[str, Any] = {"uniclip": FORMAT, **named, "scope": scope, "ord": order, "every": every}
+    header |= {} if labels is None else {"leaves": labels}
+    return header | ({} if sizes is None else {"sizes": sizes})

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: MIT
+"""Write what a rule saw and did at each step into a file, without a read from an accelerator in between."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from uniclip._checks import check
+from uniclip._repr import short
+from uniclip.backends import backend_of
+from uniclip.insight.lines import File, Kept, header_of, kept_of, row_of, written
+from uniclip.report import Parts, Report
+from uniclip.scopes import each_leaf
+from uniclip.tree import Tree, flatten
+
+if TYPE_CHECKING:
+    from uniclip.rules import AnyRule
+
+WINDOW = 100
+_HOST = (np.ndarray, np.generic, float, int)
+_COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes"}
+_OWN = {"step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "loss", "leaves", "uniclip"}
+"""The names of what a recorder writes by itself."""
+
+
+class Recorder:
+    """Record what clipping does: one line of JSON for each step.
+
+    It keeps the small arrays of each report where they are, and reads those of many steps together: nothing waits for
+    an accelerator in between. A run that is killed loses what it has not read yet. Of several processes the first one
+    writes.
+
+    Parameters
+    ----------
+    path : str or path
+        A file of JSON Lines, for `uniclip.insight.read`, and for pandas, Polars, DuckDB and jq. If it exists, a run
+        that goes on from a checkpoint (whose first step is one that the file has, or the one after) goes on in it, and
+        the lines from that step on are dropped. A run that begins anew renames it: ``run.jsonl`` to ``run.jsonl.old``.
+    every : int, default 100
+        After how many steps the lines are written. They are also written by `flush`, `close`, when the ``with`` block
+        or the program ends, also by an error, and, of the integrations, at each checkpoint.
+    leaves : bool or "all", default False
+        Whether to record the norm of each leaf: with ``True`` at every ``every``-th step and where the norm is a spike,
+        with ``"all"`` at each step, for `uniclip.insight.replay` of rules with a norm for each leaf.
+    rule : Rule, optional
+        The rule that makes the reports, for `uniclip.insight.replay` and the page; the integrations know it.
+    params : tree of arrays, optional
+        The parameters, whose paths and sizes name the leaves in the file; the integrations know them.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of the wrong type.
+    ValueError
+        If ``every`` is below 1.
+    FileNotFoundError
+        If there is no such folder.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
+    >>> rule = uc.by_global_norm(1.0)
+    >>> with insight.Recorder(path, rule=rule) as rec:
+    ...     for step in range(3):
+    ...         _, report = uc.clip([np.asarray([3.0, 4.0 * step])], rule)
+    ...         rec(report, loss=1 / (1 + step))
+    >>> insight.read(path).norms.round(3)
+    array([3.   , 5.   , 8.544])
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        every: int = 100,
+        leaves: bool | Literal["all"] = False,  # noqa: FBT001, FBT002
+        *,
+        rule: AnyRule | None = None,
+        params: Any = None,
+    ) -> None:
+        check("path", path, isinstance(path, (str, Path)), "the path of a file, such as 'run.jsonl'")
+        check("every", every, isinstance(every, int) and not isinstance(every, bool), "a number of steps")
+        check("leaves", leaves, isinstance(leaves, bool) or leaves == "all", 'True, False or "all"')
+        if every < 1:
+            msg = f"every must be a number of steps, at least 1, got {every}"
+            raise ValueError(msg)
+        if not Path(path).parent.is_dir():
+            msg = f"there is no folder {str(Path(path).parent)!r} to write {Path(path).name!r} into"
+            raise FileNotFoundError(msg)
+        self.path, self.every, self.leaves = Path(path), every, leaves
+        self.step: int | None = None
+        """The last step that was recorded, ``None`` before the first."""
+        self._rule = rule
+        self._labels: list[str] | None = None
+        self._sizes: list[int] | None = None
+        self._begin()
+        if params is not None:
+            self.describe(rule, flatten(params, "params"))
+
+    def _begin(self) -> None:
+        """Begin without steps."""
+        self._file = File(self.path)
+        self._kept: list[Kept] = []
+        self._norms: list[float] = []
+        self._sources: list[Callable[[], None]] = []
+        self._writes: bool | None = None
+        self._closed, self._process = False, os.getpid()
+        self._lock = threading.RLock()
+        atexit.register(_at_exit, weakref.ref(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle holds: no steps, which would be written twice."""
+        return {name: value for name, value in vars(self).items() if name in _COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin without steps."""
+        vars(self).update(state)
+        self._begin()
+
+    def __repr__(self) -> str:
+        """Return where it writes, and the last step it has seen."""
+        return f"<Recorder: {str(self.path)!r}, step {self.step}{', closed' if self._closed else ''}>"
+
+    def __enter__(self) -> Recorder:  # noqa: PYI034 - typing has no Self before 3.11
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write what is left."""
+        self.close()
+
+    def __call__(
+        self,
+        report: Report,
+        step: int | None = None,
+        loss: Any = None,
+        leaves: Any = None,
+        **extra: Any,
+    ) -> None:
+        """Record one step.
+
+        Parameters
+        ----------
+        report : Report
+            What `uniclip.clip` or `uniclip.Rule.update` returned, also from compiled code, but not inside of it.
+        step : int, optional
+            The number of the step; the one after the last if it is left out.
+        loss : float or 0-d array, optional
+            The loss of the step.
+        leaves : (k,) array or tree of k 0-d arrays, optional
+            The norms of all leaves, as `uniclip.insight.leaf_norms` returns them. A rule with a norm for each leaf
+            has them in its report, where the recorder knows the rule.
+        **extra : float or 0-d array
+            Whatever else the file is to hold.
+
+        Raises
+        ------
+        TypeError
+            If an argument is of the wrong type, or what a compiler traces; or if ``leaves`` are to be recorded, and
+            there are none.
+        ValueError
+            If ``step`` is not above the last one, a name of ``extra`` is one of the recorder's own, or it is closed.
+        """
+        check("report", report, isinstance(report, Report), "a report, which uc.clip and Rule.update return")
+        leaves = self._leaves_of(report, leaves)
+        self.take(report.parts(), step, loss, leaves, **extra)
+
+    def _leaves_of(self, report: Report, leaves: Any) -> list[Any]:
+        """Return the norms of leaves as arrays."""
+        if not self.leaves:
+            check("leaves", leaves, leaves is None, "left out, or recorded with Recorder(..., leaves=True)")
+            return []
+        if leaves is None and getattr(self._rule, "scope", None) == each_leaf:
+            leaves = report.norms
+        if leaves is None:
+            msg = "leaves are recorded, so give their norms: rec(report, leaves=insight.leaf_norms(grads))"
+            raise TypeError(msg)
+        tree = flatten(leaves, "leaves")
+        if self._labels is None and len(tree.leaves) > 1:
+            self._labels = ["/".join(map(str, path)) for path in tree.paths()]
+        return tree.leaves
+
+    def take(
+        self,
+        parts: list[Parts],
+        step: int | None = None,
+        loss: Any = None,
+        leaves: Sequence[Any] = (),
+        places: Sequence[int] | None = None,
+        **extra: Any,
+    ) -> None:
+        """Record a step of a report's parts; ``places`` are the numbers of the leaves that have a gradient."""
+        taken = _OWN.intersection(extra)
+        if taken:
+            msg = f"the recorder writes {min(taken)!r} by itself: give what else it is to hold another name"
+            raise ValueError(msg)
+        with self._lock:
+            self._refuse(step)
+            self.step = step if step is not None else 1 if self.step is None else self.step + 1
+            if self._is_first_process(parts):
+                kept = kept_of(self.step, parts, list(leaves), places, ({} if loss is None else {"loss": loss}) | extra)
+                self._kept.append(kept._replace(values=_to_keep(kept)))
+                if len(self._kept) >= self.every:
+                    self.flush()
+
+    def _refuse(self, step: int | None) -> None:
+        """Refuse a step that cannot be recorded."""
+        if self._closed:
+            msg = f"the recorder of {str(self.path)!r} is closed"
+            raise ValueError(msg)
+        if step is not None:
+            check("step", step, isinstance(step, int) and not isinstance(step, bool), "the number of a step")
+            if self.step is not None and step <= self.step:
+                msg = f"step must be above the last one that was recorded, {self.step}, got {step}"
+                raise ValueError(msg)
+
+    def _is_first_process(self, parts: list[Parts]) -> bool:
+        if self._writes is None:
+            self._writes = not parts or parts[0].own.process() == 0
+        return self._writes and self._process == os.getpid()
+
+    def describe(self, rule: Any, params: Tree | None = None) -> None:
+        """Note the rule, and the leaves by their paths and sizes: what the integrations know."""
+        self._rule = self._rule if rule is None else rule
+        if params is not None:
+            self._labels = ["/".join(map(str, path)) or "0" for path in params.paths()]
+            self._sizes = [math.prod(leaf.shape) for leaf in params.leaves]
+
+    def draws_from(self, source: Callable[[], None]) -> None:
+        """Call a function before the lines are written: it takes steps from where compiled code has left them."""
+        self._sources.append(source)
+
+    def resume(self, step: int) -> None:
+        """Go on after a step, as a run does that goes on from a checkpoint; the file loses the lines of later steps.
+
+        Parameters
+        ----------
+        step : int
+            The last step before the next one that is recorded.
+        """
+        with self._lock:
+            self.flush()
+            self.step, self._file, self._norms = step, File(self.path), []
+
+    def flush(self) -> None:
+        """Read what is kept, and write it."""
+        with self._lock:
+            for source in self._sources:
+                source()
+            if not self._kept or self._process != os.getpid():
+                return
+            read = _read(self._kept)
+            found = [row_of(kept) for kept in read]
+            count = max([0 if row is None else len(row) for _, row in found])
+            if count and self._labels is None:
+                self._labels = [str(number) for number in range(count)]
+            shown = self._with_leaves([row for row, _ in found])
+            lines = [
+                written(row, self._whole(leaves, kept.places) if leaves is not None and show else None)
+                for (row, leaves), kept, show in zip(found, read, shown, strict=True)
+            ]
+            header = header_of(self._rule, self.every, self._labels if self.leaves else None, self._sizes)
+            self._file.write(header, read[0].step, lines)
+            self._kept = []
+
+    def _with_leaves(self, rows: list[dict[str, Any]]) -> list[bool]:
+        """Return of each step whether the norms of its leaves are written."""
+        if self.leaves is not True:
+            return [bool(self.leaves)] * len(rows)
+        before, new = self._norms, [math.nan if row.get("norm") is None else row["norm"] for row in rows]
+        loud = is_spike(np.asarray(before + new))[len(before) :]
+        self._norms = (before + new)[-2 * WINDOW :]
+        return [bool(one) or row["step"] % self.every == 0 for one, row in zip(loud, rows, strict=True)]
+
+    def _whole(self, leaves: np.ndarray[Any, Any], places: Sequence[int] | None) -> np.ndarray[Any, Any]:
+        """Return norms of all leaves, NaN for those without a gradient."""
+        if places is None or self._labels is None:
+            return leaves
+        whole = np.full(len(self._labels), np.nan, leaves.dtype)
+        whole[list(places)] = leaves
+        return whole
+
+    def close(self) -> None:
+        """Write what is left; more cannot be recorded."""
+        with self._lock:
+            if not self._closed:
+                self.flush()
+                self._closed = True
+
+
+def is_spike(norms: np.ndarray[Any, Any], z: float = 5, window: int = WINDOW) -> np.ndarray[Any, Any]:
+    """TO BE REPLACED."""
+    found = np.zeros(len(norms), bool)
+    for i, n in enumerate(norms):
+        before = np.log(norms[max(0, i - window) : i][np.isfinite(norms[max(0, i - window) : i])])
+        if not math.isfinite(n):
+            found[i] = True
+        elif len(before) >= 20:  # noqa: PLR2004
+            m = np.median(before)
+            found[i] = math.log(n) > m + z * 1.48 * max(np.median(np.abs(before - m)), 0.02)
+    return found
+
+
+def _at_exit(found: weakref.ref[Recorder]) -> None:
+    """Write what is left when the program ends."""
+    recorder = found()
+    if recorder is not None:
+        recorder.close()
+
+
+def _to_keep(kept: Kept) -> list[Any]:
+    """Return the values of a step, arrays of frameworks detached, and copied where they may be written over."""
+    theirs: dict[Any, list[int]] = {}
+    for number, value in enumerate(kept.values):
+        if not isinstance(value, _HOST):
+            theirs.setdefault(backend_of(value), []).append(number)
+    values = list(kept.values)
+    for backend, numbers in theirs.items():
+        arrays = [values[number] for number in numbers]
+        _refuse_values(backend, arrays)
+        for number, array in zip(numbers, backend.to_keep(arrays), strict=True):
+            values[number] = array
+    return values
+
+
+def _refuse_values(backend: Any, arrays: list[Any]) -> None:
+    """Refuse what is no array, and what a compiler traces."""
+    if backend is None:
+        msg = f"loss, leaves and what else is recorded must be numbers or arrays, got {short(arrays[0])}"
+        raise TypeError(msg)
+    if any([backend.traced(array) for array in arrays]):
+        msg = "call the recorder outside of compiled code, on the report that the code returns"
+        raise TypeError(msg)
+
+
+def _read(steps: list[Kept]) -> list[Kept]:
+    """Return the steps with NumPy's arrays: all those of one framework are read together."""
+    theirs: dict[Any, list[tuple[int, int]]] = {}
+    for step, kept in enumerate(steps):
+        for number, value in enumerate(kept.values):
+            if not isinstance(value, _HOST):
+                theirs.setdefault(backend_of(value), []).append((step, number))
+    values = [list(kept.values) for kept in steps]
+    for backend, places in theirs.items():
+        arrays = backend.fetched([values[step][number] for step, number in places])
+        for (step, number), array in zip(places, arrays, strict=True):
+            values[step][number] = array
+    return [kept._replace(values=some) for kept, some in zip(steps, values, strict=True)]
