@@ -289,7 +289,7 @@ class Attached(Memory):
             else:
                 leaves = self._scale(params, grads, scale, loss)
         self._steps += 1
-        if self.record is not None:
+        if self.record is not None and self.report is not None:
             some = set(map(id, params))
             places = [number for number, p in enumerate(self._params()) if id(p) in some]
             self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
