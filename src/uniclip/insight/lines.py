@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from uniclip.backends import Backend, backend_of
 from uniclip.insight.record import FORMAT
 from uniclip.report import UNLIMITED, Parts
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_leaf
 
+_HOST = (np.ndarray, np.generic, float, int)
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
@@ -34,6 +36,8 @@ class Counts(NamedTuple):
 class Kept(NamedTuple):
     """One step: its values in a row, arrays or numbers, and what they are."""
 
+    own: Backend | None
+    """That of the report's arrays, flags among them."""
     step: int
     values: list[Any]
     parts: list[Counts]
@@ -43,6 +47,16 @@ class Kept(NamedTuple):
     """Which leaves these are of, ``None`` for all."""
     names: list[str]
     """The names of the other values."""
+
+    def by_backend(self) -> dict[Backend | None, list[int]]:
+        """Return the numbers of the values that are arrays of a framework."""
+        found: dict[Any, list[int]] = {}
+        ours = sum(map(sum, self.parts))
+        for number, value in enumerate(self.values):
+            if not isinstance(value, _HOST):
+                backend = self.own if number < ours else backend_of(value)
+                found.setdefault(backend, []).append(number)
+        return found
 
 
 def kept_of(
@@ -57,7 +71,8 @@ def kept_of(
         counts.append(Counts(*map(len, (*some, skipped))))
         for one in (*some, skipped):
             values += one
-    return Kept(step, [*values, *leaves, *more.values()], counts, len(leaves), places, list(more))
+    own = parts[0].own if parts else None
+    return Kept(own, step, [*values, *leaves, *more.values()], counts, len(leaves), places, list(more))
 
 
 def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
@@ -106,7 +121,7 @@ def _over(function: Any, arrays: list[Any]) -> Any:
 
 def _number(value: Any) -> float | None:
     """Return a number for JSON, in the digits that its dtype has; ``None`` if it is not finite."""
-    number = float(value)
+    number = float(value.item() if isinstance(value, np.ndarray) else value)
     if not math.isfinite(number):
         return None
     return float(f"{number:.9g}") if getattr(value, "dtype", None) == np.float32 else number
@@ -174,8 +189,8 @@ def _parsed(line: str) -> dict[str, Any] | None:
 def header_of(rule: Any, every: int, labels: list[str] | None, sizes: list[int] | None) -> dict[str, Any]:
     """Return the first line of the file."""
     scope, order = "other", None
-    if isinstance(rule, Rule) and rule.scope.axes is None:
-        scope = "all_leaves" if rule.scope == all_leaves else "each_leaf" if rule.scope == each_leaf else "other"
+    if isinstance(rule, Rule):
+        scope = {all_leaves: "all_leaves", each_leaf: "each_leaf"}.get(rule.scope, "other")
         order = None if rule.norm.size_power else "inf" if rule.norm.ord == math.inf else rule.norm.ord
     named = {} if rule is None else {"rule": repr(rule)}
     header: dict[str, Any] = {"uniclip": FORMAT, **named, "scope": scope, "ord": order, "every": every}

@@ -10,23 +10,21 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.backends import backend_of
+from uniclip.backends import compiling
 from uniclip.insight.lines import File, Kept, header_of, kept_of, row_of, written
 from uniclip.report import Parts, Report
+from uniclip.rules import AnyRule, as_rule
 from uniclip.scopes import each_leaf
 from uniclip.tree import Tree, flatten
 
-if TYPE_CHECKING:
-    from uniclip.rules import AnyRule
-
 WINDOW = 100
-_HOST = (np.ndarray, np.generic, float, int)
+_INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
 _COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes"}
 _OWN = {"step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "loss", "leaves", "uniclip"}
 """The names of what a recorder writes by itself."""
@@ -99,7 +97,7 @@ class Recorder:
         self.path, self.every, self.leaves = Path(path), every, leaves
         self.step: int | None = None
         """The last step that was recorded, ``None`` before the first."""
-        self._rule = rule
+        self._rule = None if rule is None else as_rule(rule)
         self._labels: list[str] | None = None
         self._sizes: list[int] | None = None
         self._begin()
@@ -170,6 +168,8 @@ class Recorder:
         ValueError
             If ``step`` is not above the last one, a name of ``extra`` is one of the recorder's own, or it is closed.
         """
+        if compiling():
+            raise TypeError(_INSIDE)
         check("report", report, isinstance(report, Report), "a report, which uc.clip and Rule.update return")
         leaves = self._leaves_of(report, leaves)
         self.take(report.parts(), step, loss, leaves, **extra)
@@ -203,11 +203,16 @@ class Recorder:
         if taken:
             msg = f"the recorder writes {min(taken)!r} by itself: give what else it is to hold another name"
             raise ValueError(msg)
+        more = ({} if loss is None else {"loss": loss}) | extra
+        for name, value in more.items():
+            if math.prod(getattr(value, "shape", ())) != 1:
+                msg = f"{name} must be one number, got {short(value)}"
+                raise ValueError(msg)
         with self._lock:
             self._refuse(step)
             self.step = step if step is not None else 1 if self.step is None else self.step + 1
             if self._is_first_process(parts):
-                kept = kept_of(self.step, parts, list(leaves), places, ({} if loss is None else {"loss": loss}) | extra)
+                kept = kept_of(self.step, parts, list(leaves), places, more)
                 self._kept.append(kept._replace(values=_to_keep(kept)))
                 if len(self._kept) >= self.every:
                     self.flush()
@@ -319,39 +324,31 @@ def _at_exit(found: weakref.ref[Recorder]) -> None:
 
 def _to_keep(kept: Kept) -> list[Any]:
     """Return the values of a step, arrays of frameworks detached, and copied where they may be written over."""
-    theirs: dict[Any, list[int]] = {}
-    for number, value in enumerate(kept.values):
-        if not isinstance(value, _HOST):
-            theirs.setdefault(backend_of(value), []).append(number)
     values = list(kept.values)
-    for backend, numbers in theirs.items():
+    for backend, numbers in kept.by_backend().items():
         arrays = [values[number] for number in numbers]
-        _refuse_values(backend, arrays)
-        for number, array in zip(numbers, backend.to_keep(arrays), strict=True):
+        if backend is None:
+            msg = f"loss, leaves and what else is recorded must be numbers or arrays, got {short(arrays[0])}"
+            raise TypeError(msg)
+        if any([backend.traced(array) for array in arrays]):
+            raise TypeError(_INSIDE)
+        with backend.quiet():
+            arrays = backend.to_keep(arrays)
+        for number, array in zip(numbers, arrays, strict=True):
             values[number] = array
     return values
-
-
-def _refuse_values(backend: Any, arrays: list[Any]) -> None:
-    """Refuse what is no array, and what a compiler traces."""
-    if backend is None:
-        msg = f"loss, leaves and what else is recorded must be numbers or arrays, got {short(arrays[0])}"
-        raise TypeError(msg)
-    if any([backend.traced(array) for array in arrays]):
-        msg = "call the recorder outside of compiled code, on the report that the code returns"
-        raise TypeError(msg)
 
 
 def _read(steps: list[Kept]) -> list[Kept]:
     """Return the steps with NumPy's arrays: all those of one framework are read together."""
     theirs: dict[Any, list[tuple[int, int]]] = {}
     for step, kept in enumerate(steps):
-        for number, value in enumerate(kept.values):
-            if not isinstance(value, _HOST):
-                theirs.setdefault(backend_of(value), []).append((step, number))
+        for backend, numbers in kept.by_backend().items():
+            theirs.setdefault(backend, []).extend((step, number) for number in numbers)
     values = [list(kept.values) for kept in steps]
     for backend, places in theirs.items():
-        arrays = backend.fetched([values[step][number] for step, number in places])
+        with backend.quiet():
+            arrays = backend.fetched([values[step][number] for step, number in places])
         for (step, number), array in zip(places, arrays, strict=True):
             values[step][number] = array
     return [kept._replace(values=some) for kept, some in zip(steps, values, strict=True)]
