@@ -25,6 +25,7 @@ from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import uniclip as uc
+from uniclip import insight
 
 LENGTH, WIDTH, HIDDEN, CLASSES = 32, 2, 64, 10  # 64 pixels as a sequence of 32 pairs
 SINGULAR_VALUE, LEARNING_RATE, BATCH, TRAINING = 1.25, 1.0, 64, 1400  # the other 397 images are for testing
@@ -64,27 +65,35 @@ def make_step(framework: Framework, max_norm: float) -> Step:
 
     def step(params: Params, images: Any, labels: Any, rate: Any) -> tuple[Params, Any, Any]:
         loss, grads = framework.loss_and_grads(params, images, labels)
-        grads, norm = uc.clip_by_global_norm(grads, max_norm)  # <-- THE CLIP
-        return {name: params[name] - rate * grads[name] for name in params}, loss, norm
+        grads, report = uc.clip(grads, uc.by_global_norm(max_norm))  # <-- THE CLIP
+        return {name: params[name] - rate * grads[name] for name in params}, loss, report
 
     return framework.compile(step)
 
 
-def train(name: str, framework: Framework, task: Task, max_norm: float) -> Run:
-    """Train until the batches end or the loss is no number any more; ``math.inf`` does not clip."""
+def train(name: str, framework: Framework, task: Task, max_norm: float, path: Path | None = None) -> Run:
+    """Train until the batches end or the loss is no number any more; ``math.inf`` does not clip.
+
+    What clipping did is recorded in a file, if there is a path.
+    """
     began, (images, labels, start, batches) = time.perf_counter(), task
     step, array = make_step(framework, max_norm), framework.array
     params = {key: array(value) for key, value in start.items()}
+    record = insight.Recorder(path, rule=uc.by_global_norm(max_norm)) if path else None
     label, losses, norms, failed = f"{name}, {'clipped' if max_norm < math.inf else 'unclipped'}", [], [], False
     with np.errstate(all="ignore"), tqdm(batches, f"{label:21}", unit=" steps") as bar:
         for done, batch in enumerate(bar):
             rate = np.asarray(LEARNING_RATE * (1 - done / len(batches)))
-            params, loss, norm = step(params, array(images[:, batch]), array(labels[batch]), array(rate))
+            params, loss, report = step(params, array(images[:, batch]), array(labels[batch]), array(rate))
             losses.append(float(loss))
-            norms.append(float(norm))
+            norms.append(float(report.norms))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            if record is not None:
+                record(report, loss=loss)
             if failed := not math.isfinite(losses[-1]):
                 break
+        if record is not None:
+            record.close()
         _, scores = forward({key: np.asarray(value) for key, value in params.items()}, images[:, TRAINING:], relu)
     final_loss = f"{losses[-1]} at step {len(losses)}" if failed else f"{np.mean(losses[-100:]):.2g}"
     accuracy, clipped = np.mean(scores.argmax(axis=1) == labels[TRAINING:]), np.mean(np.asarray(norms) > max_norm)
@@ -225,6 +234,7 @@ def parse_arguments() -> argparse.Namespace:
     option("--steps", type=int, default=STEPS, help="batches to train on; with fewer, accuracy is not checked")
     option("--max-norm", type=float, default=MAX_NORM, help="the threshold; longer gradients are scaled to this norm")
     option("--seed", type=int, default=0, help="of the data's split, the start and the batches")
+    option("--record", type=Path, help="where to record the (first) clipped run, for python -m uniclip report")
     option("--out", type=Path, default=Path("exploding_rnn.png"), help="where to write the picture")
     arguments = parser.parse_args()
     if not (arguments.steps > 0 and 0 < arguments.max_norm < math.inf):
@@ -242,7 +252,11 @@ def main() -> str | None:
         return f"--framework {arguments.framework} needs a module that is not installed: pip install {error.name}"
     task = make_task(arguments.seed, arguments.steps)
     unclipped = train(names[0], frameworks[0], task, math.inf)
-    clipped = [train(*pair, task, arguments.max_norm) for pair in zip(names, frameworks, strict=True)]
+    paths = [arguments.record, *[None] * len(names)]
+    clipped = [
+        train(name, framework, task, arguments.max_norm, path)
+        for name, framework, path in zip(names, frameworks, paths, strict=False)
+    ]
     print_table([unclipped, *clipped])
     draw([unclipped, *clipped], arguments.max_norm, arguments.out)
     if len(clipped) > 1:
