@@ -16,6 +16,7 @@ import uniclip as uc
 from frameworks import CHOSEN, Framework
 from uniclip import insight
 from uniclip.backends import backend_of
+from uniclip.backends.base import Backend
 from uniclip.insight.recorder import Recorder
 from uniclip.rules import seen
 from uniclip.tree import flatten
@@ -182,3 +183,25 @@ def test_inside_of_compiled_code(fw: Framework, tmp_path: Path) -> None:
             fw.run(step, gradients(fw, 0))
             record.close()
             assert len(rows_of(tmp_path / "run.jsonl")) == 1
+
+
+@pytest.mark.parametrize("name", ["global", "each leaf", "chain", "skip"])
+def test_hooks_for_speed_change_nothing(
+    fw: Framework, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays read together, and kept in copies, are written as those that are read one by one."""
+    rule, found = RULES[name], []
+    update = fw.compiled(rule.update)
+    for number in range(2):
+        path, state = tmp_path / f"{number}.jsonl", rule.init(gradients(fw, 0))
+        with Recorder(path, every=4, rule=rule) as record, monkeypatch.context() as inside:
+            if number:
+                kind = type(backend_of(gradients(fw, 0)["a"]))
+                inside.setattr(kind, "to_keep", Backend.to_keep)
+                inside.setattr(kind, "fetched", Backend.fetched)
+            for step in range(6):
+                grads = gradients(fw, step)
+                _, state, report = update(grads, state)
+                record(report, loss=grads["b"])
+        found.append(path.read_text())
+    assert found[0] == found[1]
