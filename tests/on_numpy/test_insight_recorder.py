@@ -63,7 +63,6 @@ def test_header_and_lines(tmp_path: Path) -> None:
             "scope": "each_leaf",
             "ord": 1,
             "every": 2,
-            "sizes": [6, 5],
         },
         {"step": 1, "norm": 3.0, "limit": 1.0, "factor": 1 / 3, "share": 1.0, "loss": 0.5},
     ]

@@ -273,7 +273,8 @@ class Recorder:
                 written(row, self._whole(leaves, kept.places) if leaves is not None and show else None)
                 for (row, leaves), kept, show in zip(found, read, shown, strict=True)
             ]
-            header = header_of(self._rule, self.every, self._labels if self.leaves else None, self._sizes)
+            named = (self._labels, self._sizes) if self.leaves else (None, None)
+            header = header_of(self._rule, self.every, *named)
             self._file.write(header, read[0].step, lines)
             self._kept = []
 
