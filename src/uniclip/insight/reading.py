@@ -105,21 +105,41 @@ def _refuse(name: str, number: int, what: str) -> None:
 
 def _of_recorder(name: str, header: dict[str, Any], text: str) -> Record:
     """Read the lines of the recorder."""
-    version = header["uniclip"]
-    if type(version) is not int:
-        _refuse(name, 1, f'"uniclip" must be the number of the format, {FORMAT}, got {short(version)}')
-    if version > FORMAT:
-        _refuse(name, 1, f"format {version} is that of a newer uniclip; this one reads up to {FORMAT}: update it")
+    _check_version(name, 1, header)
     rows, lines = text.split("\n")[1:], []
     while rows and not rows[-1].strip():
         rows.pop()
     for number, row in enumerate(rows, 2):
         values = _parsed(row)
-        if isinstance(values, dict):
+        if isinstance(values, dict) and "uniclip" in values:
+            _check_version(name, number, values)
+            header = _joined(name, number, header, values)
+        elif isinstance(values, dict):
             lines.append(_Line(number, values))
         elif number <= len(rows):
             _refuse(name, number, f"expected a JSON object, got {short(row)}")
     return _record(name, header, lines)
+
+
+def _check_version(name: str, number: int, header: dict[str, Any]) -> None:
+    """Refuse the header of a newer format."""
+    version = header["uniclip"]
+    if type(version) is not int:
+        _refuse(name, number, f'"uniclip" must be the number of the format, {FORMAT}, got {short(version)}')
+    if version > FORMAT:
+        _refuse(name, number, f"format {version} is that of a newer uniclip; this one reads up to {FORMAT}: update it")
+
+
+def _joined(name: str, number: int, header: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return the header of a run that went on with another one, with another rule for example."""
+    both = {**header, **later}
+    if header.get("leaves", both.get("leaves")) != both.get("leaves"):
+        _refuse(name, number, "the run goes on with other leaves than it began with")
+    if header.get("scope") != later.get("scope"):
+        both["scope"] = "other"
+    if header.get("ord") != later.get("ord"):
+        both["ord"] = None
+    return both
 
 
 def _cells(name: str, text: str) -> list[_Line]:

@@ -14,7 +14,7 @@ from uniclip._repr import counted, short
 from uniclip.combine import Chain, Masked
 from uniclip.insight.record import Record
 from uniclip.insight.running import at_once, step_by_step
-from uniclip.insight.shares import share_and_error
+from uniclip.insight.shares import by_step, share_and_error
 from uniclip.limits import Constant
 from uniclip.norms import Norm
 from uniclip.presets import by_global_norm
@@ -25,6 +25,9 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 _EVERY_LEAF = 'replay needs the norms of leaves at every step: record with Recorder(..., leaves="all")'
 
+_ROUNDED = 5e-9
+"""How far a float32 number may be from its nine digits in a file, relative to it."""
+
 
 class Replay(NamedTuple):
     """What a rule would have done at n steps; what `replay` returns.
@@ -33,9 +36,9 @@ class Replay(NamedTuple):
     ----------
     steps : (n,) array of int64
     norms, limits, factors : (n,) or (n, k) array of float64
-        As in `uniclip.Report`, of all leaves together or of each of k leaves: the norms that the rule would have seen,
-        what they were allowed to be (∞ where nothing limits) and what the gradients would have been multiplied by. A
-        factor that is not known, or is none, is NaN.
+        As in `uniclip.Report`, of all leaves together or of each of the k leaves that ever had a gradient: the norms
+        that the rule would have seen, what they were allowed to be (∞ where nothing limits) and what the gradients
+        would have been multiplied by. A factor that is not known, or is none, is NaN.
     share : float
         The share of the factors that are not 1, as ``"clip/share"`` of `uniclip.Report.scalars`; NaN without any.
     error : float
@@ -92,16 +95,16 @@ def percent(share: float, error: float) -> str:
     """Return a share and its error as text, in percent."""
     if math.isnan(share):
         return "unknown"
-    width = 100 * error
-    return f"{100 * share:.3g} %" if math.isnan(error) else f"{100 * share:.3g} ± {width:{'.0f' if width >= 10 else '.2g'}} %"
+    width = float(f"{100 * error:.2g}")  # to two digits
+    return f"{100 * share:.3g} %" if math.isnan(error) else f"{100 * share:.3g} ± {width:g} %"
 
 
 def replay(record: Record, rule: AnyRule) -> Replay:
     """Return what a rule would have done on the norms of a recorded run.
 
     The real rule is run on gradients that have these norms, so that the result is exact for every rule whose factors
-    follow from them. It computes in float32 if all norms are float32 numbers, as the rule that measured them did, else
-    in float64.
+    follow from them. It computes in float32 if all norms are float32 numbers (to nine digits), as the
+    rule that measured them did, else in float64.
 
     Parameters
     ----------
@@ -116,7 +119,7 @@ def replay(record: Record, rule: AnyRule) -> Replay:
     Returns
     -------
     Replay
-        Of the steps whose norms are recorded.
+        Of the steps whose norms are recorded, those of all leaves where it takes norms of leaves.
 
     Raises
     ------
@@ -142,25 +145,16 @@ def replay(record: Record, rule: AnyRule) -> Replay:
 
     A rule that remembers takes about a second for 8,000 steps, and shows a progress bar on the standard error if it
     takes longer; a constant limit takes a second for millions.
-
-    Examples
-    --------
-    >>> from uniclip import insight
-    >>> record = insight.read("run.jsonl")  # doctest: +SKIP
-    >>> print(insight.replay(record, uc.by_global_norm(1.0)))  # doctest: +SKIP
-    clipped 23 ± 8 % of 3,000 steps, smallest factor 0.0513
     """
     own = _norm_rule(rule)
     steps, norms, finite, losses = _measured(record, own)
     unit = replace(own, norm=Norm(own.norm.ord), scope=each_leaf if norms.ndim > 1 else all_leaves)
     if own.nonfinite != "zero":  # which alone sees a norm where not all is finite
         norms = _spoiled(norms, finite)
-    finite = finite & np.isfinite(norms.reshape(len(norms), -1)).all(axis=1)
+    finite = finite & np.isfinite(by_step(norms)).all(axis=1)
     if own.nonfinite == "raise" and not finite.all():
         msg = f"step {steps[~finite][0]} is not finite: with nonfinite='raise' the rule would have stopped there"
         raise FloatingPointError(msg)
-    if np.array_equal(norms, norms.astype(np.float32), equal_nan=True):
-        norms = norms.astype(np.float32)  # in which they were measured, and the rule would have computed
     constant = type(own.limit) is Constant and not getattr(own.limit.value, "shape", ())
     limits, factors, skipped = (at_once if constant else step_by_step)(unit, norms, finite, losses)
     if own.nonfinite == "zero":
@@ -169,6 +163,13 @@ def replay(record: Record, rule: AnyRule) -> Replay:
     share, error = share_and_error(factors != 1)
     norms, limits, factors = (one.astype(np.float64) for one in (norms, limits, factors))
     return Replay(steps, norms, limits, factors, share, error, skipped)
+
+
+def _dtype(norms: Array) -> Any:
+    """Return the dtype in which norms were measured."""
+    with np.errstate(over="ignore"):
+        single = norms.astype(np.float32)
+    return np.float32 if np.allclose(norms, single, rtol=_ROUNDED, atol=0.0, equal_nan=True) else np.float64
 
 
 def _norm_rule(rule: AnyRule) -> Rule:
@@ -197,16 +198,18 @@ def _norm_rule(rule: AnyRule) -> Rule:
 def _measured(record: Record, rule: Rule) -> tuple[Array, Array, Array, Array]:
     """Return the steps with norms, these as the rule measures them, whether all was finite, and the losses."""
     joint = rule.scope.label is everything
-    norms = record.norms if joint and record.scope == "all_leaves" else _of_leaves(record, rule)
+    norms: Array = record.norms if joint and record.scope == "all_leaves" else _of_leaves(record, rule)
     if record.ord != rule.norm.ord:
         has = "no order that is known" if record.ord is None else f"the order {record.ord:g}"
         msg = f"the norms of the record have {has}, {short(rule)} takes those of the order {rule.norm.ord:g}"
         raise TypeError(msg)
+    dtype = _dtype(norms)
     if joint and norms.ndim > 1:
-        norms = norm_of(norms, Scope(axes=(1,)), rule.norm) if len(norms) else norms[:, 0]
+        norms = norm_of(norms, Scope(axes=(1,)), Norm(rule.norm.ord))
     if rule.norm.size_power:
         norms = norms / _sizes(record, rule, joint=joint) ** rule.norm.size_power
-    known = ~np.isnan(norms.reshape(len(norms), -1)).any(axis=1) | ~record.finite
+    norms = norms.astype(dtype)
+    known = ~np.isnan(by_step(norms)).any(axis=1) | ~record.finite
     steps = record.steps[known]
     gaps = np.flatnonzero(np.diff(steps) != 1)
     if rule.memory and len(gaps):
@@ -224,7 +227,14 @@ def _of_leaves(record: Record, rule: Rule) -> Array:
     if not (record.labels and np.array_equal(record.leaf_steps, record.steps)):
         msg = f"{short(rule)}: {_EVERY_LEAF}"
         raise TypeError(msg)
-    return record.leaves
+    leaves: Array = record.leaves[:, _present(record)]
+    return leaves
+
+
+def _present(record: Record) -> Array:
+    """Return which leaves had a gradient at any step."""
+    rows = record.leaves[np.isin(record.leaf_steps, record.steps[record.finite])]
+    return ~np.isnan(rows).all(axis=0) if len(rows) else np.ones(len(record.labels), bool)
 
 
 def _sizes(record: Record, rule: Rule, *, joint: bool) -> Any:
@@ -232,14 +242,17 @@ def _sizes(record: Record, rule: Rule, *, joint: bool) -> Any:
     if not (record.labels and (record.sizes > 0).all()):
         msg = f"{short(rule)} divides norms by the sizes of leaves, which the record does not hold"
         raise TypeError(msg)
-    return record.sizes.sum() if joint else record.sizes
+    sizes = record.sizes[_present(record)]
+    return sizes.sum() if joint else sizes
 
 
 def _spoiled(norms: Array, finite: Array) -> Array:
     """Return the norms, NaN at a step that is not finite if none of them says which leaf it was."""
-    rows = norms.reshape(len(norms), -1)
+    rows: Array = by_step(norms).copy()
     unknown = ~finite & np.isfinite(rows).all(axis=1)
-    return np.where(unknown[:, None], math.nan, rows).reshape(norms.shape)
+    rows[unknown] = math.nan
+    spoiled: Array = rows.reshape(norms.shape)
+    return spoiled
 
 
 def what_if(record: Record, max_norms: Iterable[float] | None = None) -> WhatIf:

@@ -16,6 +16,7 @@ import numpy as np
 from uniclip._repr import counted
 from uniclip.ask import Step
 from uniclip.curves import reject
+from uniclip.insight.shares import by_step
 from uniclip.layout import Opened, opened
 from uniclip.limits import NoState
 from uniclip.norms import L2
@@ -39,22 +40,22 @@ def at_once(rule: Rule, norms: Array, finite: Array, _: Array) -> tuple[Array, A
     if rule.nonfinite == "skip":
         factors[~finite], skipped = 0.0, ~finite
     if rule.curve is reject:
-        skipped = skipped | (factors == 0).reshape(len(norms), -1).all(axis=1)
+        skipped = skipped | by_step(factors == 0).all(axis=1)
     return limits, factors, skipped
 
 
 def step_by_step(rule: Rule, norms: Array, finite: Array, losses: Array) -> tuple[Array, Array, Array]:
     """Return limits, factors and skipped steps: run the rule on leaves of two entries, the first of which is the norm.
 
-    The second is 0, or NaN where not all was finite.
+    The second is 0; NaN where not all was finite, for the policy that sees a norm all the same.
     """
-    rows = norms.reshape(len(norms), -1)
+    rows = by_step(norms)
     leaves = np.zeros((rows.shape[1], 2), rows.dtype)
     given = opened(list(leaves))
     limits, factors, skipped = np.empty_like(rows), np.empty_like(rows), np.zeros(len(rows), bool)
-    state = rule.init(list(leaves))
+    state, spoiled = rule.init(list(leaves)), ~finite & (rule.nonfinite == "zero")
     for number in _shown(len(rows)):
-        leaves[:, 0], leaves[:, 1] = rows[number], 0.0 if finite[number] else math.nan
+        leaves[:, 0], leaves[:, 1] = rows[number], math.nan if spoiled[number] else 0.0
         decision = _decided(rule, given, state, None if math.isnan(losses[number]) else float(losses[number]))
         limits[number], factors[number] = decision.limits[0], decision.factors[0].product(np)
         skipped[number], state = bool(decision.skipped), decision.state

@@ -15,6 +15,11 @@ _Z = 1.645
 """That of the normal distribution."""
 
 
+def by_step(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return values of one or several norms a step with a row for each step."""
+    return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
 def share_and_error(clipped: np.ndarray[Any, Any]) -> tuple[float, float]:
     """Return the share of the flags that are set, and its error.
 
@@ -46,7 +51,7 @@ def share_and_error(clipped: np.ndarray[Any, Any]) -> tuple[float, float]:
     """
     if not clipped.size:
         return math.nan, math.nan
-    each = clipped.reshape(len(clipped), -1).mean(axis=1)
+    each = by_step(clipped).mean(axis=1)
     share, count = float(each.mean()), len(each)
     if count < 2 * _BLOCKS:
         return share, math.nan
