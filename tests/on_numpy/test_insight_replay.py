@@ -224,7 +224,7 @@ def test_without_order() -> None:
     record = record._replace(ord=None, norms=record.norms * math.nan)
     for name in ("zclip", "by_norm", "by_block_rms", "joint_rms"):
         assert_same({**JOINT, **OF_LEAVES}[name], record, steps)
-    with pytest.raises(TypeError, match="the order 2, .* takes those of the order 3"):
+    with pytest.raises(TypeError, match=r"the order 2, .* takes those of the order 3"):
         replay(record, uc.by_norm(1.0, ord=3))
 
 
