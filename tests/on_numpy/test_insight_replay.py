@@ -214,7 +214,18 @@ def test_order(order: float) -> None:
     with pytest.raises(TypeError, match=f"the order {order:g}, .* takes those of the order 2"):
         replay(record, uc.by_global_norm(1.0))
     with pytest.raises(TypeError, match="no order that is known"):
-        replay(record._replace(ord=None), uc.by_global_norm(1.0))
+        replay(without_leaves(record)._replace(ord=None), uc.by_global_norm(1.0))
+
+
+def test_without_order() -> None:
+    """Beside norms that are root mean squares, those of leaves are Euclidean."""
+    steps = gradients(np.float64)
+    record = recorded(steps)
+    record = record._replace(ord=None, norms=record.norms * math.nan)
+    for name in ("zclip", "by_norm", "by_block_rms", "joint_rms"):
+        assert_same({**JOINT, **OF_LEAVES}[name], record, steps)
+    with pytest.raises(TypeError, match=r"the order 2, .* takes those of the order 3"):
+        replay(record, uc.by_norm(1.0, ord=3))
 
 
 def test_losses() -> None:

@@ -140,6 +140,9 @@ def replay(record: Record, rule: AnyRule) -> Replay:
     gradients of another size follow. For the same reason it is what the rule would have done on **these** gradients;
     had it clipped, the later ones would have been others.
 
+    Where a record does not say of what order its norms are, as that of a rule with root mean squares, the norms of
+    leaves are Euclidean.
+
     The memory of a rule begins with the first recorded step. At a step that is not finite the rule does what its policy
     says; with ``"zero"`` the norm of what is left is known only if the recorded rule had that policy, too.
 
@@ -198,9 +201,12 @@ def _norm_rule(rule: AnyRule) -> Rule:
 def _measured(record: Record, rule: Rule) -> tuple[Array, Array, Array, Array]:
     """Return the steps with norms, these as the rule measures them, whether all was finite, and the losses."""
     joint = rule.scope.label is everything
-    norms: Array = record.norms if joint and record.scope == "all_leaves" else _of_leaves(record, rule)
-    if record.ord != rule.norm.ord:
-        has = "no order that is known" if record.ord is None else f"the order {record.ord:g}"
+    known_order = record.ord is not None or not record.labels
+    whole = joint and record.scope == "all_leaves" and known_order
+    norms: Array = record.norms if whole else _of_leaves(record, rule)
+    order = record.ord if known_order else 2.0  # of leaves where the rule's own norm has none
+    if order != rule.norm.ord:
+        has = "no order that is known" if order is None else f"the order {order:g}"
         msg = f"the norms of the record have {has}, {short(rule)} takes those of the order {rule.norm.ord:g}"
         raise TypeError(msg)
     dtype = _dtype(norms)
