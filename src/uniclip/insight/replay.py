@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: MIT
+"""What another rule would have done on the norms that a run recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
+
+from uniclip._repr import counted, short
+from uniclip.combine import Chain, Masked
+from uniclip.insight.record import Record
+from uniclip.insight.running import at_once, step_by_step
+from uniclip.insight.shares import share_and_error
+from uniclip.limits import Constant
+from uniclip.norms import Norm
+from uniclip.presets import by_global_norm
+from uniclip.rules import AnyRule, Rule, as_rule, norm_of
+from uniclip.scopes import Scope, all_leaves, each_leaf, everything
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_EVERY_LEAF = 'replay needs the norms of leaves at every step: record with Recorder(..., leaves="all")'
+
+
+class Replay(NamedTuple):
+    """What a rule would have done at n steps; what `replay` returns.
+
+    Attributes
+    ----------
+    steps : (n,) array of int64
+    norms, limits, factors : (n,) or (n, k) array of float64
+        As in `uniclip.Report`, of all leaves together or of each of k leaves: the norms that the rule would have seen,
+        what they were allowed to be (∞ where nothing limits) and what the gradients would have been multiplied by. A
+        factor that is not known, or is none, is NaN.
+    share : float
+        The share of the factors that are not 1, as ``"clip/share"`` of `uniclip.Report.scalars`; NaN without any.
+    error : float
+        How far from it the share of another part of the run is, at most, in nine of ten cases: between blocks of steps
+        of this part it differs so. At least 0, at most 1; NaN if there are too few steps to tell.
+    skipped : (n,) array of bool
+        Whether the rule would have left out the step.
+    """
+
+    steps: Array
+    norms: Array
+    limits: Array
+    factors: Array
+    share: float
+    error: float
+    skipped: Array
+
+    def __str__(self) -> str:
+        """Return the replay in one line."""
+        of = counted(len(self.steps), "step") if self.factors.ndim == 1 else f"{self.factors.size:,} norms"
+        words = [f"clipped {percent(self.share, self.error)} of {of}"]
+        if np.isfinite(self.factors).any():
+            words.append(f"smallest factor {np.nanmin(self.factors):.3g}")
+        if self.skipped.any():
+            words.append(f"skipped {counted(int(self.skipped.sum()), 'step')}")
+        return ", ".join(words)
+
+
+class WhatIf(NamedTuple):
+    """What limits would have done; what `what_if` returns.
+
+    Attributes
+    ----------
+    max_norms, shares, errors, factors : (n,) array of float64
+        The limits; the share of the steps that each would have clipped, and its error, as in `Replay`; the smallest
+        factor.
+    """
+
+    max_norms: Array
+    shares: Array
+    errors: Array
+    factors: Array
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        rows = [
+            f"{limit:>9.4g}  {percent(share, error):>13}  {factor:>15.3g}"
+            for limit, share, error, factor in zip(*self, strict=True)
+        ]
+        return "\n".join([f"{'max_norm':>9}  {'clipped':>13}  {'smallest factor':>15}", *rows])
+
+
+def percent(share: float, error: float) -> str:
+    """Return a share and its error as text, in percent."""
+    if math.isnan(share):
+        return "unknown"
+    width = 100 * error
+    return f"{100 * share:.3g} %" if math.isnan(error) else f"{100 * share:.3g} ± {width:{'.0f' if width >= 10 else '.2g'}} %"
+
+
+def replay(record: Record, rule: AnyRule) -> Replay:
+    """Return what a rule would have done on the norms of a recorded run.
+
+    The real rule is run on gradients that have these norms, so that the result is exact for every rule whose factors
+    follow from them. It computes in float32 if all norms are float32 numbers, as the rule that measured them did, else
+    in float64.
+
+    Parameters
+    ----------
+    record : Record
+    rule : Rule
+        From the norms of all leaves together: `uniclip.by_global_norm`, `uniclip.to_global_norm`, `uniclip.autoclip`,
+        `uniclip.zclip`, `uniclip.log_zscore`, `uniclip.skip_spikes` (with the losses where they are recorded), and any
+        `uniclip.Rule` over all leaves whose limit asks for nothing else. From those of each leaf at every step, these
+        and `uniclip.by_norm`, `uniclip.percentile_clipping`, `uniclip.adagc`, `uniclip.norm_growth`,
+        `uniclip.adagn`, and, with their sizes, `uniclip.by_average_norm` and `uniclip.by_block_rms`.
+
+    Returns
+    -------
+    Replay
+        Of the steps whose norms are recorded.
+
+    Raises
+    ------
+    TypeError
+        If norms do not determine what the rule does: it compares gradients with parameters (`uniclip.agc`,
+        `uniclip.larc`, `uniclip.cowclip`); its norms are of parts of leaves (``axis``, examples) or of entries
+        (`uniclip.spam`, whose limits are running means of the square of each entry); it is a function of entries
+        (`uniclip.by_value`); it is a rule of rules, of which the second sees what the first leaves (`uniclip.chain`),
+        or some leaves (`uniclip.masked`); or it groups leaves by their paths, which a record does not hold
+        (`uniclip.by_group_norm`). And if the record lacks what the rule looks at: norms of that order, those of leaves,
+        their sizes, or, for a rule that remembers, steps.
+    FloatingPointError
+        If a step is not finite, and the rule has the policy ``"raise"``, which would have stopped there.
+
+    Notes
+    -----
+    Norms are recorded before clipping, so a run that was clipped can be replayed, and had better be: without clipping
+    gradients of another size follow. For the same reason it is what the rule would have done on **these** gradients;
+    had it clipped, the later ones would have been others.
+
+    The memory of a rule begins with the first recorded step. At a step that is not finite the rule does what its policy
+    says; with ``"zero"`` the norm of what is left is known only if the recorded rule had that policy, too.
+
+    A rule that remembers takes about a second for 8,000 steps, and shows a progress bar on the standard error if it
+    takes longer; a constant limit takes a second for millions.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")  # doctest: +SKIP
+    >>> print(insight.replay(record, uc.by_global_norm(1.0)))  # doctest: +SKIP
+    clipped 23 ± 8 % of 3,000 steps, smallest factor 0.0513
+    """
+    own = _norm_rule(rule)
+    steps, norms, finite, losses = _measured(record, own)
+    unit = replace(own, norm=Norm(own.norm.ord), scope=each_leaf if norms.ndim > 1 else all_leaves)
+    if own.nonfinite != "zero":  # which alone sees a norm where not all is finite
+        norms = _spoiled(norms, finite)
+    finite = finite & np.isfinite(norms.reshape(len(norms), -1)).all(axis=1)
+    if own.nonfinite == "raise" and not finite.all():
+        msg = f"step {steps[~finite][0]} is not finite: with nonfinite='raise' the rule would have stopped there"
+        raise FloatingPointError(msg)
+    if np.array_equal(norms, norms.astype(np.float32), equal_nan=True):
+        norms = norms.astype(np.float32)  # in which they were measured, and the rule would have computed
+    constant = type(own.limit) is Constant and not getattr(own.limit.value, "shape", ())
+    limits, factors, skipped = (at_once if constant else step_by_step)(unit, norms, finite, losses)
+    if own.nonfinite == "zero":
+        factors[~np.isfinite(norms)] = math.nan
+    limits[limits >= np.finfo(norms.dtype).max] = math.inf
+    share, error = share_and_error(factors != 1)
+    norms, limits, factors = (one.astype(np.float64) for one in (norms, limits, factors))
+    return Replay(steps, norms, limits, factors, share, error, skipped)
+
+
+def _norm_rule(rule: AnyRule) -> Rule:
+    """Return the rule if norms of all leaves, or of each leaf, are what it looks at; else refuse it."""
+    own, why = as_rule(rule), ""
+    if isinstance(own, Chain):
+        why = "runs rules one after the other, and only the first sees the norms that are recorded: replay that one"
+    elif isinstance(own, Masked):
+        why = "leaves some leaves out, and a record does not hold which these are: replay the rule itself"
+    elif not isinstance(own, Rule):
+        why = "works on the entries of gradients, and a record holds norms"
+    elif "params" in own.limit.needs:
+        why = "needs the parameters, and a record holds norms of gradients"
+    elif own.scope.axes is not None:
+        why = "takes norms of parts of leaves, and a record holds those of whole leaves"
+    elif own.scope.label not in {None, everything}:
+        why = "groups leaves by their paths, which a record does not hold"
+    elif "sizes" in own.limit.needs:
+        why = "has a limit that goes by the numbers of entries, and a record holds norms"
+    if why:
+        msg = f"{short(own)} cannot be replayed: it {why}"
+        raise TypeError(msg)
+    return cast("Rule", own)
+
+
+def _measured(record: Record, rule: Rule) -> tuple[Array, Array, Array, Array]:
+    """Return the steps with norms, these as the rule measures them, whether all was finite, and the losses."""
+    joint = rule.scope.label is everything
+    norms = record.norms if joint and record.scope == "all_leaves" else _of_leaves(record, rule)
+    if record.ord != rule.norm.ord:
+        has = "no order that is known" if record.ord is None else f"the order {record.ord:g}"
+        msg = f"the norms of the record have {has}, {short(rule)} takes those of the order {rule.norm.ord:g}"
+        raise TypeError(msg)
+    if joint and norms.ndim > 1:
+        norms = norm_of(norms, Scope(axes=(1,)), rule.norm) if len(norms) else norms[:, 0]
+    if rule.norm.size_power:
+        norms = norms / _sizes(record, rule, joint=joint) ** rule.norm.size_power
+    known = ~np.isnan(norms.reshape(len(norms), -1)).any(axis=1) | ~record.finite
+    steps = record.steps[known]
+    gaps = np.flatnonzero(np.diff(steps) != 1)
+    if rule.memory and len(gaps):
+        before, after = steps[gaps[0]], steps[gaps[0] + 1]
+        msg = (
+            f"{short(rule)} remembers every step, and after step {before} the record goes on with step {after}: "
+            "replay needs a record of every step"
+        )
+        raise TypeError(msg)
+    return steps, norms[known], record.finite[known], record.losses[known]
+
+
+def _of_leaves(record: Record, rule: Rule) -> Array:
+    """Return the norms of leaves, if they were recorded at every step."""
+    if not (record.labels and np.array_equal(record.leaf_steps, record.steps)):
+        msg = f"{short(rule)}: {_EVERY_LEAF}"
+        raise TypeError(msg)
+    return record.leaves
+
+
+def _sizes(record: Record, rule: Rule, *, joint: bool) -> Any:
+    """Return how many entries each norm covers."""
+    if not (record.labels and (record.sizes > 0).all()):
+        msg = f"{short(rule)} divides norms by the sizes of leaves, which the record does not hold"
+        raise TypeError(msg)
+    return record.sizes.sum() if joint else record.sizes
+
+
+def _spoiled(norms: Array, finite: Array) -> Array:
+    """Return the norms, NaN at a step that is not finite if none of them says which leaf it was."""
+    rows = norms.reshape(len(norms), -1)
+    unknown = ~finite & np.isfinite(rows).all(axis=1)
+    return np.where(unknown[:, None], math.nan, rows).reshape(norms.shape)
+
+
+def what_if(record: Record, max_norms: Iterable[float] | None = None) -> WhatIf:
+    """Return what constant limits would have done on the norms of a recorded run.
+
+    Parameters
+    ----------
+    record : Record
+        Its steps may be far apart. A step counts as clipped if the norm in ``record.norms`` is above the limit: of a
+        rule with norms of leaves that is the largest of them.
+    max_norms : sequence of float, optional
+        The limits; nine powers of 2 around the median of the norms if not given.
+
+    Returns
+    -------
+    WhatIf
+        Of as many rows as there are limits; without any norm of none.
+    """
+    known = record.norms[np.isfinite(record.norms) & (record.norms > 0)]
+    if max_norms is None:
+        middle = round(math.log2(np.median(known))) if len(known) else 0
+        max_norms = [2.0**power for power in range(middle - 4, middle + 5)] if len(known) else []
+    joint = record._replace(scope="all_leaves", ord=2.0)
+    found = [replay(joint, by_global_norm(limit)) for limit in max_norms]
+    least = [float(np.nanmin(one.factors, initial=math.inf)) for one in found]
+    columns = [list(max_norms), [one.share for one in found], [one.error for one in found], least]
+    return WhatIf(*[np.asarray(column, np.float64) for column in columns])

