@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import uniclip
 from uniclip.insight import command, tables
 from uniclip.insight.advice import suggest
 from uniclip.insight.reading import read
-from uniclip.insight.spikes import spikes
+from uniclip.insight.spikes import Spike, spikes
 
 COMMANDS = ["report", "suggest", "spikes"]
 
@@ -81,6 +82,16 @@ def test_report(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.err == ""
 
 
+def test_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was killed before its first step has a report and a page, which say that nothing was recorded."""
+    file = recorded.write(recorded.nothing(), tmp_path / "run.jsonl")
+    assert command.main(["report", str(file), "-o", str(tmp_path / "run.html")]) == 0
+    shown = capsys.readouterr().out
+    assert "steps  none\n" in shown
+    assert tables.EMPTY in shown
+    assert tables.EMPTY in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
 def test_page(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With ``-o`` the page is written, and the report says where."""
     assert command.main(["report", str(file), "-o", str(tmp_path / "run.html")]) == 0
@@ -134,14 +145,17 @@ def test_a_page_that_cannot_be_written(file: Path, tmp_path: Path, capsys: pytes
     assert capsys.readouterr() == ("", f"uniclip: {tmp_path / 'none' / 'run.html'}: No such file or directory\n")
 
 
-@pytest.mark.parametrize("arguments", [["-z", "-1"], ["--window", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["-z", "-1"], ["-z", "0"], ["-z", "many"], ["--window", "0"], ["--window", "1.5"]]
+)
 def test_wrong_numbers(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers that no search for spikes takes are refused in one line."""
-    assert command.main(["spikes", str(file), *arguments]) == 2
+    """Numbers that no search for spikes takes are refused, as any wrong argument is."""
+    with pytest.raises(SystemExit) as left:
+        command.main(["spikes", str(file), *arguments])
+    assert left.value.code == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("uniclip: ")
-    assert shown.err.count("\n") == 1
+    assert shown.err.splitlines()[-1].startswith(f"uniclip spikes: error: argument {arguments[0]}: ")
 
 
 def test_without_matplotlib_and_tqdm(file: Path, tmp_path: Path) -> None:
@@ -197,3 +211,13 @@ def test_progress(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stderr", stderr)
         assert command.main(["suggest", str(file)]) == 0
         assert ("read" in stderr.getvalue() and "1/2" in stderr.getvalue()) == shown
+
+
+def test_spikes_that_are_not_finite() -> None:
+    """Of what is not finite no ratio is shown, and it counts as larger than all else."""
+    broken = Spike(7, math.nan, math.nan, True, math.nan, math.nan, [("a", math.inf), ("b", 2.0)])
+    small, large = (Spike(step, 9.0, ratio, False, 1.0, 2.0, []) for step, ratio in ((3, 4.0), (5, 6.0)))
+    assert tables.of_spikes([small, large, broken], 2).rows == [
+        ("5", "9", "6 x", "no", "1", "2", "-"),
+        ("7", "not finite", "-", "yes", "-", "-", "a (not finite), b (2 x)"),
+    ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from uniclip._checks import positive, whole
 from uniclip._version import version
 from uniclip.insight import tables
 from uniclip.insight.advice import suggest
@@ -19,7 +20,7 @@ from uniclip.insight.page import PREDICTED, written
 from uniclip.insight.reading import read
 from uniclip.insight.record import Record
 from uniclip.insight.replay import what_if
-from uniclip.insight.spikes import Spike, spikes
+from uniclip.insight.spikes import FEWEST, Spike, spikes
 
 _PROBLEM = 2
 """The status of a file that cannot be read or written, and of a library that is missing, as of wrong arguments."""
@@ -56,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else f"{error}")
-    except (ModuleNotFoundError, _UnfitError) as error:
+    except (ModuleNotFoundError, _DamagedError) as error:
         return _complain(f"{error}")
     return 0
 
 
-class _UnfitError(Exception):
-    """A file that is not a record, or a number that does not fit."""
+class _DamagedError(Exception):
+    """A file that is not a record."""
 
 
 def _complain(problem: str) -> int:
@@ -81,11 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", metavar="PAGE", dest="page", type=Path, help="write a page of HTML with pictures, too")
     _add(commands, "suggest", _suggest, "three limits to try, and why", "run.jsonl")
     found = _add(commands, "spikes", _spikes, "the steps with spikes of the norm", "run.jsonl -z 4")
-    found.add_argument(
-        "-z", type=float, default=5.0, help="how many deviations above the median (default: %(default)s)"
-    )
+    found.add_argument("-z", type=_z, default=5.0, help="how many deviations above the median (default: %(default)s)")
     window = "how many earlier norms a norm is compared with (default: %(default)s)"
-    found.add_argument("--window", type=int, default=100, help=window)
+    found.add_argument("--window", type=_window, default=100, help=window)
     return parser
 
 
@@ -102,6 +101,22 @@ def _add(
     parser.add_argument("file", type=Path, help=_FILE)
     parser.set_defaults(run=run)
     return parser
+
+
+def _z(text: str) -> float:
+    """Read how many deviations are allowed."""
+    try:
+        return float(positive("z", float(text)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _window(text: str) -> int:
+    """Read how many norms are compared with."""
+    try:
+        return int(whole("window", int(text), FEWEST))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _report(chosen: argparse.Namespace) -> str:
@@ -145,10 +160,7 @@ def _spikes(chosen: argparse.Namespace) -> str:
         begin("read")
         record = _record(chosen.file)
         begin("spikes")
-        try:
-            return _listed(spikes(record, chosen.z, chosen.window))
-        except ValueError as error:
-            raise _UnfitError(error) from error
+        return _listed(spikes(record, chosen.z, chosen.window))
 
 
 def _record(path: Path) -> Record:
@@ -156,7 +168,7 @@ def _record(path: Path) -> Record:
     try:
         return read(path)
     except ValueError as error:
-        raise _UnfitError(error) from error
+        raise _DamagedError(error) from error
 
 
 @contextmanager

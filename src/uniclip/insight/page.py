@@ -160,6 +160,8 @@ def _figure(picture: Picture) -> str:
 
 def _html(table: tables.Table, look: str = "numbers") -> str:
     """Return a table in a box of its own, which scrolls where the page is too narrow."""
+    if not table.rows:
+        return f"<p>{tables.EMPTY}</p>"
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.columns)
     head = f"<thead><tr>{head}</tr></thead>" if any(table.columns) else ""
     rows = "".join(_row(row) for row in table.rows)

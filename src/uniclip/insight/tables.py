@@ -15,6 +15,8 @@ from uniclip.insight.record import Record
 from uniclip.insight.replay import WhatIf, percent
 from uniclip.insight.spikes import Spike
 
+EMPTY = "No norm was recorded."
+"""Stands for a table without rows."""
 _GAP = "  "
 _NARROWEST = 10
 """How many characters the last column has at least."""
@@ -78,11 +80,11 @@ def of_spikes(found: Sequence[Spike], most: int | None = None) -> Table:
         (
             f"{spike.step}",
             number(spike.norm) if math.isfinite(spike.norm) else "not finite",
-            f"{number(spike.ratio)} x" if math.isfinite(spike.ratio) else "-",
+            _times(spike.ratio),
             "yes" if spike.skipped else "no",
             number(spike.loss_before),
             number(spike.loss_after),
-            ", ".join(f"{label} ({number(ratio)} x)" for label, ratio in spike.leaves[:_LEAVES]) or "-",
+            ", ".join(f"{label} ({_times(ratio)})" for label, ratio in spike.leaves[:_LEAVES]) or "-",
         )
         for spike in sorted(largest, key=lambda spike: spike.step)
     ]
@@ -96,6 +98,8 @@ def number(value: float) -> str:
 
 def as_text(table: Table, width: int) -> str:
     """Return a table in columns, its last one wrapped to the width in characters."""
+    if not table.rows:
+        return EMPTY
     rows = [table.columns, *table.rows] if any(table.columns) else table.rows
     wide = [max(len(row[column]) for row in rows) for column in range(len(table.columns) - 1)]
     start = sum(wide) + len(_GAP) * len(wide)
@@ -120,6 +124,13 @@ def _part(chosen: Any, unknown: str = "none") -> str:
     if not chosen.any():
         return "no step"
     return f"{chosen.mean():.1%} ({chosen.sum():,} {'step' if chosen.sum() == 1 else 'steps'})".replace("%", " %")
+
+
+def _times(ratio: float) -> str:
+    """Return how many times a median a norm is; ∞ is the ratio of one that is not finite."""
+    if math.isinf(ratio):
+        return "not finite"
+    return "-" if math.isnan(ratio) else f"{ratio:.3g} x"
 
 
 def _size(spike: Spike) -> float:
