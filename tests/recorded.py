@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: MIT
+"""Made-up runs of gradient clipping at 1: norms around 0.5 that fall at first, with spikes where they are wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from uniclip.insight.record import Record
+
+
+def run(
+    count: int = 400, leaves: int = 0, spikes: Sequence[int] = (), broken: Sequence[int] = (), **fields: Any
+) -> Record:
+    """Return a run of some steps; of those with a spike the norm is 40 times as large, of broken ones it is NaN."""
+    rng, steps = np.random.default_rng(0), np.arange(1, count + 1)
+    norms = 0.5 * (1 + 4 * np.exp(-10 * steps / (count + 1))) * np.exp(rng.normal(0, 0.3, count))
+    norms[np.asarray(spikes, int) - 1] *= 40
+    norms[np.asarray(broken, int) - 1] = np.nan
+    finite, factors = np.isfinite(norms), np.minimum(1, 1 / norms)
+    at = np.union1d(steps[:: max(count // 100, 1)], np.asarray(spikes, int)) if leaves else np.zeros(0, int)
+    parts = np.exp(rng.normal(0, 1, leaves)) * np.exp(rng.normal(0, 0.2, (at.size, leaves)))
+    values: dict[str, Any] = {
+        "steps": steps,
+        "norms": norms,
+        "limits": np.ones(count),
+        "factors": factors,
+        "shares": np.where(finite, factors < 1, np.nan),
+        "finite": finite,
+        "skipped": np.zeros(count, bool),
+        "thresholds": np.full(count, np.nan),
+        "losses": 0.2 + 2.3 * np.exp(-3 * steps / (count + 1)) + 0.02 * rng.random(count),
+        "leaves": norms[at - 1][:, None] * parts / np.sqrt(np.sum(parts**2, axis=1, keepdims=True)),
+        "leaf_steps": at,
+        "labels": [f"layers.{leaf}.weight" for leaf in range(leaves)],
+        "sizes": np.full(leaves, 10),
+        "rule": "uc.by_global_norm(1.0)",
+        "scope": "all_leaves",
+        "ord": 2.0,
+        "extra": {},
+    }
+    return Record(**values | fields)
+
+
+def nothing() -> Record:
+    """Return the record of a run that was killed before its first step."""
+    return run(0)
+
+
+def write(record: Record, path: Path) -> Path:
+    """Write what the recorder writes of a run, without its leaves."""
+    header = {"uniclip": 1, "rule": record.rule, "scope": record.scope, "ord": record.ord, "every": 100}
+    lines = [json.dumps(header)]
+    for index, step in enumerate(record.steps):
+        columns = {"norm": record.norms, "limit": record.limits, "factor": record.factors, "share": record.shares}
+        columns["loss"] = record.losses
+        line = {name: float(values[index]) for name, values in columns.items()}
+        line = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        mark = {} if record.finite[index] else {"finite": False}
+        lines.append(json.dumps({"step": int(step), **line, **mark}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
