@@ -62,6 +62,7 @@ def test_the_algorithm_names_no_framework() -> None:
             "base.py",
             "fixed.py",
             "percentiles.py",
+            "leaves.py",
         )
     } | {
         "__init__.py": {"numpy", "torch", "tensorflow", "jax", "keras", "optax"},
@@ -82,7 +83,8 @@ def test_the_algorithm_names_no_framework() -> None:
         if file.parent.name == "presets" or file.name == "verbs.py":  # whose docstrings say where things come from
             text = re.sub('""".*?"""', "", text, flags=re.DOTALL)
         found = {name.lower() for name in named.findall(text)}
-        assert found <= allowed.get(file.name, set()), file
+        usual = {"numpy"} if file.parent.name == "insight" else set()  # which works on what was read
+        assert found <= allowed.get(file.name, usual), file
 
 
 NEEDED = {

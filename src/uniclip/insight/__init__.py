@@ -6,8 +6,29 @@ Nothing of it is imported by ``import uniclip``, and matplotlib only where somet
 
 from __future__ import annotations
 
+from uniclip.insight.advice import Advice, suggest
+from uniclip.insight.page import page
+from uniclip.insight.plot import plot
+from uniclip.insight.reading import read
 from uniclip.insight.record import Record
 from uniclip.insight.recorder import Recorder
+from uniclip.insight.replay import Replay, WhatIf, replay, what_if
+from uniclip.insight.spikes import Spike, spikes
 from uniclip.rules import leaf_norms
 
-__all__ = ["Record", "Recorder", "leaf_norms"]
+__all__ = [
+    "Advice",
+    "Record",
+    "Recorder",
+    "Replay",
+    "Spike",
+    "WhatIf",
+    "leaf_norms",
+    "page",
+    "plot",
+    "read",
+    "replay",
+    "spikes",
+    "suggest",
+    "what_if",
+]

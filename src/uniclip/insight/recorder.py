@@ -18,12 +18,12 @@ from uniclip._checks import check
 from uniclip._repr import short
 from uniclip.backends import compiling
 from uniclip.insight.lines import File, Kept, header_of, kept_of, row_of, written
+from uniclip.insight.spikes import WINDOW, compared
 from uniclip.report import Parts, Report
 from uniclip.rules import AnyRule, as_rule
 from uniclip.scopes import each_leaf
 from uniclip.tree import Tree, flatten
 
-WINDOW = 100
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
 _COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes"}
 _OWN = {"step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "loss", "leaves", "uniclip"}
@@ -283,8 +283,10 @@ class Recorder:
         if self.leaves is not True:
             return [bool(self.leaves)] * len(rows)
         before, new = self._norms, [math.nan if row.get("norm") is None else row["norm"] for row in rows]
-        loud = is_spike(np.asarray(before + new))[len(before) :]
-        self._norms = (before + new)[-2 * WINDOW :]
+        norms = np.asarray(before + new)
+        finite = np.isfinite(norms)
+        loud = (~finite | (norms > compared(norms, finite)[1]))[len(before) :]
+        self._norms = (before + new)[-WINDOW:]
         return [bool(one) or row["step"] % self.every == 0 for one, row in zip(loud, rows, strict=True)]
 
     def _whole(self, leaves: np.ndarray[Any, Any], places: Sequence[int] | None) -> np.ndarray[Any, Any]:
@@ -301,19 +303,6 @@ class Recorder:
             if not self._closed:
                 self.flush()
                 self._closed = True
-
-
-def is_spike(norms: np.ndarray[Any, Any], z: float = 5, window: int = WINDOW) -> np.ndarray[Any, Any]:
-    """TO BE REPLACED."""
-    found = np.zeros(len(norms), bool)
-    for i, n in enumerate(norms):
-        before = np.log(norms[max(0, i - window) : i][np.isfinite(norms[max(0, i - window) : i])])
-        if not math.isfinite(n):
-            found[i] = True
-        elif len(before) >= 20:  # noqa: PLR2004
-            m = np.median(before)
-            found[i] = math.log(n) > m + z * 1.48 * max(np.median(np.abs(before - m)), 0.02)
-    return found
 
 
 def _at_exit(found: weakref.ref[Recorder]) -> None:

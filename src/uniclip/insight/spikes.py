@@ -11,6 +11,8 @@ import numpy as np
 from uniclip._checks import check, positive, whole
 from uniclip.insight.record import Record
 
+Z, WINDOW = 5, 100
+"""How many standard deviations are allowed, and how many earlier norms are compared with."""
 FEWEST = 20
 """How many earlier norms are needed before one is compared with them."""
 NORMAL = 1.48
@@ -51,7 +53,7 @@ class Spike(NamedTuple):
     leaves: list[tuple[str, float]]
 
 
-def spikes(record: Record, z: float = 5, window: int = 100) -> list[Spike]:
+def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     """List the steps with ``norm > median · exp(z · 1.48 · MAD(log norm))``, and those that are not finite.
 
     Median and MAD, the median absolute deviation from the median, are those of the last ``window`` norms before the
@@ -94,7 +96,7 @@ def spikes(record: Record, z: float = 5, window: int = 100) -> list[Spike]:
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
     z, window = positive("z", z), whole("window", window, FEWEST)
     finite = finite_steps(record)
-    medians, bounds = _compared(record.norms, finite, z, window)
+    medians, bounds = compared(record.norms, finite, z, window)
     found = np.flatnonzero(~finite | (record.norms > bounds))
     leaves = _Leaves(record, record.steps[found], window)
     return [
@@ -117,7 +119,7 @@ def finite_steps(record: Record) -> Array:
     return finite
 
 
-def _compared(norms: Array, finite: Array, z: float, window: int) -> tuple[Array, Array]:
+def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) -> tuple[Array, Array]:
     """Return the median of the norms before each step, and above what it is a spike; NaN and ∞ where too few are known.
 
     The windows are those of the usable norms alone; a step belongs to the window of the usable ones before it.
