@@ -29,7 +29,7 @@ FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresho
 
 
 class Parts(NamedTuple):
-    """The small arrays of a report on one rule as they are: NumPy's where the host has them, not yet arranged."""
+    """The small arrays of a report on one rule as they are, on the host where it has them, not yet arranged."""
 
     own: Backend
     """That of the gradients."""

