@@ -14,6 +14,7 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
 
 import uniclip
+from uniclip import insight
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -56,6 +57,7 @@ napoleon_use_param = False  # types such as "array or tree of arrays" are prose,
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
+nitpick_ignore_regex = [("py:class", r"[nmk]|array|int64|float64|str to|\{?\".*")]  # shapes and dtypes are prose
 nitpick_ignore = [
     ("py:class", "tree"),  # the type of an attribute is prose, too
     ("py:class", "arrays"),
@@ -115,12 +117,12 @@ if not tags.has("generated"):  # noqa: F821 - of Sphinx; a second builder takes 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
     """Warn of public names that are not documented, and of documented names that are not public."""
     objects = [name.split(".") for name, entry in env.domaindata["py"]["objects"].items() if not entry.aliased]
-    homes = [uniclip, uniclip.scopes, uniclip.norms, uniclip.limits, uniclip.curves]
+    homes = [uniclip, uniclip.scopes, uniclip.norms, uniclip.limits, uniclip.curves, insight]
     for home in homes:
         path = home.__name__.split(".")
         documented = {parts[len(path)] for parts in objects if parts[: len(path)] == path and len(parts) > len(path)}
         public = set(home.__all__) - ({"Limit", "Norm", "Scope"} if home is not uniclip else set())
-        for name in sorted((documented - {"config", "integrations", "saved"}) ^ public):
+        for name in sorted((documented - {"config", "insight", "integrations", "saved"}) ^ public):
             where = "docs/api.md" if name in public else f"{home.__name__}.__all__"
             logging.getLogger(__name__).warning("%s.%s is missing from %s", home.__name__, name, where)
 

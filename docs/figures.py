@@ -12,9 +12,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import uniclip as uc
+from uniclip import insight
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("benchmarks", "examples")]
 
+import exploding_rnn
 import native_functions
 
 GRAY, BLUE, ORANGE, GREEN, RED = "#808080", "#3b82d0", "#e07b1a", "#2f9e62", "#d0453b"
@@ -41,6 +43,17 @@ def draw(folder: Path) -> None:
     with mpl.rc_context(STYLE):
         for figure in (place, direction, curve, norms):
             figure().savefig(folder / f"{figure.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
+    write_page(folder / "exploding_rnn.html")
+
+
+def write_page(path: Path) -> None:
+    """Write the page of a recorded run of the first example, clipped at 1.0."""
+    lines = path.with_suffix(".jsonl")
+    lines.unlink(missing_ok=True)
+    task = exploding_rnn.make_task(seed=0, steps=exploding_rnn.STEPS)
+    exploding_rnn.train("numpy", exploding_rnn.use_numpy(), task, 1.0, lines)
+    insight.page(insight.read(lines), path)
+    lines.unlink()
 
 
 def place() -> Figure:
