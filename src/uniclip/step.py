@@ -207,7 +207,7 @@ class _OfOne(NamedTuple):
         return self.own.from_host(np.asarray(value), self.device)
 
 
-def _single(rule: Choices, given: Opened, state: Any, *, leaves: bool) -> Single | None:
+def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | None:  # noqa: FBT001
     """Decide about one Euclidean norm with a constant limit where the host can read it; ``None`` in any other case."""
     limit: Any = rule.limit
     norm, constant = rule.norm, type(limit) is Constant and type(limit.value) is float and 0 < limit.value < _LARGE
@@ -288,7 +288,7 @@ def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
 def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | Single:
     """Measure the gradients and work out their factors."""
     if step.norm is None and step.all_reduce is None and given.parts is None:
-        single = _single(rule, given, state, leaves=step.leaves)
+        single = _single(rule, given, state, step.leaves)
         if single is not None:
             return single
     own = given.backend
