@@ -221,12 +221,19 @@ def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | 
     found = found if found is None else own.together([found])[0]
     if not (isinstance(found, np.ndarray) and all([in_range(float(one), found.dtype == np.float32) for one in found])):
         return None
-    total = found.sum(dtype=np.float64).astype(found.dtype) if leaves else found[0]
+    wide = _wide(given) if leaves else found.dtype
+    total = found.sum(dtype=np.float64).astype(wide) if leaves else found[0]
     if not in_range(float(total), total.dtype == np.float32):
         return None
     n, most, one = np.sqrt(total), total.dtype.type(limit.value), total.dtype.type(1)
-    decided = Single(given, state, n, most, one if n <= most else most / n, np.sqrt(found) if leaves else None)
+    row = np.sqrt(found).astype(wide, copy=False) if leaves else None
+    decided = Single(given, state, n, most, one if n <= most else most / n, row)
     return decided if n * _NEAR <= most else None
+
+
+def _wide(given: Opened) -> Any:
+    """Return NumPy's dtype of a norm over all arrays."""
+    return np.float64 if any([array.dtype == given.backend.xp.float64 for array in given.arrays]) else np.float32
 
 
 class _Found(NamedTuple):

@@ -115,6 +115,8 @@ def test_norms_of_leaves(fw: Framework, name: str) -> None:
         for one, two in zip(flatten(clipped).leaves, flatten(plain).leaves, strict=True):
             np.testing.assert_allclose(fw.numpy(one), fw.numpy(two), rtol=2e-6, atol=1e-12)
         assert set(report.scalars()) == set(other.scalars())
+        for one, two in zip(optree.tree_leaves(tuple(report)), optree.tree_leaves(tuple(other)), strict=True):
+            assert fw.dtype(one) == fw.dtype(two)
         for one, two in zip(optree.tree_leaves(after), optree.tree_leaves(state), strict=True):
             np.testing.assert_allclose(fw.numpy(one), fw.numpy(two), rtol=2e-6)
 

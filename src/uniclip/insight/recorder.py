@@ -97,6 +97,8 @@ class Recorder:
         self.path, self.every, self.leaves = Path(path), every, leaves
         self.step: int | None = None
         """The last step that was recorded, ``None`` before the first."""
+        self.loss: Any = None
+        """The loss of the next step, where it is not given with that; ``None`` after the step."""
         self._rule = None if rule is None else as_rule(rule)
         self._labels: list[str] | None = None
         self._sizes: list[int] | None = None
@@ -203,6 +205,7 @@ class Recorder:
         if taken:
             msg = f"the recorder writes {min(taken)!r} by itself: give what else it is to hold another name"
             raise ValueError(msg)
+        loss, self.loss = self.loss if loss is None else loss, None
         more = ({} if loss is None else {"loss": loss}) | extra
         for name, value in more.items():
             if math.prod(getattr(value, "shape", ())) != 1:

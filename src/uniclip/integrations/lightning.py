@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs, rule_for_steps
+from uniclip.integrations import needs, refuse_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX
 from uniclip.rules import AnyRule
 
@@ -12,10 +12,13 @@ with needs("Lightning", "lightning"):
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations.torch import Attached, attach
+
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
 
 _ENGINES = {"DeepSpeedStrategy"}
 """The strategies that cut gradients into parts that no tensor tells of: pytorch_lightning has others so named."""
@@ -38,6 +41,9 @@ class ClipGradients(Callback):
         `uniclip.integrations.torch.attach`. Distributed tensors, those of ModelParallelStrategy, need none.
     shared : callable, optional
         Which leaves are copies beside such parts.
+    record : uniclip.insight.Recorder, optional
+        Records each step of the one optimizer that is clipped, with its loss in automatic optimization (of accumulated
+        batches the last one's). A fit that goes on from a checkpoint goes on in the file.
 
     Attributes
     ----------
@@ -54,7 +60,8 @@ class ClipGradients(Callback):
         If ``rule`` is neither a rule nor a function of one gradient array.
     lightning.pytorch.utilities.exceptions.MisconfigurationException
         At the start of ``fit``: if the Trainer has a ``gradient_clip_val``, too; if a list is not as long
-        as there are optimizers; if the strategy keeps parts of the gradients to itself (DeepSpeed).
+        as there are optimizers; if the strategy keeps parts of the gradients to itself (DeepSpeed); if several
+        optimizers are clipped, and there is a ``record``.
     ValueError
         At the start of ``fit``: if an optimizer has a rule already; if its parameters are parts that look like the
         whole (FSDPStrategy), and there is no ``all_reduce``.
@@ -76,13 +83,20 @@ class ClipGradients(Callback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(callbacks=callbacks)
     """
 
-    def __init__(self, rule: AnyRule | Sequence[AnyRule | None], all_reduce: Any = None, shared: Any = None) -> None:
+    def __init__(
+        self,
+        rule: AnyRule | Sequence[AnyRule | None],
+        all_reduce: Any = None,
+        shared: Any = None,
+        record: Recorder | None = None,
+    ) -> None:
         given: Any = rule  # of the sequences only lists and tuples are taken
         several = isinstance(rule, (list, tuple))
         self._rules: Any = (
             [None if one is None else rule_for_steps(one) for one in given] if several else rule_for_steps(given)
         )
-        self.all_reduce, self.shared = all_reduce, shared
+        refuse_record(record, all_reduce)
+        self.all_reduce, self.shared, self.record = all_reduce, shared, record
         self.handles: list[Attached] = []
         self._numbers: list[int] = []
         self._names: list[str] = []
@@ -97,7 +111,7 @@ class ClipGradients(Callback):
         """Return what a copy or a pickle holds: the rules, no hooks in optimizers."""
         return vars(self) | {"handles": [], "_numbers": [], "_names": [], "_logged": [], "_loaded": {}}
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's signature
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizers, which are made by now but not yet loaded."""
         self._refuse(trainer)
         while self.handles:
@@ -108,12 +122,21 @@ class ClipGradients(Callback):
             msg = f"ClipGradients has {len(rules)} rules for {len(optimizers)} optimizers: give one for each, or None"
             raise MisconfigurationException(msg)
         chosen = [number for number, rule in enumerate(rules) if rule is not None]
+        if self.record is not None and len(chosen) > 1:
+            msg = f"record holds the steps of one optimizer, and {len(chosen)} are clipped: set None for the others"
+            raise MisconfigurationException(msg)
         for number in chosen:  # one by one, so that those before an error can be removed
-            self.handles.append(attach(optimizers[number], rules[number], self.all_reduce, self.shared))
+            self.handles.append(attach(optimizers[number], rules[number], self.all_reduce, self.shared, self.record))
+            self.handles[-1].name_leaves(pl_module)
         self._numbers = chosen
         self._names = [f"/{number}" if len(optimizers) > 1 else "" for number in chosen]
         self._logged = [None] * len(chosen)
         self._restore()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Have the recorder go on at the step of the checkpoint, if there is one."""
+        if self.record is not None:
+            self.record.resume(trainer.global_step)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Save what the strategy leaves out of the states of the optimizers; every process takes part."""
@@ -152,6 +175,16 @@ class ClipGradients(Callback):
                 if key == NORM:
                     over = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "batch_size": 1}
                     pl_module.log(NORM_MAX + name, value.where(value.isfinite(), 0.0), sync_dist=True, **over)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Write what is recorded."""
+        if self.record is not None:
+            self.record.flush()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Write what is recorded."""
+        if self.record is not None:
+            self.record.flush()
 
     def _refuse(self, trainer: Any) -> None:
         """Refuse a trainer that clips by itself, or whose strategy keeps parts of the gradients to itself."""

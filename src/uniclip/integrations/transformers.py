@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.integrations import needs, rule_for_steps
+from uniclip.integrations import needs, refuse_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX
 from uniclip.rules import AnyRule
 
@@ -14,12 +14,15 @@ with needs("Hugging Face transformers", "'transformers[torch]'"):
 
 import dataclasses
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations.torch.optimizer import Attached, attached
+
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
 
 _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
 """The kinds of distributed training that cut gradients into parts of which no tensor tells."""
@@ -42,6 +45,9 @@ class ClipGradients(TrainerCallback):
         `uniclip.integrations.torch.attach`. Distributed tensors, those of FSDP2, need none.
     shared : callable, optional
         Which leaves are copies beside such parts.
+    record : uniclip.insight.Recorder, optional
+        Records each step, with the loss that the model returns, if it does: the Trainer tells its callbacks none. A
+        training that goes on from a checkpoint goes on in the file.
 
     Attributes
     ----------
@@ -81,9 +87,15 @@ class ClipGradients(TrainerCallback):
     >>> callbacks = [ClipGradients(uc.by_global_norm(1.0))]  # Trainer(..., callbacks=callbacks)
     """
 
-    def __init__(self, rule: AnyRule, all_reduce: Any = None, shared: Any = None) -> None:
+    def __init__(
+        self, rule: AnyRule, all_reduce: Any = None, shared: Any = None, record: Recorder | None = None
+    ) -> None:
         self.rule = rule_for_steps(rule)
-        self.all_reduce, self.shared = all_reduce, shared
+        refuse_record(record, all_reduce)
+        self.all_reduce, self.shared, self.record = all_reduce, shared, record
+        self._hook: Any = None
+        self._losses: list[Any] = []
+        self._are_parts = False  # of accumulated batches: parts of a mean over all of them, or a mean of each
         self.handle: Attached | None = None
         self._seen: Any = None
         self._loaded: dict[str, Any] = {}
@@ -103,7 +115,7 @@ class ClipGradients(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: the rule, no hooks in an optimizer."""
-        return dict(vars(ClipGradients(self.rule, self.all_reduce, self.shared)))
+        return dict(vars(ClipGradients(self.rule, self.all_reduce, self.shared, self.record)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does."""
@@ -135,7 +147,7 @@ class ClipGradients(TrainerCallback):
         self._detach()  # where the training before failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
-        self.handle = attached(optimizer, self.rule, self.all_reduce, self.shared)
+        self.handle = attached(optimizer, self.rule, self.all_reduce, self.shared, self.record)
         _refuse_parts(self.handle)
         self._seen, self._last, self._sums, self._largest, self._steps = None, {}, {}, None, 0
         saved = state.stateful_callbacks.get(_KEY)
@@ -151,9 +163,26 @@ class ClipGradients(TrainerCallback):
                 warnings.warn(msg, UserWarning, stacklevel=2)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
         self._loaded = {}
+        if self.record is not None:
+            self.record.resume(state.global_step)
+            self.handle.name_leaves(kwargs["model"])
+            self._hook = kwargs["model"].register_forward_hook(self._see_loss, with_kwargs=True)
         self._given = args, args.max_grad_norm
         _warn(args)
         args.max_grad_norm = 0.0
+
+    def _see_loss(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
+        """Keep the loss in what the model returns in training."""
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if model.training and loss is not None:
+            self._losses.append(loss.detach().mean())
+            self._are_parts = kwargs.get("num_items_in_batch") is not None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Have the loss recorded with the step."""
+        if self.record is not None and self._losses:
+            self.record.loss = sum(self._losses) / (1 if self._are_parts else len(self._losses))
+        self._losses = []
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Take in the report of the step, and read nothing of it."""
@@ -186,6 +215,9 @@ class ClipGradients(TrainerCallback):
         self._detach()
 
     def _detach(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook, self._losses = None, []
         if self.handle is not None:
             self.handle.remove()
         if self._given is not None:

@@ -177,7 +177,7 @@ class Attached(Memory):
         tree = self._known_tree()
         probe(rule, tree)
         if record is not None:
-            every = self._tree(lambda p: p)
+            every = self._tree(lambda p: p.detach())
             record.describe(rule, flatten(every if len(every) > 1 else every[0]))
         self.state = self._first()
         self._leaves = leaves_of(rule, flatten(tree))
@@ -219,6 +219,13 @@ class Attached(Memory):
             self._hooks.pop().remove()
         if self.record is not None:
             self.record.flush()
+
+    def name_leaves(self, model: torch.nn.Module) -> None:
+        """Have the recorder name leaves as the model does: many optimizers know no names."""
+        if self.record is not None:
+            names = {id(p): name for name, p in model.named_parameters()}
+            some = OrderedDict((names.get(id(p), str(number)), p.detach()) for number, p in enumerate(self._params()))
+            self.record.describe(self.rule, flatten(some))
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip before a step; the gradients of a closure, each time that the step has called it."""
