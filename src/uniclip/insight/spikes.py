@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: MIT
+"""Steps whose norm stands out from the norms before it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from uniclip._checks import check, positive, whole
+from uniclip.insight.record import Record
+
+FEWEST = 20
+"""How many earlier norms are needed before one is compared with them."""
+NORMAL = 1.48
+"""The standard deviation of a normal law divided by its median absolute deviation."""
+LEAST_SPREAD = 0.05
+"""Of the logarithms: of norms that hardly vary, 5 % is taken as their deviation, or rounding would make spikes."""
+_ROWS = 4096  # windows at a time: 100 norms each in 3 MB
+_LOSSES, _TOP = 5, 5
+
+Array = np.ndarray[Any, Any]
+
+
+class Spike(NamedTuple):
+    """A step whose norm stands out, or is not finite.
+
+    Attributes
+    ----------
+    step : int
+    norm : float
+        Before clipping; NaN where it is not finite.
+    ratio : float
+        The norm divided by the median of those before it; NaN where there is none.
+    skipped : bool
+        Whether the rule left the step out.
+    loss_before, loss_after : float
+        The medians of the losses of the five recorded steps before it and after it; NaN where there are none.
+    leaves : list of (str, float)
+        The leaves whose norms are the most times their own median so far, at most five, the largest ratio first; ∞
+        where the leaf's norm is not finite. Empty where the leaves of this step or of earlier ones were not recorded.
+    """
+
+    step: int
+    norm: float
+    ratio: float
+    skipped: bool
+    loss_before: float
+    loss_after: float
+    leaves: list[tuple[str, float]]
+
+
+def spikes(record: Record, z: float = 5, window: int = 100) -> list[Spike]:
+    """List the steps with ``norm > median · exp(z · 1.48 · MAD(log norm))``, and those that are not finite.
+
+    Median and MAD, the median absolute deviation from the median, are those of the last ``window`` norms before the
+    step. A decision depends on no later norm.
+
+    Parameters
+    ----------
+    record : Record
+    z : float, default 5
+        How many standard deviations of the logarithms, as the MAD estimates them, are allowed; above 0.
+    window : int, default 100
+        How many earlier norms are compared with, at least 20. Before there are 20, only what is not finite is listed.
+
+    Returns
+    -------
+    list of Spike
+        In the order of the steps.
+
+    Raises
+    ------
+    TypeError
+        If ``record`` is no `Record`, ``z`` no number, or ``window`` no whole number.
+    ValueError
+        If ``z`` is not above 0, or ``window`` below 20.
+
+    Notes
+    -----
+    Spikes stay in the window, where a median and a MAD hardly see them while they are less than half of it; so a level
+    that lasts is accepted after half a window. Norms that are 0, not known or not finite are not in it. The deviation
+    is taken to be at least 5 %.
+
+    Bad data that does not reach the norms is not seen: a network that saturates has small gradients for it. A spike is
+    no early warning either: the loss, or the updates of an optimizer, may rise before the norms do.
+
+    Examples
+    --------
+    >>> [spike.step for spike in insight.spikes(insight.read("run.jsonl"))]  # doctest: +SKIP
+    [8214]
+    """
+    check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
+    z, window = positive("z", z), whole("window", window, FEWEST)
+    finite = finite_steps(record)
+    medians, bounds = _compared(record.norms, finite, z, window)
+    found = np.flatnonzero(~finite | (record.norms > bounds))
+    leaves = _Leaves(record, record.steps[found], window)
+    return [
+        Spike(
+            step=int(record.steps[n]),
+            norm=float(record.norms[n]) if finite[n] else math.nan,
+            ratio=float(record.norms[n] / medians[n]) if finite[n] else math.nan,
+            skipped=bool(record.skipped[n]),
+            loss_before=_median(record.losses[max(n - _LOSSES, 0) : n]),
+            loss_after=_median(record.losses[n + 1 : n + 1 + _LOSSES]),
+            leaves=leaves.at(int(record.steps[n])),
+        )
+        for n in found
+    ]
+
+
+def finite_steps(record: Record) -> Array:
+    """Return which steps are not known to be without finite gradients: a norm of NaN may only be unknown."""
+    finite: Array = record.finite & ~np.isinf(record.norms)
+    return finite
+
+
+def _compared(norms: Array, finite: Array, z: float, window: int) -> tuple[Array, Array]:
+    """Return the median of the norms before each step, and above what it is a spike; NaN and ∞ where too few are known.
+
+    The windows are those of the usable norms alone; a step belongs to the window of the usable ones before it.
+    """
+    with np.errstate(invalid="ignore"):
+        usable = finite & (norms > 0)
+    logs = np.log(norms[usable])
+    middles, spreads = np.full(len(logs) + 1, np.nan), np.full(len(logs) + 1, np.inf)
+    for count in range(FEWEST, min(window, len(logs) + 1)):
+        one = slice(count, count + 1)
+        middles[one], spreads[one] = _middle_and_spread(logs[None, :count])
+    for start in range(window, len(logs) + 1, _ROWS):
+        part = logs[start - window : start + _ROWS - 1]
+        rows = np.lib.stride_tricks.sliding_window_view(part, window)
+        middles[start : start + len(rows)], spreads[start : start + len(rows)] = _middle_and_spread(rows)
+    before: Array = np.cumsum(usable) - usable
+    return np.exp(middles)[before], _exp(middles + z * np.maximum(spreads, LEAST_SPREAD))[before]
+
+
+def _middle_and_spread(rows: Array) -> tuple[Array, Array]:
+    """Return median and estimated standard deviation of each row."""
+    middles = np.median(rows, axis=1)
+    return middles, NORMAL * np.median(np.abs(rows - middles[:, None]), axis=1)
+
+
+def _exp(logs: Array) -> Array:
+    """Return exponentials, ∞ where nothing is known."""
+    with np.errstate(over="ignore"):
+        return np.where(np.isnan(logs), np.inf, np.exp(logs))
+
+
+def _median(values: Array) -> float:
+    """Return the median of the numbers among values."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
+class _Leaves:
+    """Norms of leaves beside what is usual for each: its median in the last rows that are of no spike."""
+
+    def __init__(self, record: Record, spike_steps: Array, window: int) -> None:
+        self.labels, self.window = record.labels, window
+        self.steps, self.rows = record.leaf_steps, record.leaves
+        self.usual = np.flatnonzero(~np.isin(self.steps, spike_steps))
+
+    def at(self, step: int) -> list[tuple[str, float]]:
+        """Return the largest ratios at a step."""
+        here = int(np.searchsorted(self.steps, step))
+        if here == len(self.steps) or self.steps[here] != step:
+            return []
+        earlier = self.usual[self.usual < here][-self.window :]
+        medians = [_median(column) for column in self.rows[earlier].T]
+        ratios = [_ratio(norm, usual) for norm, usual in zip(self.rows[here].tolist(), medians, strict=True)]
+        known = [(label, ratio) for label, ratio in zip(self.labels, ratios, strict=True) if not math.isnan(ratio)]
+        return sorted(known, key=lambda pair: -pair[1])[:_TOP]
+
+
+def _ratio(norm: float, usual: float) -> float:
+    """Return how many times the usual norm one is: ∞ if it is not finite, NaN if nothing is known or both are 0."""
+    if math.isnan(usual):
+        return math.nan
+    if not math.isfinite(norm):
+        return math.inf
+    if usual == 0:
+        return math.inf if norm else math.nan
+    return norm / usual
