@@ -186,7 +186,7 @@ def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
     limit, reasons = recorded_limit(record), [trouble.reason]
     if len(prefix) < PREFIX or not np.median(prefix):
         reasons += [
-            f"{len(prefix):,} norms came before it: too few, or most of them 0, so there is no limit to take from them.",
+            f"{len(prefix):,} norms came before it: too few, or most of them 0, to take a limit from.",
             "Lower the learning rate, or warm it up more slowly, and record again.",
         ]
         return _advice(record, UNSTABLE, 0.0, reasons)
