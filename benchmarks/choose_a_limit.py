@@ -18,14 +18,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import choosing_tables
 import jax
 import jax.numpy as jnp
 import numpy as np
-from choosing_tasks import BAD_SHARE, BATCH, CELLS, DATA, LOUDNESS, TASKS, Cell, Data
 from tqdm import tqdm
 
+import choosing_tables
 import uniclip as uc
+from choosing_tasks import BAD_SHARE, BATCH, CELLS, DATA, LOUDNESS, TASKS, Cell, Data
 from uniclip import insight
 from uniclip.insight.advice import Advice, suggest
 from uniclip.insight.spikes import FEWEST, spikes

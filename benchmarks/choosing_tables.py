@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Cell = dict[str, Any]
+MEAN, WORST = 6, 30
+"""What was expected of the suggested limits beforehand, in percent."""
 LOUD = 5
 """Bad batches are loud if their median norm is so many times that of the others."""
 
@@ -61,6 +63,7 @@ def regret(found: Any, cell: Cell, way: str) -> float:
 def filled(page: str, found: Any) -> str:
     """Return a page with its tables written anew, each between two comments with its name."""
     tables = {"overall": overall, "cells": cells, "suggestions": suggestions, "spikes": spikes, "about": about}
+    tables |= {"outcome": outcome}
     for name, table in tables.items():
         pattern = rf"(% begin {name}\n).*?(\n% end {name}\n)"
         page, count = re.subn(pattern, lambda m: f"{m[1]}\n{table(found)}\n{m[2]}", page, flags=re.DOTALL)  # noqa: B023 - called here
@@ -76,6 +79,28 @@ def about(found: Any) -> str:
     return (
         f"{len(found['cells'])} cells, {len(found['seeds'])} seeds, {found['steps']} steps; the grid is {limits}. "
         f"All took {found['seconds'] / 60:.0f} minutes on two cores."
+    )
+
+
+def outcome(found: Any) -> str:
+    """Return what was expected beforehand, and what came out."""
+    three, pilot = "**three suggested**", "**three suggested, or the pilot**"
+    fixed, four = "three fixed, 0.25, 1 and 4", "four fixed, 0.25, 1, 4 and 16"
+    means = {way: statistics.mean(regret(found, cell, way) for cell in found["cells"]) for way in WAYS}
+    worst = {way: max(regret(found, cell, way) for cell in found["cells"]) for way in WAYS}
+    kept = "met" if means[three] <= MEAN and worst[three] <= WORST else "missed"
+    better = "better" if means[pilot] < means[four] else "worse"
+    best = [list(map(statistics.mean, cell["grid"])) for cell in found["cells"]]
+    limits = [found["grid"][row.index(min(row))] or math.inf for row in best]
+    verdicts = [verdict for cell in found["cells"] for pilots in cell["pilots"] for verdict in pilots["verdicts"]]
+    return (
+        f"Of the three suggested a mean of at most {MEAN} % and at most {WORST} % at worst were expected. They have "
+        f"{percent(means[three])} % and {percent(worst[three])} %: that is {kept}. The three fixed ones have "
+        f"{percent(means[fixed])} % and {percent(worst[fixed])} %. With four runs, the suggested limits and the pilot "
+        f"are {better} than four fixed limits: {percent(means[pilot])} % against {percent(means[four])} % in the mean. "
+        f"The best limits of the cells are between {min(limits):g} and {max(limits):g}, so these cells do not show how "
+        "either does where the norms are of another order. "
+        f"{verdicts.count('unstable')} of {len(verdicts)} pilots were unstable."
     )
 
 

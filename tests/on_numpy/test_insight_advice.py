@@ -135,6 +135,8 @@ def test_nothing_after_the_explosion_counts() -> None:
     norms[-1] = math.nan
     third = suggest(record_of(norms, losses, math.inf))
     assert first.record_at == second.record_at == third.record_at == pytest.approx(2.0, rel=0.1)
+    clipped = suggest(record_of(norms, losses))
+    assert min(row.factor for row in clipped.table if row.limit == 1.0) > 0.1  # of the norms before, around 2
 
 
 def test_not_finite() -> None:

@@ -172,7 +172,7 @@ def test_lightning_goes_on(tools: Any, tmp_path: Path) -> None:
         trainer = lightning(tools, rule, batches, record)
         trainer.save_checkpoint(tmp_path / "some.ckpt")
         assert insight.read(path).steps.tolist() == [1, 2, 3, 4, 5, 6]
-    with insight.Recorder(path, every=4) as record:
+    with insight.Recorder(path, every=4, rule=rule) as record:
         record.resume(6)
         record(uc.clip([np.ones(3)], rule)[1])  # a step after the checkpoint that is lost
     with insight.Recorder(path, every=4) as record:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from uniclip._checks import check
+from uniclip.insight.course import Trouble, first_trouble, kept_course
 from uniclip.insight.record import Record
 from uniclip.insight.spikes import Spike, finite_steps, spikes
 
@@ -22,15 +23,6 @@ FEWEST_LATER = 50
 WARM_UP, WARM_UP_STEPS = 0.1, 20
 """What is left out at the beginning: this share of the steps, and at least so many."""
 QUANTILE = 90
-SPAN = 10
-"""How many losses, or norms, a median is taken of to see where they go."""
-FEWEST_LOSSES = 2 * SPAN
-RISE = 0.2
-"""The share of what the loss has fallen by that it may rise again."""
-NOISE = 3
-"""A rise counts only if it is so many standard deviations of a single step's loss."""
-GROWTH = 10
-"""Without losses: the growth of the norms that counts as unstable."""
 PREFIX = 10
 """How many norms before an explosion say what was usual."""
 NEAR = 2
@@ -99,13 +91,6 @@ class Advice(NamedTuple):
         return "\n".join(lines)
 
 
-class _Trouble(NamedTuple):
-    """Where a run leaves its course: how many steps came before, and what happened."""
-
-    before: int
-    reason: str
-
-
 def suggest(record: Record) -> Advice:
     """Say whether a run was stable, and which three limits to try.
 
@@ -142,7 +127,7 @@ def suggest(record: Record) -> Advice:
     finite = finite_steps(record)
     known = finite & ~np.isnan(record.norms)
     start = max(math.ceil(WARM_UP * len(known)), WARM_UP_STEPS)
-    trouble = _trouble(record, finite, known, start)
+    trouble = first_trouble(record, finite, known, start)
     if trouble is not None:
         return _unstable(record, known, trouble)
     if known.sum() < FEWEST or known[start:].sum() < FEWEST_LATER:
@@ -187,7 +172,7 @@ def _stable(record: Record, known: Array, start: int) -> Advice:
     usual[:start] = False
     c = float(np.percentile(record.norms[usual], QUANTILE))
     loud, words = _outliers(found, len(record.steps) - start)
-    reasons = [_course(record), words]
+    reasons = [kept_course(record), words]
     left_out = f"the first {start:,} steps are left out as warm-up, and so are the spikes"
     reasons += [f"c = {c:.3g} is the {QUANTILE}th percentile of {usual.sum():,} norms: {left_out}."]
     if c == 0:
@@ -195,28 +180,31 @@ def _stable(record: Record, known: Array, start: int) -> Advice:
     return _advice(record, OUTLIERS if loud else STABLE, c, reasons)
 
 
-def _unstable(record: Record, known: Array, trouble: _Trouble) -> Advice:
+def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
     """Return the advice for a run that left its course: nothing after that counts."""
     prefix = record.norms[: trouble.before][known[: trouble.before]]
     limit, reasons = recorded_limit(record), [trouble.reason]
     if len(prefix) < PREFIX or not np.median(prefix):
         reasons += [
-            f"Only {len(prefix):,} norms above 0 came before it, too few for a limit.",
+            f"{len(prefix):,} norms came before it: too few, or most of them 0, to take a limit from.",
             "Lower the learning rate, or warm it up more slowly, and record again.",
         ]
         return _advice(record, UNSTABLE, 0.0, reasons)
     middle = float(np.median(prefix))
     reasons += [f"The median of the {len(prefix):,} norms before it is {middle:.3g}; no later norm is used."]
+    before = record._replace(
+        **{name: getattr(record, name)[: trouble.before] for name in ("norms", "limits", "finite")}
+    )
     if limit > NEAR * middle:
         done = "was not clipped" if math.isinf(limit) else f"was clipped at {limit:.3g}, well above that"
         again = _rounded(middle)
         reasons += [f"The run {done}: record again, clipped at {again:g}, and ask again."]
-        return _advice(record, UNSTABLE, 0.0, reasons, again)
+        return _advice(before, UNSTABLE, 0.0, reasons, again)
     reasons += [
         f"It was clipped at {limit:.3g} already: lower the learning rate. That is what helps, not another limit.",
         f"If it has to stay, c = {min(middle, limit) / 4:.3g} is a quarter of the lesser of the two.",
     ]
-    return _advice(record, UNSTABLE, min(middle, limit) / 4, reasons)
+    return _advice(before, UNSTABLE, min(middle, limit) / 4, reasons)
 
 
 def _advice(record: Record, verdict: str, c: float, reasons: list[str], again: float | None = None) -> Advice:
@@ -247,15 +235,6 @@ def _about(record: Record) -> list[str]:
     return reasons
 
 
-def _course(record: Record) -> str:
-    """Return what a run that kept its course was judged by."""
-    losses = _losses(record)[1]
-    if len(losses) < FEWEST_LOSSES:
-        return f"No loss is recorded: the verdict is from the norms alone, which did not grow {GROWTH}-fold."
-    medians = _running(losses)
-    return f"The loss, as medians of {SPAN} steps, went from {medians[0]:.3g} to {medians[-1]:.3g} and did not rise."
-
-
 def _outliers(found: list[Spike], steps: int) -> tuple[bool, str]:
     """Return whether spikes make outliers, and what they are."""
     if not found:
@@ -267,69 +246,6 @@ def _outliers(found: list[Spike], steps: int) -> tuple[bool, str]:
     words = f"{len(found):,} of {steps:,} steps stand out{largest}"
     words += f"; {lost:,} were not finite, and skipped." if lost else "."
     return many or (bool(ratios) and max(ratios) >= LOUD), words
-
-
-def _trouble(record: Record, finite: Array, known: Array, start: int) -> _Trouble | None:
-    """Return the first trouble; a run may leave its course long before something is not finite."""
-    found = [_not_finite(record, finite), _left_course(record, known, start)]
-    return min([trouble for trouble in found if trouble is not None], default=None)
-
-
-def _not_finite(record: Record, finite: Array) -> _Trouble | None:
-    """Return the first step that is not finite and was taken all the same, if there is one."""
-    taken = np.flatnonzero(~finite & ~record.skipped)
-    if not len(taken):
-        return None
-    return _Trouble(int(taken[0]), f"Step {record.steps[taken[0]]:,} was not finite, and was not skipped.")
-
-
-def _left_course(record: Record, known: Array, start: int) -> _Trouble | None:
-    """Return where the loss rises for good, or, without losses, the norms."""
-    where, losses = _losses(record)
-    if len(losses) < FEWEST_LOSSES:
-        later = np.flatnonzero(known)
-        later = later[later >= start]
-        return _grown(record, later) if len(later) >= FEWEST_LOSSES else None
-    medians = _running(losses)
-    noise = 1.48 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2)
-    bound = max(RISE * (medians[0] - medians.min()), NOISE * noise)
-    least = np.minimum.accumulate(medians)
-    high = np.flatnonzero(medians > least + bound)
-    if not len(high):
-        return None
-    lowest = int(medians[: high[0]].argmin())
-    reason = (
-        f"The loss, as a median of {SPAN} steps, rose from {medians[lowest]:.3g} to {medians[high].max():.3g} after "
-        f"step {record.steps[where[lowest]]:,}; it had begun at {medians[0]:.3g}."
-    )
-    return _Trouble(int(where[lowest + SPAN - 1]) + 1, reason)
-
-
-def _grown(record: Record, places: Array) -> _Trouble | None:
-    """Return where the norms have grown tenfold above their least, and to twice those after the warm-up."""
-    medians = _running(record.norms[places])
-    least = np.minimum.accumulate(medians)
-    high = np.flatnonzero((medians > GROWTH * least) & (medians > NEAR * medians[0]))
-    if not len(high):
-        return None
-    lowest = int(medians[: high[0]].argmin())
-    reason = (
-        f"No loss is recorded, and the norms, as medians of {SPAN} steps, grew from {medians[lowest]:.3g} to "
-        f"{medians[high].max():.3g} after step {record.steps[places[lowest]]:,}."
-    )
-    return _Trouble(int(places[lowest + SPAN - 1]) + 1, reason)
-
-
-def _losses(record: Record) -> tuple[Array, Array]:
-    """Return where losses are known, and these."""
-    where = np.flatnonzero(np.isfinite(record.losses))
-    return where, record.losses[where]
-
-
-def _running(values: Array) -> Array:
-    """Return the medians of all runs of `SPAN` values."""
-    medians: Array = np.median(np.lib.stride_tricks.sliding_window_view(values, SPAN), axis=1)
-    return medians
 
 
 def _rounded(value: float) -> float:

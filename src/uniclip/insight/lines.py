@@ -80,6 +80,7 @@ def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
     values = iter(kept.values)
     found = [_of_part(values, counts) for counts in kept.parts]
     row: dict[str, Any] = {"step": kept.step}
+    sound = True
     if found:
         norms, limits, thresholds, factors, shares, finite, skipped = zip(*found, strict=True)
         some = [one for one in thresholds if one is not None]
@@ -88,10 +89,11 @@ def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
         row |= {"threshold": _limit(min(some))} if some else {}
         row["factor"] = _number(math.prod(factors))
         row["share"] = float(max(shares))
-        row |= {} if all(finite) else {"finite": False}
+        sound = all(finite)
         row |= {"skipped": any(skipped)} if any([one is not None for one in skipped]) else {}
     leaves = [np.ravel(array) for array in islice(values, kept.leaves)]
     row |= {name: _number(value) for name, value in zip(kept.names, values, strict=True)}
+    row |= {} if sound and row.get("loss", 0) is not None else {"finite": False}
     return row, np.concatenate(leaves) if leaves else None
 
 

@@ -16,8 +16,8 @@ Then there is one line for each step::
 ``norm`` is the largest norm before clipping, ``limit`` the smallest limit, ``factor`` the smallest factor, ``share``
 the share of the factors that are not 1, as in `uniclip.Report.scalars`. Where they exist there are also ``threshold``,
 ``skipped`` (true or false), ``loss``, numbers of the user's own, and ``leaves``, the norms of all leaves in the order
-of the header. NaN and ∞ are ``null``; if a norm or gradient is not finite, the line says ``"finite": false``, else it
-says nothing about it. A limit that nothing reaches is ``null``.
+of the header. NaN and ∞ are ``null``; if a norm, a gradient or the loss is not finite, the line says
+``"finite": false``, else it says nothing about it. A limit that nothing reaches is ``null``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Record(NamedTuple):
         The largest norm before clipping, the smallest limit (∞ where nothing limits), the smallest factor, the share of
         the factors that are not 1. NaN where it is not known, or is not finite.
     finite, skipped : (n,) array of bool
-        Whether all gradients and norms of the step were finite, and whether the rule left the step out.
+        Whether all gradients and norms of the step and its loss were finite, and whether the rule left the step out.
     thresholds, losses : (n,) array of float64
         NaN where there is none.
     leaves : (m, k) array of float64

@@ -85,8 +85,9 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     that lasts is accepted after half a window. Norms that are 0, not known or not finite are not in it. The deviation
     is taken to be at least 5 %.
 
-    Bad data that does not reach the norms is not seen: a network that saturates has small gradients for it. A spike is
-    no early warning either: the loss, or the updates of an optimizer, may rise before the norms do.
+    The noisier the norms, the higher a spike has to be: 1.3 times the median at least, 12 times where their logarithms
+    have a standard deviation of 0.5. Bad data that does not reach the norms is not seen: a network that saturates has
+    small gradients for it. A spike is no early warning: the loss, or the updates of an optimizer, may rise first.
 
     Examples
     --------

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: MIT
+"""Whether a run kept its course: its gradients stay finite, and its loss, or else its norms, do not rise again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from uniclip.insight.record import Record
+
+Array = np.ndarray[Any, Any]
+
+SPAN = 10
+"""How many losses, or norms, a median is taken of to see where they go."""
+FEWEST_LOSSES = 2 * SPAN
+RISE = 0.2
+"""The share of what the loss has fallen by that it may rise again."""
+NOISE = 3
+"""A rise counts only if it is so many standard deviations of a single step's loss."""
+GROWTH = 10
+"""Without losses: the growth of the norms that counts as unstable."""
+AGAIN = 2
+"""And they have to be so many times those after the warm-up."""
+
+
+class Trouble(NamedTuple):
+    """Where a run leaves its course: how many steps came before, and what happened."""
+
+    before: int
+    reason: str
+
+
+def first_trouble(record: Record, finite: Array, known: Array, start: int) -> Trouble | None:
+    """Return the first trouble; a run may leave its course long before something is not finite."""
+    found = [_not_finite(record, finite), _left_course(record, known, start)]
+    return min([trouble for trouble in found if trouble is not None], default=None)
+
+
+def kept_course(record: Record) -> str:
+    """Return what a run that kept its course was judged by."""
+    losses = _losses(record)[1]
+    if len(losses) < FEWEST_LOSSES:
+        return f"No loss is recorded: the verdict is from the norms alone, which did not grow {GROWTH}-fold."
+    medians = _running(losses)
+    return f"The loss, as medians of {SPAN} steps, went from {medians[0]:.3g} to {medians[-1]:.3g} and did not rise."
+
+
+def _not_finite(record: Record, finite: Array) -> Trouble | None:
+    """Return the first step that is not finite and was taken all the same, if there is one."""
+    taken = np.flatnonzero(~finite & ~record.skipped)
+    if not len(taken):
+        return None
+    return Trouble(int(taken[0]), f"Step {record.steps[taken[0]]:,} was not finite, and was not skipped.")
+
+
+def _left_course(record: Record, known: Array, start: int) -> Trouble | None:
+    """Return where the loss rises for good, or, without losses, the norms."""
+    where, losses = _losses(record)
+    if len(losses) < FEWEST_LOSSES:
+        later = np.flatnonzero(known)
+        later = later[later >= start]
+        return _grown(record, later) if len(later) >= FEWEST_LOSSES else None
+    medians = _running(losses)
+    noise = 1.48 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2)
+    bound = max(RISE * (medians[0] - medians.min()), NOISE * noise)
+    least = np.minimum.accumulate(medians)
+    high = np.flatnonzero(medians > least + bound)
+    if not len(high):
+        return None
+    lowest = int(medians[: high[0]].argmin())
+    reason = (
+        f"The loss, as a median of {SPAN} steps, rose from {medians[lowest]:.3g} to {medians[high].max():.3g} after "
+        f"step {record.steps[where[lowest]]:,}; it had begun at {medians[0]:.3g}."
+    )
+    return Trouble(int(where[lowest + SPAN - 1]) + 1, reason)
+
+
+def _grown(record: Record, places: Array) -> Trouble | None:
+    """Return where the norms have grown tenfold above their least, and to twice those after the warm-up."""
+    medians = _running(record.norms[places])
+    least = np.minimum.accumulate(medians)
+    high = np.flatnonzero((medians > GROWTH * least) & (medians > AGAIN * medians[0]))
+    if not len(high):
+        return None
+    lowest = int(medians[: high[0]].argmin())
+    reason = (
+        f"No loss is recorded, and the norms, as medians of {SPAN} steps, grew from {medians[lowest]:.3g} to "
+        f"{medians[high].max():.3g} after step {record.steps[places[lowest]]:,}."
+    )
+    return Trouble(int(places[lowest + SPAN - 1]) + 1, reason)
+
+
+def _losses(record: Record) -> tuple[Array, Array]:
+    """Return where losses are known, and these."""
+    where = np.flatnonzero(np.isfinite(record.losses))
+    return where, record.losses[where]
+
+
+def _running(values: Array) -> Array:
+    """Return the medians of all runs of `SPAN` values."""
+    medians: Array = np.median(np.lib.stride_tricks.sliding_window_view(values, SPAN), axis=1)
+    return medians
