@@ -43,6 +43,8 @@ class Parts(NamedTuple):
     finite: Sequence[Any] = ()
     """What has to hold, beside finite norms, for all gradients to be finite."""
     skipped: Any = None
+    share: Any = None
+    """The share of the factors that are not 1, where not all of them are here."""
 
 
 class Report:

@@ -31,6 +31,7 @@ class Counts(NamedTuple):
     thresholds: int
     finite: int
     skipped: int
+    shares: int
 
 
 class Kept(NamedTuple):
@@ -68,8 +69,9 @@ def kept_of(
     for part in parts:
         some = part.norms, part.limits, part.factors, part.thresholds or (), part.finite
         skipped = () if part.skipped is None else (part.skipped,)
-        counts.append(Counts(*map(len, (*some, skipped))))
-        for one in (*some, skipped):
+        share = () if part.share is None else (part.share,)
+        counts.append(Counts(*map(len, (*some, skipped, share))))
+        for one in (*some, skipped, share):
             values += one
     own = parts[0].own if parts else None
     return Kept(own, step, [*values, *leaves, *more.values()], counts, len(leaves), places, list(more))
@@ -99,14 +101,14 @@ def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
 
 def _of_part(values: Iterator[Any], counts: Counts) -> tuple[Any, ...]:
     """Return the largest norm, smallest limit, threshold and factor of a part, its share, and its flags."""
-    norms, limits, factors, thresholds, flags, skipped = (list(islice(values, count)) for count in counts)
+    norms, limits, factors, thresholds, flags, skipped, shares = (list(islice(values, count)) for count in counts)
     count = sum([getattr(factor, "size", 1) for factor in factors])
     changed = sum([_count(factor != 1) for factor in factors])
     norm = _over(np.max, norms)
     finite = math.isfinite(norm) and all([bool(np.all(flag)) for flag in flags])
     return (
         norm, _over(np.min, limits), _over(np.min, thresholds) if thresholds else None, _over(np.min, factors),
-        changed / count, finite, bool(np.any(skipped[0])) if skipped else None,
+        shares[0] if shares else changed / count, finite, bool(np.any(skipped[0])) if skipped else None,
     )  # fmt: skip
 
 

@@ -20,8 +20,16 @@ class LogClipping(keras.callbacks.Callback):
 
     ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are those of the epoch's last step, ``"clip/share"`` and
     ``"clip/skipped"`` the average over its steps, and ``"clip/norm_max"`` is the largest norm of them. They are read
-    once in an epoch. Put it before callbacks that write the logs, such as ``CSVLogger``; the progress bar and
+    once in an epoch. What the optimizer records is read once in a window, and as each epoch ends. Put it before callbacks that write the logs, such as ``CSVLogger``; the progress bar and
     ``History`` come last by themselves.
+
+    Raises
+    ------
+    TypeError
+        When the training begins, if the optimizer is no `ClippedOptimizer`.
+    ValueError
+        Then, too, if the optimizer records, and ``steps_per_execution`` is larger than its windows; or if on JAX it is
+        in a ``LossScaleOptimizer``, which would save what is recorded.
 
     Warns
     -----
@@ -35,7 +43,7 @@ class LogClipping(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Find the optimizer, also inside of a ``LossScaleOptimizer``."""
-        optimizer = self.model.optimizer
+        optimizer = outside = self.model.optimizer
         while optimizer is not None and not isinstance(optimizer, ClippedOptimizer):
             optimizer = getattr(optimizer, "inner_optimizer", None)
         if optimizer is None:
@@ -45,7 +53,25 @@ class LogClipping(keras.callbacks.Callback):
             )
             raise TypeError(msg)
         self._optimizer = optimizer
+        self._unread = 0
+        if optimizer.record is not None:
+            self._refuse(optimizer.record, outside)
         self._warn(inspect.currentframe())
+
+    def _refuse(self, record: Any, outside: Any) -> None:
+        """Refuse to record what could not be read in time, or would be saved."""
+        if self.model.steps_per_execution > record.every:
+            msg = (
+                f"steps_per_execution={self.model.steps_per_execution} is above the {record.every} steps of a window, "
+                f"and some would be lost: Recorder(..., every={self.model.steps_per_execution})"
+            )
+            raise ValueError(msg)
+        if keras.backend.backend() == "jax" and outside is not self._optimizer:
+            msg = (
+                f"on JAX {type(outside).__name__} would save what is recorded among its variables: train without it, "
+                "in mixed_bfloat16, say, which needs none; or clip and record in a loop of your own"
+            )
+            raise ValueError(msg)
 
     def _warn(self, frame: Any) -> None:
         """Say that those that come before write logs without the scalars; the list of callbacks is what calls."""
@@ -64,8 +90,32 @@ class LogClipping(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Begin the epoch's averages."""
         self._optimizer.begin_epoch()
+        self._optimizer.begin_reading(getattr(self.model, "jax_state_sync", _nothing))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Have the steps read that the recorder has not seen, before there are more than a window holds."""
+        record, steps = self._optimizer.record, self.model.steps_per_execution
+        if record is None:
+            return
+        if self._unread + steps > record.every:
+            record.flush()
+            self._unread = 0
+        self._unread += steps
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Add to the logs."""
         if logs is not None:
             logs.update(self._optimizer.epoch_scalars())
+        if self._optimizer.record is not None:
+            self._optimizer.record.flush()
+            self._unread = 0
+
+    def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Read what is left."""
+        if self._optimizer.record is not None:
+            self._optimizer.record.flush()
+        self._optimizer.begin_reading(None)
+
+
+def _nothing() -> None:
+    """Leave variables as they are, which on other backends than JAX are what compiled steps change."""

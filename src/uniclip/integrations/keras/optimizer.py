@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -15,17 +16,30 @@ import optree
 from uniclip._checks import check
 from uniclip._repr import counted, short
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.integrations import rule_for_steps
+from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
-from uniclip.integrations.keras.replicas import addable, addends, apply, refuse_strategies, summed, when_in_all
+from uniclip.integrations.keras.replicas import (
+    addable,
+    addends,
+    apply,
+    is_first,
+    refuse_strategies,
+    summed,
+    when_in_all,
+    writes,
+)
 from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
-from uniclip.integrations.keras.variables import paths_of, stand_in, value_of
+from uniclip.integrations.keras.tape import Tape
+from uniclip.integrations.keras.variables import paths_of, stand_in, traced, value_of
 from uniclip.labels import Leaves, labels_of, leaves_of
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
-from uniclip.rules import AnyRule
+from uniclip.rules import AnyRule, seen
 from uniclip.saved import from_saved, names_of, of_others, restored, to_saved
 from uniclip.tree import flatten
+
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
 
 _BEGIN = "begin anew by load_rule_state_dict({})"
 
@@ -51,11 +65,17 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         As in Keras' optimizers, at least 2: so many gradients are averaged, then clipped, then applied.
     name : str, optional
         Of the optimizer.
+    record : uniclip.insight.Recorder, optional
+        Records each step, without the loss, which no optimizer of Keras knows. What ``fit`` compiles leaves its steps
+        in variables, which are not saved: give it ``callbacks=[LogClipping()]``, which reads them once in a window. In
+        a compiled loop of your own call ``record.flush()``, at least after each ``every`` steps (on JAX when the
+        optimizer's variables are assigned). It is written when the optimizer is saved, and no part of its config; one
+        that was loaded from a file records from ``optimizer.record = record`` on.
 
     Raises
     ------
     TypeError
-        If ``inner`` is no optimizer, or ``rule`` no rule.
+        If ``inner`` is no optimizer, ``rule`` no rule, or ``record`` no recorder.
     ValueError
         If ``inner`` clips by itself, scales the loss, or accumulates gradients.
 
@@ -78,6 +98,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
+        record: Recorder | None = None,
     ) -> None:
         if isinstance(inner, ClippedOptimizer):
             clipped = f"inner is clipped already, by {short(inner.rule)}"
@@ -94,6 +115,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self.rule: Any = rule_for_steps(rule)
         self._acting = output_last(self.rule)
         self._logged: Sequence[str] = ()
+        self._tape: Tape | None = None
+        self._sync: Callable[[], Any] | None = None
+        self._record: Recorder | None = None
+        self.record = record
 
     def __repr__(self) -> str:
         """Return the rule, what it clips and, where they can be read, how many steps were taken."""
@@ -121,6 +146,43 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._totals = self._remember(np.zeros(len(AVERAGED) + 2, np.float32), "totals")
         with addends(self):  # what is accumulated
             super().build(variables)
+        self._begin_record()
+
+    @property
+    def record(self) -> Recorder | None:
+        """What records each step, if anything; set before the steps are compiled."""
+        return self._record
+
+    @record.setter
+    def record(self, record: Recorder | None) -> None:
+        refuse_record(record)
+        self._record, self._tape = record, None
+        if self.built:
+            self._begin_record()
+            self._go_on()
+
+    def _begin_record(self) -> None:
+        """Tell the recorder of the rule and the variables, and make room for what compiled steps leave."""
+        if self._record is not None:
+            tree = OrderedDict(zip(self._paths, map(stand_in, self._trainable_variables), strict=True))
+            self._record.describe(self.rule, flatten(tree))
+            self._tape = Tape(self._record, len(self._paths), writes=writes(self))
+            self._tape.sync = self._sync
+
+    def _go_on(self) -> None:
+        """Number what is recorded from the steps on that the optimizer has taken before, in another process, say."""
+        steps = int(keras.ops.convert_to_numpy(value_of(self.iterations)))
+        if self._record is not None and self._record.step is None and steps:
+            self._record.resume(steps)
+
+    @contextmanager
+    def _not_recording(self) -> Iterator[None]:
+        """Take what is recorded out of the variables."""
+        tape, self._tape = self._tape, None
+        try:
+            yield
+        finally:
+            self._tape = tape
 
     def _remember(self, array: Any, name: str) -> Any:
         """Return a new variable with the value of a NumPy array."""
@@ -128,29 +190,44 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The variables of the wrapper, then those of the optimizer inside."""
+        """The variables of the wrapper, then those of the optimizer inside; on JAX, last, what is recorded."""
+        if self._tape is None or keras.backend.backend() != "jax":  # only there a step has to hand them on
+            return self._saved
+        return [*self._saved, *self._tape.variables]
+
+    @property
+    def _saved(self) -> list[Any]:
+        """The variables that are saved."""
         return [*super().variables, *self.inner.variables]
 
     def set_weights(self, weights: Any) -> None:
         """Set all variables, those of the optimizer inside too."""
         weights = list(weights)
-        if self.rule.memory and self.built and len(weights) == len(self.variables):
+        if len(weights) == len(self.variables):
+            weights = weights[: len(self._saved)]
+        if self.rule.memory and self.built and len(weights) == len(self._saved):
             self._check({"rule": None, "leaves": None}, weights)
-        for variable, weight in zip(self.variables, weights, strict=True):
+        for variable, weight in zip(self._saved, weights, strict=True):
             variable.assign(weight)
 
     def save_own_variables(self, store: Any) -> None:
         """Put the variables into a file, and beside them whose norms the rule's are."""
-        super().save_own_variables(store)
+        if self._record is not None:
+            self._record.flush()
+        with self._not_recording():
+            super().save_own_variables(store)
         if self.rule.memory and self.built:
             store[SAVED] = to_bytes({name: self.rule_state_dict()[name] for name in ("format", "rule", "leaves")})
 
     def load_own_variables(self, store: Any) -> None:
         """Set the variables to those in a file, unless the rule's state there is of other variables or another rule."""
         names = [name for name in store.keys() if name != SAVED]  # noqa: SIM118 - a store is no dict
-        if self.rule.memory and self.built and len(names) == len(self.variables):
+        if self.rule.memory and self.built and len(names) == len(self._saved):
             self._check(known_of(store, self.rule), [store[name] for name in map(str, range(len(names)))])
-        super().load_own_variables({name: store[name] for name in names})
+        with self._not_recording():
+            super().load_own_variables({name: store[name] for name in names})
+        if self._tape is not None and self._record is not None:
+            self._record.resume(int(keras.ops.convert_to_numpy(value_of(self.iterations))))
 
     def _check(self, known: dict[str, Any], weights: list[Any]) -> None:
         """Refuse a state of the rule that does not fit; nothing has changed by then."""
@@ -272,10 +349,17 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         params = OrderedDict(zip(self._paths, map(value_of, self._trainable_variables), strict=True))
         # Copies: on PyTorch a variable is written in place, and a part of the new state may be one of the old.
         state = optree.tree_unflatten(self._spec, [keras.ops.copy(value_of(variable)) for variable in self._state])
-        clipped, state, report = self._acting.update(tree, state, params)
+        leaves = None
+        if self._record is not None and self._record.leaves:
+            clipped, state, report, leaves = seen(self._acting, tree, state, params)
+        else:
+            clipped, state, report = self._acting.update(tree, state, params)
         for variable, array in zip(self._state, optree.tree_leaves(state), strict=True):
             variable.assign(array)
         self._note(report)
+        if self._record is not None and self._tape is not None:
+            there = set(places)
+            self._write(report, leaves, [number for number, path in enumerate(self._paths) if path in there])
         return [clipped[place] for place in places], report
 
     def _note(self, report: Report) -> None:
@@ -289,6 +373,13 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             finite = keras.ops.where(keras.ops.isfinite(values[0]), values[0], 0.0)
             sums = [total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)]
             self._totals.assign(keras.ops.stack([*sums, count + 1, keras.ops.maximum(largest, finite)]))
+
+    def _write(self, report: Report, leaves: Any, places: Sequence[int]) -> None:
+        """Record a step."""
+        if traced(value_of(self._iterations)):
+            self._tape.write(report, leaves, places)
+        elif is_first():
+            self._record.take(report.parts(), leaves=[] if leaves is None else [leaves], places=places)
 
     def _when(self, flag: Any, function: Callable[..., None], *args: Any) -> None:
         when_in_all(flag, function, args, [*self._trainable_variables, *self.variables])
@@ -309,6 +400,13 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Begin to average the shares, and to look for the largest norm, anew."""
         if self.built:
             self._totals.assign(np.zeros(self._totals.shape, np.float32))
+
+    def begin_reading(self, sync: Callable[[], Any] | None) -> None:
+        """Have what is recorded in compiled steps read by a callback, which gives what sets the variables."""
+        self._sync = sync
+        if self._tape is not None:
+            self._tape.sync = sync
+            self._go_on()
 
     def epoch_scalars(self) -> dict[str, float]:
         """Return the scalars of the last step as floats, with mean shares and the largest norm since `begin_epoch`.

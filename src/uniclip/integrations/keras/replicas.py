@@ -66,6 +66,16 @@ def apply(inner: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         inner.apply(list(map(replicas.kept, grads)), variables)
 
 
+def is_first() -> bool:
+    """Whether the first replica of all runs, or none does."""
+    return not ON_TENSORFLOW or replicas.is_first()
+
+
+def writes(optimizer: Any) -> bool:
+    """Whether this process, of several workers, is the one that writes files."""
+    return not ON_TENSORFLOW or replicas.writes(optimizer._distribution_strategy)
+
+
 class _Once(threading.local):
     """The sum over replicas that an optimizer asks for, which in a ``with`` is what it is given.
 

@@ -57,6 +57,17 @@ def thread() -> int | None:
     return threading.get_ident() if inside else None
 
 
+def is_first() -> bool:
+    """Whether the first replica of all runs, or none does."""
+    context = replica()
+    return context is None or tf.get_static_value(context.replica_id_in_sync_group) == 0
+
+
+def writes(strategy: Any) -> bool:
+    """Whether this process, of the workers of a strategy, is the one that writes files."""
+    return bool(strategy.extended.should_save_summary)
+
+
 def joined(operation: Any) -> Any:
     """Return an operation that runs those of all replicas, as that of a TensorFlow 1 optimizer does."""
     if operation is None or not waits() or tf.executing_eagerly():
