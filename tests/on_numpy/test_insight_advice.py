@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from uniclip.insight.advice import Share, suggest, table
+from uniclip.insight.advice import suggest
 from uniclip.insight.record import Record
 
 STEPS = 400
@@ -136,7 +136,7 @@ def test_nothing_after_the_explosion_counts() -> None:
     third = suggest(record_of(norms, losses, math.inf))
     assert first.record_at == second.record_at == third.record_at == pytest.approx(2.0, rel=0.1)
     clipped = suggest(record_of(norms, losses))
-    assert min(row.factor for row in clipped.table if row.limit == 1.0) > 0.1  # of the norms before, around 2
+    assert clipped.table.factors[clipped.table.max_norms == 1.0] > 0.1  # of the norms before, around 2
 
 
 def test_not_finite() -> None:
@@ -194,7 +194,7 @@ def test_too_little_data() -> None:
     """Fewer than 100 norms, or fewer than 50 after the warm-up, give no limit."""
     assert suggest(record_of(usual()[:100], FALLING[:100])).verdict == "stable"
     few = suggest(record_of(usual()[:99], FALLING[:99]))
-    assert (few.verdict, few.limits, few.table) == ("too little data", (), [])
+    assert (few.verdict, few.limits) == ("too little data", ())
     assert "99 norms are known" in few.reasons[0]
     norms = np.full(1000, math.nan)
     norms[:100], norms[-20:] = 1.0, 1.0
@@ -220,17 +220,17 @@ def test_normalizer() -> None:
 
 
 def test_table() -> None:
-    """Shares and smallest factors are those of the known norms."""
-    norms = [1.0, 2.0, 3.0, math.nan, 4.0]
-    assert table(record_of(norms), (0.5, 2.0, 8.0)) == [
-        Share(0.5, 1.0, 0.125),
-        Share(2.0, 0.5, 0.5),
-        Share(8.0, 0.0, 1.0),
-    ]
-    assert table(record_of([math.nan]), (1.0,)) == []
-    advice = suggest(record_of(usual(8.0), FALLING))
-    assert [row.limit for row in advice.table] == sorted([*advice.limits, 1.0])
-    assert [row.limit for row in suggest(record_of(usual(8.0), FALLING, math.inf)).table] == list(advice.limits)
+    """It has the limits, two between them and the recorded one, and what each would have clipped."""
+    for limit in (1.0, math.inf):
+        record = record_of(usual(8.0), FALLING, limit)
+        advice = suggest(record)
+        limits, found = advice.table.max_norms.tolist(), advice.table
+        assert set(limits) >= {*advice.limits, *([] if math.isinf(limit) else [limit])}
+        assert limits == sorted(limits)
+        assert len(limits) == (5 if math.isinf(limit) else 6)
+        for tried, share, factor in zip(limits, found.shares, found.factors, strict=True):
+            assert share == np.mean(record.norms > tried)
+            assert math.isclose(factor, min(1.0, tried / record.norms.max()), rel_tol=1e-6)
 
 
 def test_scopes_and_orders() -> None:
@@ -248,15 +248,15 @@ def test_scopes_and_orders() -> None:
 
 
 def test_text() -> None:
-    """It is a text of at most 25 lines, with verdict, limits, reasons, table and what to do."""
+    """It is a text of at most 30 lines, with verdict, limits, reasons, table and what to do."""
     norms, losses = exploding(20.0)
     for record in (record_of(usual(8.0), FALLING, scope="other", ord=None), record_of(norms, losses)):
         advice = suggest(record)
         text = str(advice)
-        assert len(text.splitlines()) <= 25
+        assert len(text.splitlines()) <= 30
         assert text.startswith(f"Verdict: {advice.verdict}")
-        assert all(reason in text for reason in advice.reasons)
-        assert all(f"{row.limit:.3g}" in text for row in advice.table)
+        assert all(reason in " ".join(text.split()) for reason in advice.reasons)
+        assert all(f"{limit:.3g}" in text for limit in advice.table.max_norms)
         assert "one run is no measurement" in text
     again = str(suggest(record_of(norms, losses, math.inf)))
     assert "Record again with the limit 20" in again

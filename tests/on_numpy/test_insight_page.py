@@ -122,7 +122,7 @@ def test_pictures(text: str) -> None:
 
 def test_parts_come_in_order(text: str) -> None:
     """The advice is first; it names the limits, and that one run is no measurement."""
-    parts = ['class="advice"', "What other limits", ">Spikes<", ">Pictures<", ">The run<"]
+    parts = ['class="advice"', "What these limits", ">Spikes<", ">Pictures<", ">The run<"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert "One run is no measurement" in COMPARE

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from uniclip._checks import check
 from uniclip.insight.course import Trouble, first_trouble, kept_course
 from uniclip.insight.record import Record
+from uniclip.insight.replay import WhatIf, what_if
 from uniclip.insight.spikes import Spike, finite_steps, spikes
 
 Array = np.ndarray[Any, Any]
@@ -30,27 +32,12 @@ NEAR = 2
 OUTLIER_SHARE, FEWEST_OUTLIERS, LOUD = 0.005, 3, 10
 """Spikes count as outliers if they are this share of the steps and so many, or one is so many times the median."""
 HALF = 0.5
+_LINE = 100
+_BY_STEP = ("steps", "norms", "limits", "factors", "shares", "finite", "skipped", "thresholds", "losses")
 NORMALIZER = (
     "there clipping is a normalizer, and the learning rate sets the length of the steps. "
     "Lower the learning rate, or choose that knowingly."
 )
-
-
-class Share(NamedTuple):
-    """What a limit would have done to the recorded norms.
-
-    Attributes
-    ----------
-    limit : float
-    share : float
-        Of the known norms, those above the limit.
-    factor : float
-        The smallest factor, that of the largest norm; 1 where nothing is clipped.
-    """
-
-    limit: float
-    share: float
-    factor: float
 
 
 class Advice(NamedTuple):
@@ -63,8 +50,9 @@ class Advice(NamedTuple):
         Three limits to try, c/4, c and 4c with two significant digits; empty where none can be given.
     reasons : list of str
         A sentence for each number and decision.
-    table : list of Share
-        What these limits, and the recorded one, would have done.
+    table : WhatIf
+        What these limits, two between them and the recorded one would have done to the norms that count; of too little
+        data what limits around the median would have done.
     record_at : float or None
         The limit to record another run with, where this one cannot tell.
     """
@@ -72,7 +60,7 @@ class Advice(NamedTuple):
     verdict: str
     limits: tuple[float, ...]
     reasons: list[str]
-    table: list[Share]
+    table: WhatIf
     record_at: float | None
 
     def __str__(self) -> str:
@@ -82,10 +70,9 @@ class Advice(NamedTuple):
             lines += [f"Limits to try: {', '.join(f'{limit:g}' for limit in self.limits)}"]
         if self.record_at is not None:
             lines += [f"Record again with the limit {self.record_at:g}"]
-        lines += ["", *[f"- {reason}" for reason in self.reasons]]
-        if self.table:
-            lines += ["", "     limit   clipped   smallest factor"]
-            lines += [f"{row.limit:>10.3g} {100 * row.share:>7.1f} % {row.factor:>17.2g}" for row in self.table]
+        lines += ["", *[textwrap.fill(f"- {reason}", _LINE, subsequent_indent="  ") for reason in self.reasons]]
+        if len(self.table.max_norms):
+            lines += ["", str(self.table)]
         if self.limits:
             lines += ["", "Try these three, each in a full run; one run is no measurement."]
         return "\n".join(lines)
@@ -121,7 +108,9 @@ def suggest(record: Record) -> Advice:
 
     Examples
     --------
-    >>> print(insight.suggest(insight.read("run.jsonl")))  # doctest: +SKIP
+    ::
+
+        print(insight.suggest(insight.read("run.jsonl")))
     """
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
     finite = finite_steps(record)
@@ -132,30 +121,9 @@ def suggest(record: Record) -> Advice:
         return _unstable(record, known, trouble)
     if known.sum() < FEWEST or known[start:].sum() < FEWEST_LATER:
         reason = f"{known.sum():,} norms are known, {known[start:].sum():,} of them after the first {start:,} steps"
-        return Advice(TOO_LITTLE, (), [f"{reason}; {FEWEST} and {FEWEST_LATER} are needed."], [], None)
+        reason = f"{reason}; {FEWEST} and {FEWEST_LATER} are needed."
+        return Advice(TOO_LITTLE, (), [reason], what_if(record), None)
     return _stable(record, known, start)
-
-
-def table(record: Record, limits: tuple[float, ...]) -> list[Share]:
-    """Return what limits would have done to the recorded norms, if these had stayed as they are.
-
-    Parameters
-    ----------
-    record : Record
-    limits : tuple of float
-
-    Returns
-    -------
-    list of Share
-        In the order of ``limits``; empty if no norm is known.
-    """
-    norms = record.norms[finite_steps(record) & ~np.isnan(record.norms)]
-    if not len(norms):
-        return []
-    largest = float(norms.max())
-    return [
-        Share(limit, float(np.mean(norms > limit)), limit / largest if largest > limit else 1.0) for limit in limits
-    ]
 
 
 def recorded_limit(record: Record) -> float:
@@ -192,9 +160,7 @@ def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
         return _advice(record, UNSTABLE, 0.0, reasons)
     middle = float(np.median(prefix))
     reasons += [f"The median of the {len(prefix):,} norms before it is {middle:.3g}; no later norm is used."]
-    before = record._replace(
-        **{name: getattr(record, name)[: trouble.before] for name in ("norms", "limits", "finite")}
-    )
+    before = record._replace(**{name: getattr(record, name)[: trouble.before] for name in _BY_STEP})
     if limit > NEAR * middle:
         done = "was not clipped" if math.isinf(limit) else f"was clipped at {limit:.3g}, well above that"
         again = _rounded(middle)
@@ -211,9 +177,13 @@ def _advice(record: Record, verdict: str, c: float, reasons: list[str], again: f
     """Return advice with what follows from its limits."""
     limits = (_rounded(c / 4), _rounded(c), _rounded(4 * c)) if c > 0 else ()
     own = recorded_limit(record)
-    tried = limits if math.isinf(own) or own in limits else (*limits, own)
-    rows = table(record, tuple(sorted(tried)))
-    most = [f"{row.limit:.3g} ({100 * row.share:.0f} %)" for row in rows if row.share > HALF]
+    tried = {*limits, *(_rounded(c * factor) for factor in (0.5, 2) if c > 0), *([] if math.isinf(own) else [own])}
+    rows = what_if(record, sorted(tried))
+    most = [
+        f"{limit:.3g} ({100 * share:.0f} %)"
+        for limit, share in zip(rows.max_norms, rows.shares, strict=True)
+        if share > HALF and limit in {*limits, own}
+    ]
     if most:
         reasons += [f"More than half of the steps would be clipped at {', '.join(most)}: {NORMALIZER}"]
     return Advice(verdict, limits, reasons + _about(record), rows, again)

@@ -19,7 +19,6 @@ from uniclip.insight.advice import suggest
 from uniclip.insight.page import PREDICTED, written
 from uniclip.insight.reading import read
 from uniclip.insight.record import Record
-from uniclip.insight.replay import what_if
 from uniclip.insight.spikes import FEWEST, Spike, spikes
 
 _PROBLEM = 2
@@ -121,23 +120,20 @@ def _window(text: str) -> int:
 
 def _report(chosen: argparse.Namespace) -> str:
     """Return all there is to say of a run; write its page if asked."""
-    with _stages(chosen.file, 4 if chosen.page is None else 5) as begin:
+    with _stages(chosen.file, 3 if chosen.page is None else 4) as begin:
         begin("read")
         record = _record(chosen.file)
         begin("suggest")
         advice = suggest(record)
-        begin("other limits")
-        outlook = what_if(record)
         begin("spikes")
         found = spikes(record)
         if chosen.page is not None:
             begin("draw")
-            chosen.page.write_text(written(record, advice, outlook, found), encoding="utf-8")
+            chosen.page.write_text(written(record, advice, found), encoding="utf-8")
     forecast = textwrap.fill(PREDICTED, _width())
     parts = [
         _headed("The run", _table(tables.summary(record))),
-        _headed("Advice", _wrapped(f"{advice}")),
-        _headed("What other limits would have clipped", _table(tables.of_limits(outlook)), forecast),
+        _headed("Advice", _wrapped(f"{advice}"), forecast),
         _headed("Spikes", _listed(found, _MOST)),
     ]
     if chosen.page is not None:

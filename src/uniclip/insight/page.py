@@ -15,7 +15,6 @@ from uniclip.insight import tables
 from uniclip.insight.advice import Advice, suggest
 from uniclip.insight.plot import drawing
 from uniclip.insight.record import Record
-from uniclip.insight.replay import WhatIf, what_if
 from uniclip.insight.spikes import Spike, spikes
 
 if TYPE_CHECKING:
@@ -98,14 +97,14 @@ def page(record: Record, path: str | PathLike[str] | None = None) -> str | Path:
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("path", path, path is None or isinstance(path, (str, PathLike)), "the path of a file, or None")
-    text = written(record, suggest(record), what_if(record), spikes(record))
+    text = written(record, suggest(record), spikes(record))
     if path is None:
         return text
     Path(path).write_text(text, encoding="utf-8")
     return Path(path)
 
 
-def written(record: Record, advice: Advice, outlook: WhatIf, found: Sequence[Spike]) -> str:
+def written(record: Record, advice: Advice, found: Sequence[Spike]) -> str:
     """Return the page of a record and of what was found in it."""
     with drawing():
         from uniclip.insight.pictures import pictures  # noqa: PLC0415 - imports matplotlib
@@ -113,8 +112,8 @@ def written(record: Record, advice: Advice, outlook: WhatIf, found: Sequence[Spi
         "<h1>Gradient clipping of one run</h1>",
         f'<p class="soft">{escape(record.rule or "an unknown rule")}, {record.steps.size:,} steps</p>',
         _advice(advice),
-        "<h2>What other limits would have clipped</h2>",
-        _html(tables.of_limits(outlook)),
+        "<h2>What these limits would have clipped</h2>",
+        _html(tables.of_limits(advice.table)),
         f'<p class="soft">{PREDICTED}</p>',
         "<h2>Spikes</h2>",
         _spikes(found),

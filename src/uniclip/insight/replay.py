@@ -277,12 +277,13 @@ def what_if(record: Record, max_norms: Iterable[float] | None = None) -> WhatIf:
     WhatIf
         Of as many rows as there are limits; without any norm of none.
     """
-    known = record.norms[np.isfinite(record.norms) & (record.norms > 0)]
+    usable = record.norms[np.isfinite(record.norms) & (record.norms > 0)]
     if max_norms is None:
-        middle = round(math.log2(np.median(known))) if len(known) else 0
-        max_norms = [2.0**power for power in range(middle - 4, middle + 5)] if len(known) else []
+        middle = round(math.log2(np.median(usable))) if len(usable) else 0
+        max_norms = [2.0**power for power in range(middle - 4, middle + 5)] if len(usable) else []
     joint = record._replace(scope="all_leaves", ord=2.0)
     found = [replay(joint, by_global_norm(limit)) for limit in max_norms]
-    least = [float(np.nanmin(one.factors, initial=math.inf)) for one in found]
+    known = [one.factors[np.isfinite(one.factors)] for one in found]
+    least = [float(some.min()) if some.size else math.nan for some in known]
     columns = [list(max_norms), [one.share for one in found], [one.error for one in found], least]
     return WhatIf(*[np.asarray(column, np.float64) for column in columns])

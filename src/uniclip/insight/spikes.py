@@ -91,8 +91,9 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
     Examples
     --------
-    >>> [spike.step for spike in insight.spikes(insight.read("run.jsonl"))]  # doctest: +SKIP
-    [8214]
+    ::
+
+        [spike.step for spike in insight.spikes(insight.read("run.jsonl"))]  # [8214]
     """
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
     z, window = positive("z", z), whole("window", window, FEWEST)
