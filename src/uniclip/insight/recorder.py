@@ -65,7 +65,8 @@ class Recorder:
 
     Examples
     --------
-    >>> import tempfile, pathlib
+    >>> import pathlib, tempfile
+    >>> from uniclip import insight
     >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
     >>> rule = uc.by_global_norm(1.0)
     >>> with insight.Recorder(path, rule=rule) as rec:
