@@ -90,7 +90,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     (array([-0.6, -0.8], dtype=float32), 5.0)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Keras' own, and the recorder
         self,
         inner: keras.optimizers.Optimizer,
         rule: AnyRule,
@@ -170,7 +170,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             self._tape.sync = self._sync
 
     def _go_on(self) -> None:
-        """Number what is recorded from the steps on that the optimizer has taken before, in another process, say."""
+        """Have the recorder go on after the steps that a loaded optimizer has taken."""
         steps = int(keras.ops.convert_to_numpy(value_of(self.iterations)))
         if self._record is not None and self._record.step is None and steps:
             self._record.resume(steps)
@@ -376,6 +376,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     def _write(self, report: Report, leaves: Any, places: Sequence[int]) -> None:
         """Record a step."""
+        if self._tape is None or self._record is None:
+            return
         if traced(value_of(self._iterations)):
             self._tape.write(report, leaves, places)
         elif is_first():

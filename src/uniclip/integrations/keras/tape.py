@@ -65,7 +65,9 @@ class Tape:
         if leaves is not None:
             every = keras.ops.full((self._rows.shape[1] - _FIRST,), np.nan, "float32")
             where = np.asarray(places, np.int32)[:, None]
-            row = keras.ops.concatenate([row, keras.ops.scatter_update(every, where, keras.ops.cast(leaves, "float32"))])
+            row = keras.ops.concatenate(
+                [row, keras.ops.scatter_update(every, where, keras.ops.cast(leaves, "float32"))]
+            )
         place = keras.ops.reshape(keras.ops.mod(number, self._rows.shape[0]), (1, 1))
         self._rows.assign(keras.ops.scatter_update(value_of(self._rows), place, row[None]))
         self._next.assign(number + 1)
@@ -83,7 +85,7 @@ class Tape:
 
     def drain(self) -> None:
         """Give the recorder the steps since the last time."""
-        if self._names is None or self._drains or not self._writes:  # nothing is compiled; or the recorder asks again for a full window
+        if self._names is None or self._drains or not self._writes:  # a full window of the recorder asks again
             return
         self._drains = True
         try:
