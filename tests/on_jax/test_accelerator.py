@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import index, methodcaller
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import accelerator
 import uniclip as uc
-from accelerator import EVERY_RULE, VALUES, close, functions, patched, refuse, refused
+from accelerator import EVERY_RULE, RULES, VALUES, close, functions, patched, refuse, refused
+from uniclip import insight
+from uniclip.rules import seen
 
 METHODS = ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "__complex__")
 
@@ -55,6 +59,21 @@ def test_no_reads(rule: Any) -> None:
         with on_an_accelerator():
             found = uc.clip(given, rule)
         close(found, wanted)
+
+
+def test_no_reads_to_record(tmp_path: Path) -> None:
+    """A recorder reads nothing before its window ends, of reports of all kinds, norms of leaves, and losses."""
+    for number, rule in enumerate(RULES.values()):
+        with insight.Recorder(tmp_path / str(number), leaves="all") as record:
+            for _ in range(3):
+                given, loss = grads(), jnp.asarray(2.0)
+                with on_an_accelerator(), jax.transfer_guard_device_to_host("disallow"):
+                    _, _, report, norms = seen(rule, given, rule.init(given))
+                    record(report, loss=loss, leaves=norms)
+        found = insight.read(record.path)
+        wanted = seen(rule, grads(), rule.init(grads()))[-1]
+        np.testing.assert_allclose(found.leaves, [np.asarray(wanted)] * 3, rtol=1e-6)
+        assert found.losses.tolist() == [2.0] * 3
 
 
 def test_no_reads_in_the_functions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from operator import methodcaller
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,7 +20,9 @@ import accelerator
 import uniclip as uc
 from accelerator import EVERY_RULE, RULES, SHAPES, VALUES, close, functions, patched, refuse, refused
 from tracing import leaves
+from uniclip import insight
 from uniclip.backends.torch import BACKEND
+from uniclip.rules import seen
 
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "index", "index_put_"}
 LARGE = (400, 350)
@@ -98,6 +101,21 @@ def test_no_reads_of_other_dtypes(dtype: torch.dtype) -> None:
         close(report, expected, rtol=2e-5)  # half precision is added one by one here, in trees on an accelerator
         for one in (found, changed):
             close(*([leaf.to(torch.complex64) for leaf in leaves(tree)] for tree in (one, wanted)), rtol=2**-7)
+
+
+def test_no_reads_to_record(tmp_path: Path) -> None:
+    """A recorder reads nothing before its window ends, of reports of all kinds, norms of leaves, and losses."""
+    for number, rule in enumerate(RULES.values()):
+        with insight.Recorder(tmp_path / str(number), leaves="all") as record:
+            for _ in range(3):
+                given, loss = grads(), torch.tensor(2.0)
+                with on_an_accelerator():
+                    _, _, report, norms = seen(rule, given, rule.init(given))
+                    record(report, loss=loss, leaves=norms)
+        found = insight.read(record.path)
+        wanted = seen(rule, grads(), rule.init(grads()))[-1]
+        np.testing.assert_allclose(found.leaves, [np.asarray(wanted)] * 3, rtol=1e-6)
+        assert found.losses.tolist() == [2.0] * 3
 
 
 def test_no_reads_in_the_functions() -> None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree
@@ -14,7 +14,7 @@ import tensorflow as tf
 from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
 from uniclip._types import Number
-from uniclip.integrations import rule_for_steps
+from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_loss_outside,
     refuse_optimizer,
@@ -23,6 +23,7 @@ from uniclip.integrations.tensorflow.checks import (
 )
 from uniclip.integrations.tensorflow.replicas import (
     in_all,
+    is_first,
     joined,
     kept,
     refuse_strategy,
@@ -31,6 +32,7 @@ from uniclip.integrations.tensorflow.replicas import (
     thread,
     waits,
 )
+from uniclip.integrations.tensorflow.recording import Recording
 from uniclip.integrations.tensorflow.variables import (
     Rows,
     first_state,
@@ -43,9 +45,12 @@ from uniclip.integrations.tensorflow.variables import (
 from uniclip.labels import leaves_of
 from uniclip.presets import by_global_norm
 from uniclip.report import Report
-from uniclip.rules import AnyRule, RuleLike
+from uniclip.rules import AnyRule, RuleLike, seen
 from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
+
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
 
 tf1 = tf.compat.v1
 _BEGIN = "begin anew by load_rule_state_dict({})"
@@ -100,10 +105,15 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         The path it sees of a gradient is ``(name,)``, the name of its variable: ``("rnn/kernel",)``. If it
         remembers earlier steps, its state is made of variables that are saved with the others, and
         changed by the train op.
+    record : uniclip.insight.Recorder, optional
+        Records each step, with its loss if ``minimize`` or ``loss`` gives one, of several replicas the sum. Train ops
+        call it, so that of graphs nothing is lost; for XLA (``jit_compile=True``), which cannot call it, and reads
+        nothing in between, use Keras' optimizers.
 
     Attributes
     ----------
     rule : Rule
+    record : Recorder or None
     report : Report or None
         What the train op built last sees and does, in tensors of its graph: run them with the train op. In eager
         code, what the last step saw and did. ``None`` before.
@@ -114,7 +124,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     Raises
     ------
     TypeError
-        If ``optimizer`` is no TensorFlow 1 optimizer, or ``rule`` no rule.
+        If ``optimizer`` is no TensorFlow 1 optimizer, ``rule`` no rule, or ``record`` no recorder.
     ValueError
         If ``optimizer`` is clipped already, or scales the loss.
 
@@ -143,13 +153,18 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     rule: RuleLike
     report: Report | None = None
 
-    def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
+    def __init__(
+        self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule, record: Recorder | None = None
+    ) -> None:
         if isinstance(optimizer, ClippedOptimizer):
             clipped = f"this optimizer is clipped already, by {short(optimizer.rule)}"
             msg = f"{clipped}: wrap it once, by uc.chain for two rules"
             raise ValueError(msg)  # noqa: TRY004 - the type is right
         refuse_optimizer(optimizer)
         self.rule = rule_for_steps(rule)
+        refuse_record(record)
+        self.record = record
+        self._recording = None if record is None else Recording(record, self.rule)
         self._optimizer = optimizer
         self._inside: Any = None
         self._losses: dict[int | None, Number] = {}
@@ -212,7 +227,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         ------
         TypeError, ValueError
             As the optimizer inside, and as `uniclip.Rule.update`; if a variable occurs twice; of a rule that
-            remembers each leaf by itself, if other variables have a gradient than at first; or under a strategy of
+            remembers each leaf by itself, if other variables have a gradient than at first; if norms of leaves are
+            recorded, and the variables are others than at first; or under a strategy of
             ``tf.distribute`` that has no copies of the variables.
         RuntimeError
             In ``strategy.scope()``, but outside of ``strategy.run``.
@@ -229,7 +245,11 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         grads = {n: g for (n, _, _), g in zip(some, sums, strict=True)}
         params = {n: v for n, _, v in some}
         state, rows, memory = self._memory(params)
-        clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
+        leaves = None
+        if self.record is not None and self.record.leaves:
+            clipped, state, self.report, leaves = seen(self.rule, grads, state, params, loss=loss)
+        else:
+            clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
         graph = tf1.get_default_graph()
         self._inside = graph if graph.building_function else None
         # A variable that is no resource must not change while its old value is still in use.
@@ -239,6 +259,9 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
                 variable.assign(value, read_value=False)
                 for variable, value in zip(memory, rows.parts(state) if rows else [], strict=True)
             ]
+        if self._recording is not None and is_first():
+            every = {name: variable for name, (_, variable) in zip(names, pairs, strict=True)}
+            changed += self._recording.take(self.report, loss, leaves, every, grads)
         with tf.control_dependencies(changed):
             pairs = [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
             if self.report.skipped is None:
