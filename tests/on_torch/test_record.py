@@ -51,7 +51,9 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
 
 
-def train(net: Any, record: insight.Recorder | None, rule: Any, found: list[Any], scaler: Any = None, **options: Any) -> None:
+def train(
+    net: Any, record: insight.Recorder | None, rule: Any, found: list[Any], scaler: Any = None, **options: Any
+) -> None:
     """Train, and record."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, **options)
     handle = attach(optimizer, rule, record=record)
@@ -173,7 +175,8 @@ def copies() -> None:
         distributed.barrier()
         assert [one.name for one in Path(folder[0]).iterdir()] == ["0.jsonl"], name
         if distributed.get_rank() == 0:
-            same(insight.read(path)._replace(losses=np.zeros(STEPS)), by_hand(RULES[name])._replace(losses=np.zeros(STEPS)))
+            zeros = {"losses": np.zeros(STEPS)}
+            same(insight.read(path)._replace(**zeros), by_hand(RULES[name])._replace(**zeros))
 
 
 @check
@@ -193,7 +196,8 @@ def parts() -> None:
         distributed.barrier()
         assert [one.name for one in Path(folder[0]).iterdir()] == ["0.jsonl"], name
         if distributed.get_rank() == 0:
-            same(insight.read(path)._replace(losses=np.zeros(STEPS)), by_hand(RULES[name])._replace(losses=np.zeros(STEPS)))
+            zeros = {"losses": np.zeros(STEPS)}
+            same(insight.read(path)._replace(**zeros), by_hand(RULES[name])._replace(**zeros))
 
 
 def main(number: str, file: str) -> None:

@@ -21,6 +21,7 @@ from uniclip.integrations.tensorflow.checks import (
     refuse_others,
     refuse_references,
 )
+from uniclip.integrations.tensorflow.recording import Recording
 from uniclip.integrations.tensorflow.replicas import (
     in_all,
     is_first,
@@ -32,7 +33,6 @@ from uniclip.integrations.tensorflow.replicas import (
     thread,
     waits,
 )
-from uniclip.integrations.tensorflow.recording import Recording
 from uniclip.integrations.tensorflow.variables import (
     Rows,
     first_state,
@@ -153,9 +153,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     rule: RuleLike
     report: Report | None = None
 
-    def __init__(
-        self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule, record: Recorder | None = None
-    ) -> None:
+    def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule, record: Recorder | None = None) -> None:
         if isinstance(optimizer, ClippedOptimizer):
             clipped = f"this optimizer is clipped already, by {short(optimizer.rule)}"
             msg = f"{clipped}: wrap it once, by uc.chain for two rules"

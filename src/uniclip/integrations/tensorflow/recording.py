@@ -47,7 +47,8 @@ class Recording:
         names = self._known(params)
         places = [names.index(path[0]) for path in flatten(grads).paths()] if self._record.leaves else None
         parts = report.parts()
-        values, spec = optree.tree_flatten(([part[2:] for part in parts], loss, leaves))
+        given: Any = [part[2:] for part in parts], loss, leaves
+        values, spec = optree.tree_flatten(given)
         tensors = {number: value for number, value in enumerate(values) if tf.is_tensor(value)}
 
         def record(*arrays: Any) -> None:
@@ -72,8 +73,8 @@ class Recording:
         if self._record.leaves and names != self._names:
             others = sorted(set(names).symmetric_difference(self._names))
             msg = (
-                f"norms of leaves are recorded, and {short(others)} are in one apply_gradients and not in another: give "
-                "each train op of other variables a ClippedOptimizer and a recorder of its own"
+                f"norms of leaves are recorded, and {short(others)} are in one apply_gradients and not in another: "
+                "give each train op of other variables a ClippedOptimizer and a recorder of its own"
             )
             raise ValueError(msg)
         return names
