@@ -99,6 +99,23 @@ def test_a_line_is_what_a_logger_shows(fw: Framework, name: str, tmp_path: Path)
                 assert math.isclose(float(row[short]), value, rel_tol=1e-6), (short, value, row)
 
 
+@pytest.mark.ways("eager")
+@pytest.mark.parametrize("name", RULES)
+def test_scalars_are_as_good_as_a_report(fw: Framework, name: str, tmp_path: Path) -> None:
+    """What an adapter without reports has, such as that of optax, is written as the report of the same step."""
+    rule, found = RULES[name], []
+    for scalars in (False, True):
+        path, state = tmp_path / f"{scalars}.jsonl", rule.init(gradients(fw, 0))
+        with Recorder(path, every=4, rule=rule) as record:
+            for step in range(5):
+                grads = gradients(fw, step)
+                _, state, report = rule.update(grads, state, grads)
+                record(report.scalars() if scalars else report, loss=grads["b"])
+        found.append(rows_of(path))
+    for one, two in zip(*found, strict=True):
+        assert one == pytest.approx(two, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_norms_of_leaves(fw: Framework, name: str) -> None:
     """The norms of all leaves are theirs; what the rule does with them is the same to rounding."""

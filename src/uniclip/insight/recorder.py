@@ -16,10 +16,10 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.backends import compiling
+from uniclip.backends import DEFAULT, backend_of, compiling
 from uniclip.insight.lines import File, Kept, header_of, kept_of, row_of, written
 from uniclip.insight.spikes import WINDOW, compared
-from uniclip.report import Parts, Report
+from uniclip.report import LOGGED, Parts, Report
 from uniclip.rules import AnyRule, as_rule
 from uniclip.scopes import each_leaf
 from uniclip.tree import Tree, flatten
@@ -141,7 +141,7 @@ class Recorder:
 
     def __call__(
         self,
-        report: Report,
+        report: Report | dict[str, Any],
         step: int | None = None,
         loss: Any = None,
         leaves: Any = None,
@@ -151,8 +151,9 @@ class Recorder:
 
         Parameters
         ----------
-        report : Report
-            What `uniclip.clip` or `uniclip.Rule.update` returned, also from compiled code, but not inside of it.
+        report : Report or dict of str to 0-d array
+            What `uniclip.clip` or `uniclip.Rule.update` returned, also from compiled code, but not inside of it; or
+            what `uniclip.integrations.optax.scalars` returns of a state.
         step : int, optional
             The number of the step; the one after the last if it is left out.
         loss : float or 0-d array, optional
@@ -173,16 +174,18 @@ class Recorder:
         """
         if compiling():
             raise TypeError(_INSIDE)
-        check("report", report, isinstance(report, Report), "a report, which uc.clip and Rule.update return")
+        fits = isinstance(report, Report) or (isinstance(report, dict) and report.keys() <= set(LOGGED))
+        check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
         leaves = self._leaves_of(report, leaves)
-        self.take(report.parts(), step, loss, leaves, **extra)
+        parts = _of_scalars(report) if isinstance(report, dict) else report.parts()
+        self.take(parts, step, loss, leaves, **extra)
 
-    def _leaves_of(self, report: Report, leaves: Any) -> list[Any]:
+    def _leaves_of(self, report: Report | dict[str, Any], leaves: Any) -> list[Any]:
         """Return the norms of leaves as arrays."""
         if not self.leaves:
             check("leaves", leaves, leaves is None, "left out, or recorded with Recorder(..., leaves=True)")
             return []
-        if leaves is None and getattr(self._rule, "scope", None) == each_leaf:
+        if leaves is None and isinstance(report, Report) and getattr(self._rule, "scope", None) == each_leaf:
             leaves = report.norms
         if leaves is None:
             msg = "leaves are recorded, so give their norms: rec(report, leaves=insight.leaf_norms(grads))"
@@ -314,6 +317,15 @@ def _at_exit(found: weakref.ref[Recorder]) -> None:
     recorder = found()
     if recorder is not None:
         recorder.close()
+
+
+def _of_scalars(scalars: dict[str, Any]) -> list[Parts]:
+    """Return the scalars of a report as its parts."""
+    if not scalars:
+        return []
+    norm, limit, threshold, factor, share, skipped = [scalars.get(name) for name in LOGGED]
+    own = backend_of(norm) or DEFAULT
+    return [Parts(own, own, [norm], [limit], [factor], None if threshold is None else [threshold], (), skipped, share)]
 
 
 def _to_keep(kept: Kept) -> list[Any]:
