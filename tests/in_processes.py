@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,23 @@ def write_failures(checks: Mapping[str, Callable[[], Any]], file: str) -> None:
     for title, run in checks.items():
         failures |= failure(title, run)
     Path(file).write_text(json.dumps(failures))
+
+
+def run_in_group(checks: Mapping[str, Callable[[], Any]], number: str, count: int, file: str) -> None:
+    """Run checks in one of the processes of a group of PyTorch's, and write what goes wrong in each of them."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(file).parent}/init{count}",
+        rank=int(number),
+        world_size=count,
+        timeout=timedelta(seconds=20),
+    )
+    write_failures(checks, file)
+    distributed.destroy_process_group()
 
 
 def failures_in(

@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
-from in_processes import failures_in, write_failures
+from in_processes import failures_in, run_in_group
 
 import uniclip as uc
 from uniclip.integrations.torch import (
@@ -387,16 +385,7 @@ def plain_parts() -> None:
 
 def main(number: str, file: str) -> None:
     """Run every check as one of the processes, and write what went wrong."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(file).parent}/init",
-        rank=int(number),
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=20),
-    )
-    write_failures(CHECKS, file)
-    torch.distributed.destroy_process_group()
+    run_in_group(CHECKS, number, PROCESSES, file)
 
 
 @pytest.fixture(scope="module")

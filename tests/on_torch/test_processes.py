@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
-from in_processes import failures_in, write_failures
+from in_processes import failures_in, run_in_group
 from torch import distributed
 
 import uniclip as uc
@@ -410,16 +408,7 @@ def losses_in_one_process() -> None:
 
 def main(number: str, processes: str, file: str) -> None:
     """Run every check as one of the processes, and write what went wrong."""
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(file).parent}/init{processes}",
-        rank=int(number),
-        world_size=int(processes),
-        timeout=timedelta(seconds=20),
-    )
-    write_failures(ALONE if processes == "1" else CHECKS, file)
-    distributed.destroy_process_group()
+    run_in_group(ALONE if processes == "1" else CHECKS, number, int(processes), file)
 
 
 @pytest.fixture(scope="module")

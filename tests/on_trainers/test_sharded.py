@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
-from in_processes import failures_in, write_failures
+from in_processes import failures_in, run_in_group
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch import LightningModule
@@ -460,15 +459,7 @@ def main(number: str, file: str) -> None:
     known = {"RANK": number, "LOCAL_RANK": number, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests"}
     known |= {"WORLD_SIZE": str(PROCESSES), "LOCAL_WORLD_SIZE": str(PROCESSES)}
     os.environ.update(known, MASTER_ADDR="localhost", MASTER_PORT="0")  # nobody listens there
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(file).parent}/init",
-        rank=int(number),
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=20),
-    )
-    write_failures(CHECKS, file)
-    distributed.destroy_process_group()
+    run_in_group(CHECKS, number, PROCESSES, file)
 
 
 @pytest.fixture(scope="module")
