@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -25,6 +26,7 @@ from in_processes import failure, failures_in, write_failures
 from keras.optimizers import SGD, Adam, LossScaleOptimizer
 
 import uniclip as uc
+from uniclip import insight
 from uniclip.integrations.keras import ClippedOptimizer, LogClipping
 
 PAGE = Path(__file__).parents[2] / "docs" / "use-it-with-keras.md"
@@ -169,6 +171,20 @@ def own_loop(strategy: Any, make: Any, **options: Any) -> None:
             assert value == pytest.approx(there[name][0], rel=1e-6), name
 
 
+def recorded(strategy: Any, **options: Any) -> None:
+    """Record each step once, as in one process."""
+    found = []
+    for one in (strategy(), None):
+        path = Path(tempfile.mkdtemp(), "run.jsonl")
+        with insight.Recorder(path, every=4, leaves="all") as record:
+            fitted(one, clipped("skip_spikes", record=record), SPIKE, options)
+        found.append(insight.read(path))
+    ours, wanted = found
+    assert ours.steps.tolist() == list(range(1, STEPS + 1))
+    for column in ("norms", "limits", "thresholds", "factors", "shares", "skipped", "leaves"):
+        np.testing.assert_allclose(getattr(ours, column), getattr(wanted, column), rtol=1e-5, err_msg=column)
+
+
 def sums(strategy: Any) -> None:
     """In a step replicas are summed as often as in one of the optimizer alone; that one still sums, too."""
     import tensorflow as tf
@@ -282,6 +298,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "saved in the middle": partial(saved_in_the_middle, TWO),
     "a loop": partial(own_loop, TWO, clipped("skip_spikes")),
     "a loop, an absent gradient": partial(own_loop, TWO, clipped("zclip", lambda: SGD(0.01, 0.9)), absent=True),
+    "recorded": partial(recorded, TWO),
+    "recorded eagerly": partial(recorded, TWO, run_eagerly=True),
     "sums": partial(sums, TWO),
     "the page": page,
     "refusals": partial(refusals, TWO),
@@ -320,6 +338,15 @@ def check_worker(rank: str, ports: str, path: str) -> None:
 
     for title, make in WORKERS.items():
         failures |= failure(title, partial(check, make))
+
+    def first_writes() -> None:
+        file = Path(path).with_suffix(".jsonl")
+        with insight.Recorder(file, every=STEPS) as record:
+            loop(strategy, clipped("global", record=record), workers=2)
+        assert file.exists() == (rank == "0")
+        assert rank == "1" or insight.read(file).steps.tolist() == list(range(1, STEPS + 1))
+
+    failures |= failure("recorded", first_writes)
     Path(path).write_text(json.dumps(failures))
 
 
@@ -348,7 +375,7 @@ def test_as_on_one_device(failures: list[dict[str, str]], title: str) -> None:
     assert title not in failures[0], failures[0][title]
 
 
-@pytest.mark.parametrize("title", WORKERS)
+@pytest.mark.parametrize("title", [*WORKERS, "recorded"])
 def test_as_in_one_process(failures: list[dict[str, str]], title: str) -> None:
     """They are so in two processes that are workers."""
     for worker in failures[1:]:

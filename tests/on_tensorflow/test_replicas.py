@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ import tensorflow as tf
 from in_processes import failures_in, write_failures
 
 import uniclip as uc
+from uniclip import insight
 from uniclip.integrations.tensorflow import ClippedOptimizer
 
 tf1 = tf.compat.v1
@@ -206,6 +209,23 @@ def mirrored(*devices: str) -> Any:
     return tf.distribute.MirroredStrategy(devices)
 
 
+def recorded(train: Callable[..., Trained]) -> None:
+    """Assert that each step is recorded once, as on one device."""
+    found = []
+    for strategy in (TWO(), None):
+        path = Path(tempfile.mkdtemp(), "run.jsonl")
+        with insight.Recorder(path, every=2, leaves="all") as record, pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "ClippedOptimizer", partial(ClippedOptimizer, record=record))
+            train(strategy, SPIKE, momentum, "skip_spikes", alone)
+        found.append(insight.read(path))
+    ours, wanted = found
+    assert ours.steps.tolist() == list(range(1, STEPS + 1))
+    assert ours.labels == [name for name in wanted.labels if name in ours.labels]
+    assert ours.skipped.sum() == 1
+    for column in ("steps", "norms", "limits", "thresholds", "factors", "shares", "skipped", "losses", "leaves"):
+        np.testing.assert_allclose(getattr(ours, column), getattr(wanted, column), rtol=1e-5, err_msg=column)
+
+
 TWO, ONE = partial(mirrored, "CPU:0", "CPU:1"), partial(mirrored, "CPU:1")
 OF_ONE = partial(tf.distribute.OneDeviceStrategy, "CPU:1")
 SPIKED, NAN = {"y": SPIKE, "left": 1}, {"y": SPOILED, "left": 1}
@@ -221,6 +241,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "eager": partial(compare, TWO, EAGER, adam, "skip_spikes", alone, **SPIKED),
     "session, learns": partial(compare, TWO, in_a_session, momentum, "learns", alone),
     "session, skip_spikes": partial(compare, TWO, in_a_session, adam, "skip_spikes", alone, **SPIKED),
+    "function, recorded": partial(recorded, in_two),
+    "eager, recorded": partial(recorded, EAGER),
+    "session, recorded": partial(recorded, in_a_session),
     "refusals": partial(refusals, TWO),
 }
 

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import Trainer, TrainingArguments
 
@@ -200,6 +201,47 @@ def test_transformers_goes_on(tools: Any, micro: int, tmp_path: Path) -> None:
     with torch.no_grad():
         first = np.mean([float(tools.Net()(**batch)["loss"]) for batch in batches[:micro]])
     assert math.isclose(whole.losses[0], first, rel_tol=1e-5)
+
+
+def test_lightning_accumulates(tools: Any, tmp_path: Path) -> None:
+    """Accumulated batches are one step, whose loss is their mean."""
+    batches = tools.batches([1.0, 2.0] * 4)
+    with insight.Recorder(tmp_path / "run.jsonl") as record:
+        callback = InLightning(uc.by_global_norm(0.05), record=record)
+        trainer_with(callback, accumulate_grad_batches=2).fit(Module(tools), loader(batches))
+    with insight.Recorder(tmp_path / "other.jsonl") as record:
+        options = {"gradient_accumulation_steps": 2, "max_steps": 4}
+        transformers(tools, uc.by_global_norm(0.05), batches, record, tmp_path / "trainer", **options)
+    found = insight.read(tmp_path / "run.jsonl")
+    assert found.steps.tolist() == [1, 2, 3, 4]
+    with torch.no_grad():
+        first = np.mean([float(tools.Net()(**batch)["loss"]) for batch in batches[:2]])
+    np.testing.assert_allclose(found.losses[0], first, rtol=1e-6)
+    assert_equal(found, insight.read(tmp_path / "other.jsonl"))
+
+
+def test_steps_that_a_loss_scale_skips(tools: Any, tmp_path: Path) -> None:
+    """They have no line, and the trainer's numbers."""
+    batches = tools.batches([1.0, 1.0, math.inf, 1.0, 1.0])
+    with insight.Recorder(tmp_path / "run.jsonl") as record:
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+        lightning = trainer_with(InLightning(uc.by_global_norm(0.05), record=record), plugins=plugin)
+        lightning.fit(Module(tools), loader(batches))
+    found = insight.read(tmp_path / "run.jsonl")
+    assert found.steps.tolist() == [1, 2, 4, 5]
+    assert found.finite.all()
+    assert np.isnan(found.losses).all()
+
+
+def test_thresholds_are_logged(tools: Any, tmp_path: Path) -> None:
+    """Both trainers log the threshold of a rule that has one."""
+    rule, batches = uc.zclip(warmup=2), tools.batches([1.0] * 6)
+    trainer = lightning(tools, rule, batches, None)
+    there = transformers(tools, rule, batches, None, tmp_path, logging_steps=6)
+    (row,) = [entry for entry in there.state.log_history if "clip/norm" in entry]
+    for logged in (trainer.callback_metrics, row):
+        assert float(logged["clip/threshold"]) > 0
+        assert float(logged["clip/norm_max"]) >= float(logged["clip/norm"])
 
 
 def test_several_optimizers(tools: Any, tmp_path: Path) -> None:

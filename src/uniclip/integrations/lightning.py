@@ -42,8 +42,8 @@ class ClipGradients(Callback):
     shared : callable, optional
         Which leaves are copies beside such parts.
     record : uniclip.insight.Recorder, optional
-        Records each step of the one optimizer that is clipped, with its loss in automatic optimization (of accumulated
-        batches the last one's). A fit that goes on from a checkpoint goes on in the file.
+        Records each step of the one optimizer that is clipped, with its loss: the mean of that of accumulated batches,
+        and none with a loss scale (``"16-mixed"``). A fit that goes on from a checkpoint goes on in the file.
 
     Attributes
     ----------
@@ -72,9 +72,9 @@ class ClipGradients(Callback):
     only PyTorch's part of that, beside it. The optimizers stay clipped when ``fit`` is over, so that
     ``trainer.save_checkpoint`` still finds it there.
 
-    After each step ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are logged; once in an epoch the means
-    ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"`` over its steps, and its largest norm,
-    ``"clip/norm_max"``; see `uniclip.Report.scalars`. Of
+    After each step ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, of a rule that has one,
+    ``"clip/threshold"`` are logged; once in an epoch the means ``"clip/share"`` and, of a rule that may skip a step,
+    ``"clip/skipped"`` over its steps, and its largest norm, ``"clip/norm_max"``; see `uniclip.Report.scalars`. Of
     several optimizers ``"clip/norm/0"``, ``"clip/norm/1"`` and so on.
 
     Examples
@@ -97,6 +97,7 @@ class ClipGradients(Callback):
         )
         refuse_record(record, all_reduce)
         self.all_reduce, self.shared, self.record = all_reduce, shared, record
+        self._loss_of = -1
         self.handles: list[Attached] = []
         self._numbers: list[int] = []
         self._names: list[str] = []
@@ -137,6 +138,20 @@ class ClipGradients(Callback):
         """Have the recorder go on at the step of the checkpoint, if there is one."""
         if self.record is not None:
             self.record.resume(trainer.global_step)
+            self._loss_of = -1
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # noqa: ARG002
+        """Leave out the numbers of steps that a loss scale skipped."""
+        if self.record is not None:
+            self.record.step = max(self.record.step or 0, trainer.global_step)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:  # noqa: ARG002
+        """Add up the losses of a step's batches, which Lightning has divided by their number."""
+        if self.record is None or getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return
+        before = self.record.loss if self._loss_of == trainer.global_step else None
+        self.record.loss = loss.detach().clone() if before is None else before + loss.detach()
+        self._loss_of = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Save what the strategy leaves out of the states of the optimizers; every process takes part."""

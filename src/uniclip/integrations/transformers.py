@@ -77,9 +77,10 @@ class ClipGradients(TrainerCallback):
     -----
     The state of a rule that remembers is in ``trainer_state.json`` of each checkpoint, as plain numbers.
 
-    To what the Trainer logs about training are added ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"``
-    of the last step and, over the steps since the last log, the means ``"clip/share"`` and, of a rule that may
-    skip a step, ``"clip/skipped"``, and the largest norm, ``"clip/norm_max"``; see `uniclip.Report.scalars`.
+    To what the Trainer logs about training are added ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, of a
+    rule that has one, ``"clip/threshold"`` of the last step and, over the steps since the last log, the means
+    ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``, and the largest norm,
+    ``"clip/norm_max"``; see `uniclip.Report.scalars`.
 
     Examples
     --------
@@ -177,6 +178,11 @@ class ClipGradients(TrainerCallback):
         if model.training and loss is not None:
             self._losses.append(loss.detach().mean())
             self._are_parts = kwargs.get("num_items_in_batch") is not None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Leave out the numbers of steps that a loss scale skipped."""
+        if self.record is not None:
+            self.record.step = max(self.record.step or 0, state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Have the loss recorded with the step."""

@@ -18,7 +18,8 @@ _WRITERS = tuple(getattr(keras.callbacks, name) for name in ("CSVLogger", "Remot
 class LogClipping(keras.callbacks.Callback):
     """Add the scalars of a `ClippedOptimizer` to the logs of each epoch.
 
-    ``"clip/norm"``, ``"clip/limit"`` and ``"clip/factor"`` are those of the epoch's last step, ``"clip/share"`` and
+    ``"clip/norm"``, ``"clip/limit"``, ``"clip/threshold"`` where there is one, and ``"clip/factor"`` are those of the
+    epoch's last step, ``"clip/share"`` and
     ``"clip/skipped"`` the average over its steps, and ``"clip/norm_max"`` is the largest norm of them. They are read
     once in an epoch. What the optimizer records is read once in a window, and as each epoch ends. Put it before
     callbacks that write the logs, such as ``CSVLogger``; the progress bar and ``History`` come last by themselves.

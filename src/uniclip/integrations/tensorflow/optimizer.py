@@ -407,8 +407,9 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Returns
         -------
         dict of str to 0-d tensor
-            ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"`` and, of a rule
-            that may skip a step, ``"clip/skipped"``. Run with the train op they are of the same step.
+            ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/threshold"`` where there is one,
+            ``"clip/factor"``, ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``. Run with the
+            train op they are of the same step.
 
         Raises
         ------

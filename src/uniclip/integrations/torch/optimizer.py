@@ -299,6 +299,7 @@ class Attached(Memory):
         if self.record is not None and self.report is not None:
             some = set(map(id, params))
             places = [number for number, p in enumerate(self._params()) if id(p) in some]
+            given = given if self.record.loss is None else None  # a trainer knows that of all accumulated batches
             self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
         skipped = None if self.report is None else self.report.skipped
         if skipped is not None:
