@@ -16,10 +16,17 @@ from uniclip.ruler import Ruler
 from uniclip.scopes import each_leaf
 
 
-def row_of(given: Opened, norm: Norm, joint: Joint | None) -> Any:
-    """Return the norms of all leaves, see `as_row`."""
+def row_of(given: Opened, norm: Norm, joint: Joint | None, every: list[Any] | None = None) -> Any:
+    """Return the norms of all leaves, see `as_row`; of ``every`` leaf, 0 for ``None``, if it says which there are."""
     layout = layout_of(given, each_leaf)
-    return as_row(given, layout, measure([Ruler(given, layout, norm, joint)]).norms[0].blocks)
+    row = as_row(given, layout, measure([Ruler(given, layout, norm, joint)]).norms[0].blocks)
+    if every is None or len(every) == len(given.arrays):
+        return row
+    xp = np if isinstance(row, np.ndarray) else given.backend.xp
+    padded = xp.concat([row, xp.zeros_like(row[:1]) if given.arrays else xp.zeros(1)], axis=0)
+    places = np.cumsum([leaf is not None for leaf in every]) - 1
+    order = np.where([leaf is None for leaf in every], len(given.arrays), places)
+    return xp.take(padded, order if xp is np else given.own(order), axis=0)
 
 
 def as_row(given: Opened, layout: Layout, blocks: list[Any]) -> Any:

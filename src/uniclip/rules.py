@@ -32,6 +32,7 @@ from uniclip.report import Report
 from uniclip.ruler import Ruler
 from uniclip.scopes import Scope, all_leaves
 from uniclip.step import Decision, Single, decide, first_state
+from uniclip.tree import flatten
 
 _PLAIN = {float, int, bool, str, type(None)}
 
@@ -245,7 +246,9 @@ def seen(
     Where all leaves share a norm it is made of these, and equal to that of `Rule.update` to rounding.
     """
     if not isinstance(rule, Rule):
-        row = leaf_norms(grads)
+        given = opened(grads)
+        with given.backend.quiet(given.first):
+            row = row_of(given, L2, None if given.parts is None else Joint(given))
         return (*rule.update(grads, state, params, in_place=in_place, loss=loss), row)
 
     def finish(whole: Filled, decision: Decision | Single) -> Any:
@@ -318,11 +321,11 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
 
 
 def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
-    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree, without those that are ``None``.
+    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree; that of ``None`` is 0.
 
     Parameters
     ----------
-    grads : array or tree of k arrays
+    grads : array or tree of k arrays, or ``None``
     norm : Norm, default L2
 
     Returns
@@ -336,9 +339,10 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
     array([1., 5.])
     """
-    given = opened(grads)
+    whole = flatten(grads, none_is_leaf=True)
+    given = opened(whole.rebuild(whole.leaves))
     with given.backend.quiet(given.first):
-        return given.own(row_of(given, norm, None if given.parts is None else Joint(given)))
+        return given.own(row_of(given, norm, None if given.parts is None else Joint(given), whole.leaves))
 
 
 def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:

@@ -79,7 +79,7 @@ def test_header_and_lines(tmp_path: Path) -> None:
         (uc.by_norm(1.0, axis=0), "other", 2),
         (uc.chain(uc.by_norm(1.0), uc.by_global_norm(1.0)), "other", None),
         (uc.by_value(-1.0, 1.0), "other", None),
-        (None, "other", None),
+        (None, "all_leaves", 2),
     ],
     ids=repr,
 )
@@ -188,22 +188,131 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     for text in ("hello\n", "", '{"a": 1}\n', "[1]\n", "\x00\n"):
         path.write_text(text)
-        record = Recorder(path)
-        record(report_of(2.0))
         with pytest.raises(ValueError, match=r"run\.jsonl exists, and is no recorded run"):
-            record.close()
-        record._kept.clear()
+            Recorder(path)
         assert path.read_text() == text
     path.unlink()
-    for names in (["a", "b"], ["a", "c"]):
-        record = Recorder(path, leaves=True, params=dict.fromkeys(names, np.ones(2)))
-        record.resume(len(steps(path)) if path.exists() else 0)
+    with Recorder(path, leaves=True, params=dict.fromkeys("ab", np.ones(2))) as record:
         record(report_of(2.0), leaves=np.ones(2))
-        if names[1] == "b":
-            record.close()
+    before = path.read_bytes()
+    other = Recorder(path, leaves=True, params=dict.fromkeys("ac", np.ones(2)))
     with pytest.raises(ValueError, match="a run of other leaves"):
-        record.close()
-    record._kept.clear()
+        other.resume(1)
+    assert path.read_bytes() == before
+
+
+def test_three_runs_on_one_path(tmp_path: Path) -> None:
+    """None of them is lost."""
+    for norm in (1.0, 2.0, 3.0):
+        with Recorder(tmp_path / "run.jsonl") as record:
+            record(report_of(norm))
+    norms = [lines(tmp_path / name)[1]["norm"] for name in ("run.jsonl.old", "run.jsonl.old2", "run.jsonl")]
+    assert norms == [1.0, 2.0, 3.0]
+
+
+def test_a_recorder_that_nobody_holds(tmp_path: Path) -> None:
+    """What it has not written is written when the program ends."""
+    top, rest = TRAINING.format(end="").split("\n\n")
+    body = "\n    ".join(rest.splitlines())
+    code = f"{top}\ndef train():\n    {body}\ntrain()\nimport gc; gc.collect()"
+    path = tmp_path / "run.jsonl"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert steps(path) == list(range(1, 36))
+
+
+def test_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is that of when the recorder was made, and a file that is gone begins with a header again."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    with Recorder("run.jsonl", every=2) as record:
+        for step in range(4):
+            record(report_of(2.0))
+            if step == 1:
+                monkeypatch.chdir(tmp_path / "sub")
+        (tmp_path / "run.jsonl").unlink()
+        record(report_of(3.0))
+    assert [row.get("step", "header") for row in lines(tmp_path / "run.jsonl")] == ["header", 5]
+    assert not list((tmp_path / "sub").iterdir())
+
+
+def test_values_are_those_of_their_step(tmp_path: Path) -> None:
+    """An array that is written over later has been copied."""
+    total, rows = np.zeros(()), np.zeros(2)
+    with Recorder(tmp_path / "run.jsonl", leaves="all") as record:
+        for _ in range(3):
+            total += 1
+            rows += 1
+            record(report_of(2.0), loss=total, leaves=rows, rate=total)
+    assert [(row["loss"], row["rate"], row["leaves"]) for row in lines(tmp_path / "run.jsonl")[1:]] == [
+        (number, number, [number, number]) for number in (1.0, 2.0, 3.0)
+    ]
+
+
+def test_a_refused_call_leaves_no_trace(tmp_path: Path) -> None:
+    """It takes no number, and the loss waits for the next step."""
+    with Recorder(tmp_path / "run.jsonl") as record:
+        record.loss = 0.5
+        for value in (1j, np.ones(2), "high", np.asarray("high"), 10**400, object()):
+            with pytest.raises((TypeError, ValueError), match="value must be"):
+                record(report_of(1.0), value=value)
+        record(report_of(1.0), value=np.float16(2))
+    assert lines(tmp_path / "run.jsonl")[1]["step"] == 1
+    assert lines(tmp_path / "run.jsonl")[1]["loss"] == 0.5
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """A training goes on without a record, and says so once; who asks to write is told."""
+    (tmp_path / "sub").mkdir()
+    record = Recorder(tmp_path / "sub" / "run.jsonl", every=2)
+    (tmp_path / "sub").rmdir()
+    record(report_of(1.0))
+    with pytest.warns(UserWarning, match="recording stops: .*No such file"):
+        record(report_of(1.0))
+    record(report_of(1.0))
+    other = Recorder(tmp_path / "run.jsonl")
+    other.path = other._file.path = tmp_path / "sub" / "run.jsonl"
+    other(report_of(1.0))
+    with pytest.raises(OSError, match="No such file"):
+        other.flush()
+
+
+def test_texts_of_any_kind(tmp_path: Path) -> None:
+    """Labels hold what Python takes for ends of lines, and a line is torn within a character: a run goes on."""
+    path = tmp_path / "run.jsonl"
+    names = {"a\u2028b": np.ones(2), "c\x85é": np.ones(3)}
+    for first in (0, 2):
+        with Recorder(path, leaves="all", params=names) as record:
+            record.resume(first)
+            for _ in range(2):
+                record(report_of(2.0), leaves=np.ones(2), größe=1.0)
+        if not first:
+            path.write_bytes(path.read_bytes() + '{"step": 3, "grö'.encode()[:-1])
+    assert insight.read(path).steps.tolist() == [1, 2, 3, 4]
+
+
+def test_other_leaves_are_refused(tmp_path: Path) -> None:
+    """The norms of all leaves are given at each step, those without a gradient too, and no gradients."""
+    with Recorder(tmp_path / "run.jsonl", leaves="all") as record:
+        record(report_of(1.0), leaves=insight.leaf_norms({"a": np.ones(2), "b": np.ones(3)}))
+        record(report_of(1.0), leaves=insight.leaf_norms({"a": np.ones(2), "b": None}))
+        for wrong in (np.ones(1), {"a": np.ones(2), "b": np.ones(3)}):
+            with pytest.raises(ValueError, match="leaves must be"):
+                record(report_of(1.0), leaves=wrong)
+    assert [row["leaves"][1] for row in lines(tmp_path / "run.jsonl")[1:]] == [3**0.5, 0.0]
+    assert insight.read(tmp_path / "run.jsonl").leaves.shape == (2, 2)
+
+
+def test_spikes_after_a_checkpoint(tmp_path: Path) -> None:
+    """The norms of leaves at a spike are written, too, where the norms before are those in the file."""
+    path, rng = tmp_path / "run.jsonl", np.random.default_rng(0)
+    for first in (0, 60):
+        with Recorder(path, every=1000, leaves=True) as record:
+            record.resume(first)
+            for step in range(first + 1, first + 61):
+                norm = rng.lognormal(0.0, 0.1) * (50 if step == 62 else 1)
+                record(report_of(norm), leaves=np.asarray([norm, 0.0]))
+    assert insight.read(path).leaf_steps.tolist() == [62]
 
 
 def test_leaves(tmp_path: Path) -> None:
@@ -256,12 +365,14 @@ def test_copies_write_nothing_twice(tmp_path: Path) -> None:
     """A copy, and what a pickle holds, has no steps that wait; it can record where the other does not."""
     record = Recorder(tmp_path / "run.jsonl", every=5, rule=RULE)
     record(report_of(2.0))
-    for other in (copy.deepcopy(record), copy.copy(record), pickle.loads(pickle.dumps(record))):
-        other.close()
+    for other in [copy.deepcopy(record), copy.copy(record), pickle.loads(pickle.dumps(record))]:
+        other.flush()
         assert not (tmp_path / "run.jsonl").exists()
         assert (other.every, other.path) == (5, record.path)
-    record.close()
-    assert steps(tmp_path / "run.jsonl") == [1]
+        last = other
+    last(report_of(3.0))
+    last.close()
+    assert [(row["step"], row["norm"]) for row in lines(tmp_path / "run.jsonl")[1:]] == [(2, 3.0)]
 
 
 def test_threads(tmp_path: Path) -> None:
@@ -282,7 +393,7 @@ def test_threads(tmp_path: Path) -> None:
     [
         (lambda record: record("report"), TypeError, "report must be a report"),
         (lambda record: record(None), TypeError, "report must be a report"),
-        (lambda record: record(report_of(1.0), step=1.5), TypeError, "step must be the number of a step"),
+        (lambda record: record(report_of(1.0), step=1.5), TypeError, "step must be a whole number"),
         (lambda record: record(report_of(1.0), step=3), ValueError, "above the last one that was recorded, 3, got 3"),
         (lambda record: record(report_of(1.0), loss="low"), TypeError, "must be numbers or arrays"),
         (lambda record: record(report_of(1.0), loss=np.ones(3)), ValueError, "loss must be one number"),
@@ -303,10 +414,10 @@ def test_wrong_arguments_of_a_call(call: Any, error: type[Exception], message: s
     ("arguments", "error", "message"),
     [
         ({"path": 3}, TypeError, "path must be the path of a file"),
-        ({"every": 0}, ValueError, "every must be a number of steps, at least 1, got 0"),
-        ({"every": 2.5}, TypeError, "every must be a number of steps"),
+        ({"every": 0}, ValueError, "every must be .* 1"),
+        ({"every": 2.5}, TypeError, "every must be a whole number"),
         ({"leaves": "some"}, TypeError, 'leaves must be True, False or "all"'),
-        ({"path": Path("nowhere", "run.jsonl")}, FileNotFoundError, "there is no folder 'nowhere'"),
+        ({"path": Path("nowhere", "run.jsonl")}, FileNotFoundError, "there is no folder '.*nowhere'"),
         ({"rule": 3}, TypeError, "rule must be"),
     ],
 )

@@ -197,6 +197,9 @@ class _TensorFlow(Backend):
         with nullcontext() if device is None else tf.device(device):
             return tf.constant(array)
 
+    def to_keep(self, arrays: list[Array]) -> list[Array]:
+        return [tf.identity(array) for array in arrays]  # one may be a variable
+
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         dtypes = {array.dtype for array in arrays}
         if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):

@@ -222,7 +222,7 @@ class _Torch(Backend):
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         arrays = [array.detach() for array in arrays]
         if all([array.is_cpu for array in arrays]):
-            return arrays
+            return [array.clone() for array in arrays]
         kept = list(arrays)  # a CUDA graph writes over what its last run returned
         for numbers in _by_device(arrays):
             flat = torch.cat([arrays[number].reshape(-1) for number in numbers])

@@ -14,6 +14,7 @@ import numpy as np
 
 from uniclip.backends import Backend, backend_of
 from uniclip.insight.record import FORMAT
+from uniclip.insight.spikes import WINDOW
 from uniclip.report import UNLIMITED, Parts
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_leaf
@@ -67,7 +68,9 @@ def kept_of(
     values: list[Any] = []
     counts = []
     for part in parts:
-        some = part.norms, part.limits, part.factors, part.thresholds or (), part.finite
+        some = [_not_empty(one) for one in (part.norms, part.limits, part.factors, part.thresholds or (), part.finite)]
+        if not some[0]:
+            continue
         skipped = () if part.skipped is None else (part.skipped,)
         share = () if part.share is None else (part.share,)
         counts.append(Counts(*map(len, (*some, skipped, share))))
@@ -75,6 +78,11 @@ def kept_of(
             values += one
     own = parts[0].own if parts else None
     return Kept(own, step, [*values, *leaves, *more.values()], counts, len(leaves), places, list(more))
+
+
+def _not_empty(arrays: Sequence[Any]) -> list[Any]:
+    """Return the arrays that have entries."""
+    return [array for array in arrays if 0 not in getattr(array, "shape", ())]
 
 
 def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
@@ -95,7 +103,7 @@ def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
         row |= {"skipped": any(skipped)} if any([one is not None for one in skipped]) else {}
     leaves = [np.ravel(array) for array in islice(values, kept.leaves)]
     row |= {name: _number(value) for name, value in zip(kept.names, values, strict=True)}
-    row |= {} if sound and row.get("loss", 0) is not None else {"finite": False}
+    row |= {} if sound else {"finite": False}
     return row, np.concatenate(leaves) if leaves else None
 
 
@@ -143,56 +151,103 @@ def written(row: dict[str, Any], leaves: np.ndarray[Any, Any] | None = None) -> 
     return _encode(row) + "\n"
 
 
+def refuse_other(path: Path) -> None:
+    """Refuse a file that is no recorded run: it would be lost."""
+    if path.exists():
+        with path.open("rb") as file:
+            first = _parsed(file.readline())
+        if not (first and "uniclip" in first):
+            msg = f"{path} exists, and is no recorded run: give another path"
+            raise ValueError(msg)
+
+
 class File:
-    """The file of a recorder."""
+    """The file of a recorder.
+
+    Attributes
+    ----------
+    norms : list of float
+        The last norms in it, NaN for those that are not finite.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.norms: list[float] = []
         self._header: dict[str, Any] | None = None
+        self._begun = False
 
-    def write(self, header: dict[str, Any], step: int, lines: list[str]) -> None:
-        """Add lines, the first of which is that of a step; begin, or go on from a step of an earlier run."""
-        if self._header is None:
+    def begin(self, header: dict[str, Any], step: int) -> None:
+        """Begin, or go on from a step of an earlier run; once is enough."""
+        if not self._begun:
             self._go_on(header, step)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(("" if self._header == header else written(header)) + "".join(lines))
+            self._begun = True
+
+    def write(self, header: dict[str, Any], lines: list[str]) -> None:
+        """Add lines, under a header where they need one."""
+        there = self.path.exists() and self.path.stat().st_size
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write(("" if there and self._header == header else written(header)) + "".join(lines))
         self._header = header
 
     def _go_on(self, header: dict[str, Any], step: int) -> None:
         """Drop the lines of an earlier run from a step on; if none is left, keep it all in another file."""
         if not self.path.exists():
             return
-        old = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        refuse_other(self.path)
+        old = _lines_of(self.path)
         rows = [_parsed(line) for line in old]
-        if any([row is None for row in rows[:-1]]) or not (rows and rows[0] and "uniclip" in rows[0]):
-            msg = f"{self.path} exists, and is no recorded run: give another path"
+        if any([row is None for row in rows[:-1]]):
+            msg = f"{self.path} has lines that are damaged: give another path"
             raise ValueError(msg)
         kept = [line for line, row in zip(old, rows, strict=True) if row is not None and row.get("step", -1) < step]
         heads = [row for row in rows if row is not None and "uniclip" in row]
         if len(kept) == len(heads):
-            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+            self.path.replace(_free(self.path))
             return
         if heads[-1].get("leaves") != header.get("leaves"):
             msg = f"{self.path} is a run of other leaves, and goes on at step {step} of this one: give another path"
             raise ValueError(msg)
         fresh = self.path.with_name(f"{self.path.name}.new")
-        fresh.write_text("".join(kept), encoding="utf-8")
+        fresh.write_bytes(b"".join(kept))
         fresh.replace(self.path)
+        norms = [row.get("norm") for row in rows if row is not None and row.get("step", step) < step]
+        self.norms = [math.nan if norm is None else norm for norm in norms[-WINDOW:]]
         self._header = heads[-1]
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _lines_of(path: Path) -> list[bytes]:
+    """Return the lines of a file with their ends; a text may hold what Python takes for ends of lines, too."""
+    parts = path.read_bytes().split(b"\n")
+    return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+
+
+def _free(path: Path) -> Path:
+    """Return where a file of an earlier run is kept."""
+    names = (path.with_name(f"{path.name}.old{number or ''}") for number in (0, *range(2, 10**6)))
+    return next(name for name in names if not name.exists())
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
     """Return what a line holds, ``None`` if it is torn."""
     try:
-        row = json.loads(line) if line.endswith("\n") else None
-    except json.JSONDecodeError:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:  # no JSON, or no text
         return None
     return row if isinstance(row, dict) else None
 
 
-def header_of(rule: Any, every: int, labels: list[str] | None, sizes: list[int] | None) -> dict[str, Any]:
-    """Return the first line of the file."""
-    scope, order = "other", None
+def scope_of(kept: Kept) -> str:
+    """Return what a norm is taken for if nobody tells the rule: one number is that of all leaves."""
+    alone = len(kept.parts) == 1 and kept.parts[0].norms == 1 and not getattr(kept.values[0], "ndim", 0)
+    return "all_leaves" if alone else "other"
+
+
+def header_of(
+    rule: Any, scope: str | None, every: int, labels: list[str] | None, sizes: list[int] | None
+) -> dict[str, Any]:
+    """Return the first line of the file; ``scope`` is that of an unknown rule."""
+    scope = scope or "other"
+    order: Any = 2 if scope == "all_leaves" else None
     if isinstance(rule, Rule):
         scope = {all_leaves: "all_leaves", each_leaf: "each_leaf"}.get(rule.scope, "other")
         order = None if rule.norm.size_power else "inf" if rule.norm.ord == math.inf else rule.norm.ord

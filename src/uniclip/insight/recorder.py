@@ -7,25 +7,27 @@ import atexit
 import math
 import os
 import threading
-import weakref
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from uniclip._checks import check
+from uniclip._checks import check, whole
 from uniclip._repr import short
-from uniclip.backends import DEFAULT, backend_of, compiling
-from uniclip.insight.lines import File, Kept, header_of, kept_of, row_of, written
+from uniclip.backends import DEFAULT, Backend, backend_of, compiling
+from uniclip.insight.lines import File, Kept, header_of, kept_of, refuse_other, row_of, scope_of, written
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.report import LOGGED, Parts, Report
 from uniclip.rules import AnyRule, as_rule
 from uniclip.scopes import each_leaf
 from uniclip.tree import Tree, flatten
 
+_WAITING: set[Recorder] = set()
+"""The recorders that have something to write: held here, or what a collected one has not written would be lost."""
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
-_COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes"}
+_COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes", "_own", "_scope"}
 _OWN = {"step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "loss", "leaves", "uniclip"}
 """The names of what a recorder writes by itself."""
 
@@ -42,7 +44,8 @@ class Recorder:
     path : str or path
         A file of JSON Lines, for `uniclip.insight.read`, and for pandas, Polars, DuckDB and jq. If it exists, a run
         that goes on from a checkpoint (whose first step is one that the file has, or the one after) goes on in it, and
-        the lines from that step on are dropped. A run that begins anew renames it: ``run.jsonl`` to ``run.jsonl.old``.
+        the lines from that step on are dropped. A run that begins anew renames it: ``run.jsonl`` to ``run.jsonl.old``,
+        or ``.old2`` and so on.
     every : int, default 100
         After how many steps the lines are written. They are also written by `flush`, `close`, when the ``with`` block
         or the program ends, also by an error, and, of the integrations, at each checkpoint.
@@ -50,7 +53,8 @@ class Recorder:
         Whether to record the norm of each leaf: with ``True`` at every ``every``-th step and where the norm is a spike,
         with ``"all"`` at each step, for `uniclip.insight.replay` of rules with a norm for each leaf.
     rule : Rule, optional
-        The rule that makes the reports, for `uniclip.insight.replay` and the page; the integrations know it.
+        The rule that makes the reports, for `uniclip.insight.replay` and the page; the integrations know it. If nobody
+        tells it, a report with one norm is taken for that of the Euclidean norm of all leaves.
     params : tree of arrays, optional
         The parameters, whose paths and sizes name the leaves in the file; the integrations know them.
 
@@ -59,7 +63,7 @@ class Recorder:
     TypeError
         If an argument is of the wrong type.
     ValueError
-        If ``every`` is below 1.
+        If ``every`` is below 1; if the file exists, and is no recorded run.
     FileNotFoundError
         If there is no such folder.
 
@@ -86,37 +90,37 @@ class Recorder:
         rule: AnyRule | None = None,
         params: Any = None,
     ) -> None:
-        check("path", path, isinstance(path, (str, Path)), "the path of a file, such as 'run.jsonl'")
-        check("every", every, isinstance(every, int) and not isinstance(every, bool), "a number of steps")
+        check("path", path, isinstance(path, (str, os.PathLike)), "the path of a file, such as 'run.jsonl'")
         check("leaves", leaves, isinstance(leaves, bool) or leaves == "all", 'True, False or "all"')
-        if every < 1:
-            msg = f"every must be a number of steps, at least 1, got {every}"
-            raise ValueError(msg)
-        if not Path(path).parent.is_dir():
-            msg = f"there is no folder {str(Path(path).parent)!r} to write {Path(path).name!r} into"
+        self.path, self.every, self.leaves = Path(path).absolute(), whole("every", every, 1), leaves
+        if not self.path.parent.is_dir():
+            msg = f"there is no folder {str(self.path.parent)!r} to write {self.path.name!r} into"
             raise FileNotFoundError(msg)
-        self.path, self.every, self.leaves = Path(path), every, leaves
+        refuse_other(self.path)
         self.step: int | None = None
         """The last step that was recorded, ``None`` before the first."""
-        self.loss: Any = None
-        """The loss of the next step, where it is not given with that; ``None`` after the step."""
         self._rule = None if rule is None else as_rule(rule)
         self._labels: list[str] | None = None
         self._sizes: list[int] | None = None
+        self._own: Backend | None = None
+        self._scope: str | None = None
         self._begin()
         if params is not None:
             self.describe(rule, flatten(params, "params"))
 
     def _begin(self) -> None:
         """Begin without steps."""
+        self.loss: Any = None
+        """The loss of the next step, where it is not given with that; ``None`` after the step."""
+        self.holder: Any = None
+        """A weak reference to the handle that records by it, if that is no loop: there is only one."""
         self._file = File(self.path)
         self._kept: list[Kept] = []
-        self._norms: list[float] = []
         self._sources: list[Callable[[], None]] = []
         self._writes: bool | None = None
-        self._closed, self._process = False, os.getpid()
+        self._closed = self._stopped = False
+        self._process = os.getpid()
         self._lock = threading.RLock()
-        atexit.register(_at_exit, weakref.ref(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle holds: no steps, which would be written twice."""
@@ -176,80 +180,105 @@ class Recorder:
             raise TypeError(_INSIDE)
         fits = isinstance(report, Report) or (isinstance(report, dict) and report.keys() <= set(LOGGED))
         check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
-        leaves = self._leaves_of(report, leaves)
+        rows, places = self._leaves_of(report, leaves)
         parts = _of_scalars(report) if isinstance(report, dict) else report.parts()
-        self.take(parts, step, loss, leaves, **extra)
+        self.take(parts, step, loss, rows, places, extra)
 
-    def _leaves_of(self, report: Report | dict[str, Any], leaves: Any) -> list[Any]:
-        """Return the norms of leaves as arrays."""
+    def _leaves_of(self, report: Report | dict[str, Any], leaves: Any) -> tuple[list[Any], list[int] | None]:
+        """Return the norms of leaves as arrays, and which leaves they are of."""
         if not self.leaves:
             check("leaves", leaves, leaves is None, "left out, or recorded with Recorder(..., leaves=True)")
-            return []
+            return [], None
         if leaves is None and isinstance(report, Report) and getattr(self._rule, "scope", None) == each_leaf:
             leaves = report.norms
         if leaves is None:
             msg = "leaves are recorded, so give their norms: rec(report, leaves=insight.leaf_norms(grads))"
             raise TypeError(msg)
-        tree = flatten(leaves, "leaves")
+        tree = flatten(leaves, "leaves", none_is_leaf=True)
         if self._labels is None and len(tree.leaves) > 1:
             self._labels = ["/".join(map(str, path)) for path in tree.paths()]
-        return tree.leaves
+        places = [number for number, leaf in enumerate(tree.leaves) if leaf is not None]
+        some = [tree.leaves[number] for number in places]
+        if len(tree.leaves) > 1 and any([getattr(leaf, "shape", ()) for leaf in some]):
+            msg = "leaves must be norms, one array of them or a tree of 0-d arrays: insight.leaf_norms(grads)"
+            raise ValueError(msg)
+        return some, None if len(some) == len(tree.leaves) else places
 
-    def take(
+    def take(  # noqa: PLR0913, PLR0917 - what a line holds
         self,
         parts: list[Parts],
         step: int | None = None,
         loss: Any = None,
         leaves: Sequence[Any] = (),
         places: Sequence[int] | None = None,
-        **extra: Any,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         """Record a step of a report's parts; ``places`` are the numbers of the leaves that have a gradient."""
-        taken = _OWN.intersection(extra)
+        taken = _OWN.intersection(extra or ())
         if taken:
             msg = f"the recorder writes {min(taken)!r} by itself: give what else it is to hold another name"
             raise ValueError(msg)
-        loss, self.loss = self.loss if loss is None else loss, None
-        more = ({} if loss is None else {"loss": loss}) | extra
-        for name, value in more.items():
-            if math.prod(getattr(value, "shape", ())) != 1:
-                msg = f"{name} must be one number, got {short(value)}"
-                raise ValueError(msg)
         with self._lock:
-            self._refuse(step)
-            self.step = step if step is not None else 1 if self.step is None else self.step + 1
+            loss = self.loss if loss is None else loss
+            number = self._number(step)
             if self._is_first_process(parts):
-                kept = kept_of(self.step, parts, list(leaves), places, more)
-                self._kept.append(kept._replace(values=_to_keep(kept)))
-                if len(self._kept) >= self.every:
-                    self.flush()
+                kept = kept_of(
+                    number, parts, list(leaves), places, ({} if loss is None else {"loss": loss}) | (extra or {})
+                )
+                kept = kept._replace(values=_to_keep(kept))
+                self._count(kept)
+                self._kept.append(kept)
+                _WAITING.add(self)
+            self.step, self.loss = number, None
+            if len(self._kept) >= self.every:
+                self._flush_in_training()
 
-    def _refuse(self, step: int | None) -> None:
-        """Refuse a step that cannot be recorded."""
+    def _number(self, step: int | None) -> int:
+        """Return the number of a step; refuse one that cannot be recorded."""
         if self._closed:
             msg = f"the recorder of {str(self.path)!r} is closed"
             raise ValueError(msg)
-        if step is not None:
-            check("step", step, isinstance(step, int) and not isinstance(step, bool), "the number of a step")
-            if self.step is not None and step <= self.step:
-                msg = f"step must be above the last one that was recorded, {self.step}, got {step}"
-                raise ValueError(msg)
+        if self._process != os.getpid():
+            msg = f"the recorder of {str(self.path)!r} was made in another process: make one in this one"
+            raise RuntimeError(msg)
+        if step is None:
+            return 1 if self.step is None else self.step + 1
+        number = int(whole("step", step, 0))
+        if self.step is not None and number <= self.step:
+            msg = f"step must be above the last one that was recorded, {self.step}, got {number}"
+            raise ValueError(msg)
+        return number
+
+    def _count(self, kept: Kept) -> None:
+        """Refuse norms of other leaves than at the steps before."""
+        if not kept.leaves or kept.places is not None:
+            return
+        first, arrays = sum(map(sum, kept.parts)), kept.leaves
+        count = sum([math.prod(getattr(value, "shape", ())) for value in kept.values[first : first + arrays]])
+        if self._labels is None:
+            self._labels = [str(number) for number in range(count)]
+        if count != len(self._labels):
+            msg = f"leaves must be the norms of the same {len(self._labels)} leaves at each step, got {count}"
+            raise ValueError(msg)
 
     def _is_first_process(self, parts: list[Parts]) -> bool:
         if self._writes is None:
-            self._writes = not parts or parts[0].own.process() == 0
-        return self._writes and self._process == os.getpid()
+            own = parts[0].own if parts else self._own
+            self._writes = own is None or own.process() == 0
+        return self._writes and not self._stopped
 
     def describe(self, rule: Any, params: Tree | None = None) -> None:
         """Note the rule, and the leaves by their paths and sizes: what the integrations know."""
         self._rule = self._rule if rule is None else rule
-        if params is not None:
+        if params is not None and params.leaves:
+            self._own = backend_of(params.leaves[0])
             self._labels = ["/".join(map(str, path)) or "0" for path in params.paths()]
             self._sizes = [math.prod(leaf.shape) for leaf in params.leaves]
 
     def draws_from(self, source: Callable[[], None]) -> None:
         """Call a function before the lines are written: it takes steps from where compiled code has left them."""
         self._sources.append(source)
+        _WAITING.add(self)
 
     def resume(self, step: int) -> None:
         """Go on after a step, as a run does that goes on from a checkpoint; the file loses the lines of later steps.
@@ -260,40 +289,63 @@ class Recorder:
             The last step before the next one that is recorded.
         """
         with self._lock:
+            step = int(whole("step", step, 0))
             self.flush()
-            self.step, self._file, self._norms = step, File(self.path), []
+            self.step, self._file = step, File(self.path)
+            if self._labels is not None and step:
+                self._file.begin(self._header(), step + 1)
 
     def flush(self) -> None:
-        """Read what is kept, and write it."""
+        """Read what is kept, and write it.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written. In a step it is a warning, and nothing more is recorded.
+        ValueError
+            If the file is a run of other leaves.
+        """
         with self._lock:
             for source in self._sources:
                 source()
+            if not self._sources:
+                _WAITING.discard(self)
             if not self._kept or self._process != os.getpid():
                 return
-            read = _read(self._kept)
-            found = [row_of(kept) for kept in read]
-            count = max([0 if row is None else len(row) for _, row in found])
-            if count and self._labels is None:
-                self._labels = [str(number) for number in range(count)]
+            kept, self._kept = _read(self._kept), []
+            found = [row_of(one) for one in kept]
+            if self._rule is None:
+                self._scope = self._scope or scope_of(kept[0])
+            header = self._header()
+            self._file.begin(header, kept[0].step)
             shown = self._with_leaves([row for row, _ in found])
             lines = [
-                written(row, self._whole(leaves, kept.places) if leaves is not None and show else None)
-                for (row, leaves), kept, show in zip(found, read, shown, strict=True)
+                written(row, self._whole(leaves, one.places) if leaves is not None and show else None)
+                for (row, leaves), one, show in zip(found, kept, shown, strict=True)
             ]
-            named = (self._labels, self._sizes) if self.leaves else (None, None)
-            header = header_of(self._rule, self.every, *named)
-            self._file.write(header, read[0].step, lines)
-            self._kept = []
+            self._file.write(header, lines)
+
+    def _flush_in_training(self) -> None:
+        """Write what is kept; what is wrong with the file is no reason to stop a training."""
+        try:
+            self.flush()
+        except OSError as error:
+            self._stopped = True
+            warnings.warn(f"recording stops: {error}", UserWarning, stacklevel=4)
+
+    def _header(self) -> dict[str, Any]:
+        named = (self._labels, self._sizes) if self.leaves else (None, None)
+        return header_of(self._rule, self._scope, self.every, *named)
 
     def _with_leaves(self, rows: list[dict[str, Any]]) -> list[bool]:
         """Return of each step whether the norms of its leaves are written."""
         if self.leaves is not True:
             return [bool(self.leaves)] * len(rows)
-        before, new = self._norms, [math.nan if row.get("norm") is None else row["norm"] for row in rows]
+        before, new = self._file.norms, [math.nan if row.get("norm") is None else row["norm"] for row in rows]
         norms = np.asarray(before + new)
         finite = np.isfinite(norms)
         loud = (~finite | (norms > compared(norms, finite)[1]))[len(before) :]
-        self._norms = (before + new)[-WINDOW:]
+        self._file.norms = (before + new)[-WINDOW:]
         return [bool(one) or row["step"] % self.every == 0 for one, row in zip(loud, rows, strict=True)]
 
     def _whole(self, leaves: np.ndarray[Any, Any], places: Sequence[int] | None) -> np.ndarray[Any, Any]:
@@ -310,12 +362,13 @@ class Recorder:
             if not self._closed:
                 self.flush()
                 self._closed = True
+                _WAITING.discard(self)
 
 
-def _at_exit(found: weakref.ref[Recorder]) -> None:
+@atexit.register
+def _at_exit() -> None:
     """Write what is left when the program ends."""
-    recorder = found()
-    if recorder is not None:
+    for recorder in list(_WAITING):
         recorder.close()
 
 
@@ -329,20 +382,61 @@ def _of_scalars(scalars: dict[str, Any]) -> list[Parts]:
 
 
 def _to_keep(kept: Kept) -> list[Any]:
-    """Return the values of a step, arrays of frameworks detached, and copied where they may be written over."""
-    values = list(kept.values)
+    """Return the values of a step, detached and, where they may be written over, copied; refuse what is no number."""
+    values, first = list(kept.values), sum(map(sum, kept.parts))
+    names = ["the report"] * first + ["leaves"] * kept.leaves + kept.names
+    for number in range(first, len(values)):
+        values[number] = _checked(names[number], values[number], one=number >= first + kept.leaves)
     for backend, numbers in kept.by_backend().items():
         arrays = [values[number] for number in numbers]
         if backend is None:
-            msg = f"loss, leaves and what else is recorded must be numbers or arrays, got {short(arrays[0])}"
-            raise TypeError(msg)
+            raise TypeError(_no_number(names[numbers[0]], arrays[0]))
         if any([backend.traced(array) for array in arrays]):
             raise TypeError(_INSIDE)
+        for number, array in zip(numbers, arrays, strict=True):
+            if number >= first:
+                _real(backend, names[number], array)
         with backend.quiet():
             arrays = backend.to_keep(arrays)
         for number, array in zip(numbers, arrays, strict=True):
             values[number] = array
     return values
+
+
+def _checked(name: str, value: Any, *, one: bool) -> Any:
+    """Return a value as it is kept, a copy if it is the host's; ``one`` number, if it has to be."""
+    if one and math.prod(getattr(value, "shape", ())) != 1:
+        msg = f"{name} must be one number, got {short(value)}"
+        raise ValueError(msg)
+    if isinstance(value, (int, float)):
+        return _as_float(name, value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _real(DEFAULT, name, np.array(value))
+    return value
+
+
+def _as_float(name: str, value: float) -> float:
+    """Return a number of Python's as a float."""
+    try:
+        return float(value)
+    except OverflowError as error:
+        msg = f"{name} must be a number that float64 can hold, got {short(value)}"
+        raise ValueError(msg) from error
+
+
+def _no_number(name: str, value: Any) -> str:
+    return f"{name} must be numbers or arrays of real numbers, got {short(value)}"
+
+
+def _real(backend: Backend, name: str, array: Any) -> Any:
+    """Return an array of real numbers or flags; refuse others."""
+    try:
+        real = bool(backend.xp.isdtype(array.dtype, ("bool", "integral", "real floating")))
+    except (TypeError, ValueError):  # a dtype of no kind that the array API knows
+        real = False
+    if not real:
+        raise TypeError(_no_number(name, array))
+    return array
 
 
 def _read(steps: list[Kept]) -> list[Kept]:

@@ -57,6 +57,10 @@ def refuse_record(record: Any, all_reduce: Any = None) -> None:
 
     wanted = 'a recorder, such as uniclip.insight.Recorder("run.jsonl")'
     check("record", record, isinstance(record, Recorder), wanted)
+    holder = None if record.holder is None else record.holder()
+    if holder is not None:
+        msg = f"{record!r} records {holder!r} already: give each optimizer a recorder of its own"
+        raise ValueError(msg)
     if record.leaves and all_reduce is not None:
         msg = (
             "with all_reduce each process has other leaves, and one of them writes: record without leaves, or give "

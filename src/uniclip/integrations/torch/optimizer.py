@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -179,6 +179,7 @@ class Attached(Memory):
         if record is not None:
             every = self._tree(lambda p: p.detach())
             record.describe(rule, flatten(every if len(every) > 1 else every[0]))
+            record.holder = ref(self)
         self.state = self._first()
         self._leaves = leaves_of(rule, flatten(tree))
         eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
@@ -219,6 +220,7 @@ class Attached(Memory):
             self._hooks.pop().remove()
         if self.record is not None:
             self.record.flush()
+            self.record.holder = None
 
     def name_leaves(self, model: torch.nn.Module) -> None:
         """Have the recorder name leaves as the model does: many optimizers know no names."""
@@ -299,6 +301,12 @@ class Attached(Memory):
         if self.record is not None and self.report is not None:
             some = set(map(id, params))
             places = [number for number, p in enumerate(self._params()) if id(p) in some]
+            if leaves and len(self._params()) != len(self._required):
+                msg = (
+                    f"record names the leaves of {len(self._required)} parameters, and the optimizer has "
+                    f"{len(self._params())}: after add_param_group, remove() this handle and attach with a new recorder"
+                )
+                raise ValueError(msg)
             given = given if self.record.loss is None else None  # a trainer knows that of all accumulated batches
             self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
         skipped = None if self.report is None else self.report.skipped
