@@ -225,8 +225,9 @@ def draw(runs: list[Run], max_norm: float, path: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Train an RNN whose gradients explode, without and with clipping. Exits with 1 if a run clipped at "
-        f"{MAX_NORM} stays below {ENOUGH:.0%} accuracy, or if losses differ by over {TOLERANCE:g} within {COMPARED} steps.",
+        description="Train an RNN whose gradients explode, without and with clipping. Exits with 1 if a run clipped "
+        f"at {MAX_NORM} stays below {ENOUGH:.0%} accuracy, or if "
+        f"losses differ by over {TOLERANCE:g} within {COMPARED} steps.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     option = parser.add_argument
@@ -235,7 +236,7 @@ def parse_arguments() -> argparse.Namespace:
         "--steps",
         type=int,
         default=STEPS,
-        help="batches to train on; with fewer, or another --max-norm, accuracy is not checked",
+        help="batches to train on; accuracy is checked if these are all",
     )
     option("--max-norm", type=float, default=MAX_NORM, help="the threshold; longer gradients are scaled to this norm")
     option("--seed", type=int, default=0, help="of the data's split, the start and the batches")

@@ -212,7 +212,7 @@ def test_three_runs_on_one_path(tmp_path: Path) -> None:
 
 def test_a_recorder_that_nobody_holds(tmp_path: Path) -> None:
     """What it has not written is written when the program ends."""
-    top, rest = TRAINING.format(end="").split("\n\n")
+    top, rest = TRAINING.format(end="").strip().split("\n\n", 1)
     body = "\n    ".join(rest.splitlines())
     code = f"{top}\ndef train():\n    {body}\ntrain()\nimport gc; gc.collect()"
     path = tmp_path / "run.jsonl"

@@ -24,6 +24,7 @@ from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, in_group
 from uniclip.backends.host import squares, squares_along
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
+    "bool": lambda dtype: dtype.is_bool,
     "integral": lambda dtype: dtype.is_integer,
     "real floating": lambda dtype: dtype.is_floating,
     "complex floating": lambda dtype: dtype.is_complex,

@@ -431,7 +431,7 @@ def _no_number(name: str, value: Any) -> str:
 def _real(backend: Backend, name: str, array: Any) -> Any:
     """Return an array of real numbers or flags; refuse others."""
     try:
-        real = bool(backend.xp.isdtype(array.dtype, ("bool", "integral", "real floating")))
+        real = any(backend.xp.isdtype(array.dtype, kind) for kind in ("bool", "integral", "real floating"))
     except (TypeError, ValueError):  # a dtype of no kind that the array API knows
         real = False
     if not real:
