@@ -240,6 +240,37 @@ def test_losses() -> None:
     assert found == [True, False]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "name", ["skip_spikes", "zclip", "log_zscore", "by_global_norm", "by_norm", "skip_spikes_early"]
+)
+def test_losses_that_are_not_finite(name: str, bad: float) -> None:
+    """A rule sees NaN where the loss was not finite, also before it has seen enough losses, and does what it does."""
+    steps = gradients(np.float32)
+    losses = [1 + 0.1 * math.sin(number) for number in range(STEPS)]
+    for number in (0, 5, 200, 201):
+        losses[number] = bad
+    rule = uc.skip_spikes(3.0, window=8) if name == "skip_spikes_early" else {**JOINT, **OF_LEAVES}[name]
+    known = np.where(np.isfinite(losses), losses, math.inf)
+    assert_same(rule, recorded(steps)._replace(losses=known), steps, losses)
+    if name == "skip_spikes":
+        assert replay(recorded(steps)._replace(losses=known), rule).skipped[200]
+
+
+@pytest.mark.parametrize("limit", [1, 1.0, np.asarray(1), np.asarray(1.0), np.asarray(1.0, np.float32)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_kinds_of_limits(dtype: Any, limit: Any) -> None:
+    """A limit is an integer, a float or an array without axes: all limits are those of 1.0."""
+    steps = gradients(dtype)
+    record = recorded(steps)
+    for rule in (uc.by_global_norm, uc.by_norm, uc.to_global_norm):
+        assert_same(rule(limit), record, steps)
+        found = replay(record, rule(limit))
+        assert found.limits.dtype == np.float64
+        assert (found.limits == 1).all()
+    np.testing.assert_array_equal(what_if(record, [limit]).shares, what_if(record, [1.0]).shares)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     """What norms do not determine is refused, with the reason."""
@@ -301,6 +332,55 @@ def test_leaf_without_gradient() -> None:
     wider = record._replace(leaves=holes, labels=["a", "b", "c", "d"], sizes=sizes, scope="other")
     for name in ("by_norm", "adagc", "by_block_rms", "joint_rms"):
         assert_same(OF_LEAVES[name], wider, steps)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        uc.by_norm(0.7),
+        uc.by_norm(0.7, nonfinite="skip"),
+        uc.by_norm(0.7, curve=uc.curves.reject),
+        uc.by_norm(uc.limits.Split(1.0)),
+        uc.by_block_rms(0.3),
+        uc.Rule(0.3, norm=uc.norms.RMS),
+        uc.zclip(),
+        uc.by_global_norm(1.0),
+    ],
+)
+def test_absent_gradients(rule: Any) -> None:
+    """A leaf without a gradient at some steps is ``None`` there: no step is left out."""
+    steps: list[list[Any]] = gradients(np.float64, spoiled=True)
+    record = recorded(steps)
+    rng = np.random.default_rng(1)
+    leaves, finite = record.leaves.copy(), record.finite
+    for number in np.flatnonzero(finite):
+        for leaf in np.flatnonzero(rng.random(3) < 0.3):
+            steps[number][leaf], leaves[number, leaf] = None, math.nan
+    joint = np.asarray([float(uc.global_norm(grads)) for grads in steps])
+    whole = record._replace(leaves=leaves, norms=np.where(finite, joint, math.nan))
+    assert np.isnan(leaves[finite]).all(axis=1).any()
+    for one in (whole, whole._replace(scope="other", norms=joint * math.nan)):
+        clipper, found = uc.Clipper(rule), replay(one, rule)
+        np.testing.assert_array_equal(found.steps, record.steps)
+        for number, grads in enumerate(steps):
+            clipper(grads)
+            factors = clipper.report.factors
+            here = [math.nan if f is None else float(f) for f in factors] if isinstance(factors, list) else factors
+            np.testing.assert_allclose(found.factors[number], here, rtol=1e-6)
+            assert found.skipped[number] == (clipper.report.skipped is not None and bool(clipper.report.skipped))
+        if found.factors.ndim > 1:
+            absent = np.isnan(leaves) & finite[:, None]
+            rows = [(row[~gone] != 1).mean() for row, gone in zip(found.factors, absent, strict=True) if not gone.all()]
+            assert found.share == pytest.approx(np.mean(rows))
+
+
+@pytest.mark.parametrize("name", ["adagc", "percentile_clipping", "norm_growth"])
+def test_absent_gradients_of_rules_that_remember(name: str) -> None:
+    """A rule that remembers each leaf refuses in a replay, as it does itself, to miss one at some steps."""
+    record = recorded(gradients(np.float64))
+    record.leaves[3, 1] = math.nan
+    with pytest.raises(TypeError, match=r"remembers each leaf by itself, and '\[1\]' had no gradient at step 4"):
+        replay(record, OF_LEAVES[name])
 
 
 def test_zero_policy() -> None:

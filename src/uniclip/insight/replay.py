@@ -13,7 +13,7 @@ import numpy as np
 from uniclip._repr import counted, short
 from uniclip.combine import Chain, Masked
 from uniclip.insight.record import Record
-from uniclip.insight.running import at_once, step_by_step
+from uniclip.insight.running import Measured, at_once, step_by_step
 from uniclip.insight.shares import by_step, share_and_error
 from uniclip.limits import Constant
 from uniclip.norms import Norm
@@ -119,7 +119,7 @@ def replay(record: Record, rule: AnyRule) -> Replay:
     Returns
     -------
     Replay
-        Of the steps whose norms are recorded, those of all leaves where it takes norms of leaves.
+        Of the steps whose norms are recorded; NaN where a leaf had no gradient.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def replay(record: Record, rule: AnyRule) -> Replay:
         (`uniclip.by_value`); it is a rule of rules, of which the second sees what the first leaves (`uniclip.chain`),
         or some leaves (`uniclip.masked`); or it groups leaves by their paths, which a record does not hold
         (`uniclip.by_group_norm`). And if the record lacks what the rule looks at: norms of that order, those of leaves,
-        their sizes, or, for a rule that remembers, steps.
+        their sizes, or, for a rule that remembers, steps, or the gradients of a leaf at some of them.
     FloatingPointError
         If a step is not finite, and the rule has the policy ``"raise"``, which would have stopped there.
 
@@ -139,6 +139,9 @@ def replay(record: Record, rule: AnyRule) -> Replay:
     Norms are recorded before clipping, so a run that was clipped can be replayed, and had better be: without clipping
     gradients of another size follow. For the same reason it is what the rule would have done on **these** gradients;
     had it clipped, the later ones would have been others.
+
+    A leaf whose norm is null at a step whose gradients were all finite had no gradient there, and is ``None`` for the
+    rule; one that never had a gradient is left out.
 
     Where a record does not say of what order its norms are, as that of a rule with root mean squares, the norms of
     leaves are Euclidean.
@@ -150,22 +153,25 @@ def replay(record: Record, rule: AnyRule) -> Replay:
     takes longer; a constant limit takes a second for millions.
     """
     own = _norm_rule(rule)
-    steps, norms, finite, losses = _measured(record, own)
+    seen = _measured(record, own)
+    norms = seen.norms
     unit = replace(own, norm=Norm(own.norm.ord), scope=each_leaf if norms.ndim > 1 else all_leaves)
     if own.nonfinite != "zero":  # which alone sees a norm where not all is finite
-        norms = _spoiled(norms, finite)
-    finite = finite & np.isfinite(by_step(norms)).all(axis=1)
-    if own.nonfinite == "raise" and not finite.all():
-        msg = f"step {steps[~finite][0]} is not finite: with nonfinite='raise' the rule would have stopped there"
+        norms = _spoiled(norms, seen.finite)
+    seen = seen._replace(norms=norms, finite=seen.finite & np.isfinite(by_step(norms)).all(axis=1))
+    if own.nonfinite == "raise" and not seen.finite.all():
+        first = seen.steps[~seen.finite][0]
+        msg = f"step {first} is not finite: with nonfinite='raise' the rule would have stopped there"
         raise FloatingPointError(msg)
     constant = type(own.limit) is Constant and not getattr(own.limit.value, "shape", ())
-    limits, factors, skipped = (at_once if constant else step_by_step)(unit, norms, finite, losses)
+    limits, factors, skipped = (at_once if constant else step_by_step)(unit, seen)
     if own.nonfinite == "zero":
         factors[~np.isfinite(norms)] = math.nan
     limits[limits >= np.finfo(norms.dtype).max] = math.inf
-    share, error = share_and_error(factors != 1)
-    norms, limits, factors = (one.astype(np.float64) for one in (norms, limits, factors))
-    return Replay(steps, norms, limits, factors, share, error, skipped)
+    gone = seen.absent & (norms.ndim > 1)  # without any gradient the norm of all leaves is 0
+    share, error = share_and_error(factors != 1, gone)
+    norms, limits, factors = (np.where(gone, math.nan, one).astype(np.float64) for one in (norms, limits, factors))
+    return Replay(seen.steps, norms, limits, factors, share, error, skipped)
 
 
 def _dtype(norms: Array) -> Any:
@@ -198,8 +204,8 @@ def _norm_rule(rule: AnyRule) -> Rule:
     return cast("Rule", own)
 
 
-def _measured(record: Record, rule: Rule) -> tuple[Array, Array, Array, Array]:
-    """Return the steps with norms, these as the rule measures them, whether all was finite, and the losses."""
+def _measured(record: Record, rule: Rule) -> Measured:
+    """Return the steps with norms, and these as the rule measures them."""
     joint = rule.scope.label is everything
     known_order = record.ord is not None or not record.labels
     whole = joint and record.scope == "all_leaves" and known_order
@@ -210,13 +216,22 @@ def _measured(record: Record, rule: Rule) -> tuple[Array, Array, Array, Array]:
         msg = f"the norms of the record have {has}, {short(rule)} takes those of the order {rule.norm.ord:g}"
         raise TypeError(msg)
     dtype = _dtype(norms)
-    if joint and norms.ndim > 1:
+    known = ~np.isnan(norms) | ~record.finite if whole else np.ones(len(norms), bool)
+    absent = _absent(record)
+    norms = norms if whole else np.where(absent, 0.0, norms)
+    if joint and not whole:
         norms = norm_of(norms, Scope(axes=(1,)), Norm(rule.norm.ord))
     if rule.norm.size_power:
-        norms = norms / _sizes(record, rule, joint=joint) ** rule.norm.size_power
-    norms = norms.astype(dtype)
-    known = ~np.isnan(by_step(norms)).any(axis=1) | ~record.finite
-    steps = record.steps[known]
+        norms = norms / _sizes(record, rule, absent, joint=joint) ** rule.norm.size_power
+    absent = absent.all(axis=1) & (absent.shape[1] > 0) if joint else absent
+    _refuse_gaps(record, rule, record.steps[known], absent)
+    return Measured(
+        record.steps[known], norms.astype(dtype)[known], absent[known], record.finite[known], record.losses[known]
+    )
+
+
+def _refuse_gaps(record: Record, rule: Rule, steps: Array, absent: Array) -> None:
+    """Refuse a record that lacks steps which the rule remembers, or gradients that it needs at every step."""
     gaps = np.flatnonzero(np.diff(steps) != 1)
     if rule.memory and len(gaps):
         before, after = steps[gaps[0]], steps[gaps[0] + 1]
@@ -225,12 +240,24 @@ def _measured(record: Record, rule: Rule) -> tuple[Array, Array, Array, Array]:
             "replay needs a record of every step"
         )
         raise TypeError(msg)
-    return steps, norms[known], record.finite[known], record.losses[known]
+    if rule.by_leaf and absent.any():
+        number, leaf = np.argwhere(absent)[0]
+        label = [name for name, there in zip(record.labels, _present(record), strict=True) if there][leaf]
+        msg = (
+            f"{short(rule)} remembers each leaf by itself, and {short(label)} had no gradient at step {steps[number]} "
+            "and one at another: it needs the same ones at every step"
+        )
+        raise TypeError(msg)
+
+
+def _every_leaf(record: Record) -> bool:
+    """Return whether the norms of leaves were recorded at every step."""
+    return bool(record.labels) and np.array_equal(record.leaf_steps, record.steps)
 
 
 def _of_leaves(record: Record, rule: Rule) -> Array:
     """Return the norms of leaves, if they were recorded at every step."""
-    if not (record.labels and np.array_equal(record.leaf_steps, record.steps)):
+    if not _every_leaf(record):
         msg = f"{short(rule)}: {_EVERY_LEAF}"
         raise TypeError(msg)
     leaves: Array = record.leaves[:, _present(record)]
@@ -243,13 +270,22 @@ def _present(record: Record) -> Array:
     return ~np.isnan(rows).all(axis=0) if len(rows) else np.ones(len(record.labels), bool)
 
 
-def _sizes(record: Record, rule: Rule, *, joint: bool) -> Any:
-    """Return how many entries each norm covers."""
+def _absent(record: Record) -> Array:
+    """Return which of these leaves had none at each step, where that is known: what was not finite was noted."""
+    present = _present(record)
+    if not _every_leaf(record):
+        return np.zeros((len(record.steps), int(present.sum())), bool)
+    absent: Array = np.isnan(record.leaves[:, present]) & record.finite[:, None]
+    return absent
+
+
+def _sizes(record: Record, rule: Rule, absent: Array, *, joint: bool) -> Any:
+    """Return how many entries each norm covers, at least 1."""
     if not (record.labels and (record.sizes > 0).all()):
         msg = f"{short(rule)} divides norms by the sizes of leaves, which the record does not hold"
         raise TypeError(msg)
     sizes = record.sizes[_present(record)]
-    return sizes.sum() if joint else sizes
+    return np.maximum(np.where(absent, 0, sizes).sum(axis=1), 1) if joint else sizes
 
 
 def _spoiled(norms: Array, finite: Array) -> Array:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -30,36 +30,74 @@ _SLOW = 1.0
 """After how many seconds a replay says how far it is."""
 
 
-def at_once(rule: Rule, norms: Array, finite: Array, _: Array) -> tuple[Array, Array, Array]:
+class Measured(NamedTuple):
+    """What a rule sees of n steps, with one norm each or k of them.
+
+    Attributes
+    ----------
+    steps : (n,) array of int64
+    norms : (n,) or (n, k) array
+        NaN where not finite, 0 where absent.
+    absent : (n,) or (n, k) array of bool
+        Whether there was no gradient for a norm.
+    finite : (n,) array of bool
+        Whether all gradients of the step were.
+    losses : (n,) array of float64
+        NaN where there is none, ∞ where it was not finite.
+    """
+
+    steps: Array
+    norms: Array
+    absent: Array
+    finite: Array
+    losses: Array
+
+
+def at_once(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
     """Return limits, factors and skipped steps of a constant limit: all norms as those of one step."""
+    norms = seen.norms
     entries = replace(rule, scope=each_entry, norm=L2, nonfinite="propagate")
     decision = _decided(entries, opened([norms]), NoState(), None)
-    limits = np.broadcast_to(decision.limits[0], norms.shape).copy()
+    limits = np.broadcast_to(decision.limits[0], norms.shape).astype(norms.dtype)
     factors: Array = decision.factors[0].product(np)[0]
     skipped = np.zeros(len(norms), bool)
     if rule.nonfinite == "skip":
-        factors[~finite], skipped = 0.0, ~finite
+        factors[~seen.finite], skipped = 0.0, ~seen.finite
     if rule.curve is reject:
-        skipped = skipped | by_step(factors == 0).all(axis=1)
+        gone, absent = by_step(factors == 0), by_step(seen.absent)
+        skipped |= (gone | absent).all(axis=1) & gone.any(axis=1)
     return limits, factors, skipped
 
 
-def step_by_step(rule: Rule, norms: Array, finite: Array, losses: Array) -> tuple[Array, Array, Array]:
+def step_by_step(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
     """Return limits, factors and skipped steps: run the rule on leaves of two entries, the first of which is the norm.
 
     The second is 0; NaN where not all was finite, for the policy that sees a norm all the same.
     """
-    rows = by_step(norms)
+    rows, absent = by_step(seen.norms), by_step(seen.absent)
     leaves = np.zeros((rows.shape[1], 2), rows.dtype)
-    given = opened(list(leaves))
-    limits, factors, skipped = np.empty_like(rows), np.empty_like(rows), np.zeros(len(rows), bool)
-    state, spoiled = rule.init(list(leaves)), ~finite & (rule.nonfinite == "zero")
+    every = opened(list(leaves))
+    limits, factors, skipped = np.ones_like(rows), np.ones_like(rows), np.zeros(len(rows), bool)
+    state, spoiled = rule.init(list(leaves)), ~seen.finite & (rule.nonfinite == "zero")
     for number in _shown(len(rows)):
         leaves[:, 0], leaves[:, 1] = rows[number], math.nan if spoiled[number] else 0.0
-        decision = _decided(rule, given, state, None if math.isnan(losses[number]) else float(losses[number]))
-        limits[number], factors[number] = decision.limits[0], decision.factors[0].product(np)
+        here = ~absent[number]
+        given = (
+            every if here.all() else opened([leaf if there else None for leaf, there in zip(leaves, here, strict=True)])
+        )
+        decision = _decided(rule, given, state, _loss(seen.losses[number]))
+        if decision.limits:  # all leaves together have a norm without gradients, too
+            some = here | (not here.any())
+            limits[number, some], factors[number, some] = decision.limits[0], decision.factors[0].product(np)
         skipped[number], state = bool(decision.skipped), decision.state
-    return limits.reshape(norms.shape), factors.reshape(norms.shape), skipped
+    return limits.reshape(seen.norms.shape), factors.reshape(seen.norms.shape), skipped
+
+
+def _loss(recorded: float) -> float | None:
+    """Return the loss of a step as the rule is given it: NaN if it was not finite, ``None`` if it is not known."""
+    if math.isnan(recorded):
+        return None
+    return float(recorded) if math.isfinite(recorded) else math.nan
 
 
 def _decided(rule: Rule, given: Opened, state: Any, loss: float | None) -> Decision:

@@ -20,13 +20,15 @@ def by_step(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
-def share_and_error(clipped: np.ndarray[Any, Any]) -> tuple[float, float]:
+def share_and_error(clipped: np.ndarray[Any, Any], absent: np.ndarray[Any, Any] | None = None) -> tuple[float, float]:
     """Return the share of the flags that are set, and its error.
 
     Parameters
     ----------
     clipped : (n,) or (n, k) array of bool
         A row for each step.
+    absent : array of bool, optional
+        Which flags do not count, of the same shape. The share is the mean of those of the steps with any that do.
 
     Returns
     -------
@@ -49,9 +51,11 @@ def share_and_error(clipped: np.ndarray[Any, Any]) -> tuple[float, float]:
     those in which the shares differ by more than half a percent), also where the second half is that of a run which was
     clipped at that limit, with other data. On average it is 11 percentage points there.
     """
-    if not clipped.size:
+    there = by_step(np.ones_like(clipped) if absent is None else ~absent)
+    counts = there.sum(axis=1)
+    if not counts.any():
         return math.nan, math.nan
-    each = by_step(clipped).mean(axis=1)
+    each = (by_step(clipped) & there).sum(axis=1)[counts > 0] / counts[counts > 0]
     share, count = float(each.mean()), len(each)
     if count < 2 * _BLOCKS:
         return share, math.nan
