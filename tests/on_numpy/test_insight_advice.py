@@ -267,3 +267,68 @@ def test_refused() -> None:
     """Only a record is taken."""
     with pytest.raises(TypeError, match="record must be a Record"):
         suggest([1.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_loss_that_is_not_finite(skipped: bool) -> None:
+    """A loss that is not finite is trouble if its step was taken, though all gradients were finite."""
+    losses, flags = FALLING.copy(), np.zeros(STEPS, bool)
+    losses[250], flags[250] = math.inf, skipped
+    advice = suggest(record_of(usual(), losses, skipped=flags))
+    if skipped:
+        assert advice.verdict == "stable"
+        return
+    assert advice.verdict == "unstable"
+    assert advice.reasons[0] == "The loss of step 251 was not finite, and was not skipped."
+    both = suggest(record_of(np.where(np.arange(STEPS) == 250, math.nan, usual()), losses))
+    assert both.reasons[0] == "Step 251 was not finite, and was not skipped."
+
+
+@pytest.mark.parametrize("scale", [1e-320, 1e-310, 1e-38, 1e-30, 1e37, 1e200, 1e307])
+@pytest.mark.parametrize("explodes", [False, True])
+def test_extreme_norms(scale: float, explodes: bool) -> None:
+    """Limits are normal numbers of float32, or there are none, and it is said why."""
+    norms, losses = exploding(1.0) if explodes else (usual(), FALLING)
+    advice = suggest(record_of(np.minimum(norms, 10) * scale, losses, limit=scale if explodes else 1.0))
+    assert advice.verdict == ("unstable" if explodes else "stable")
+    assert all(np.finfo(np.float32).tiny <= limit <= np.finfo(np.float32).max for limit in advice.limits)
+    assert bool(advice.limits) == (scale in {1e-30, 1e37})
+    if not advice.limits:
+        assert "range" in f"{advice}"
+    suggest(record_of(norms[:50] * scale))
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308])
+def test_extreme_losses(value: float) -> None:
+    """Losses near the largest number are as good as others."""
+    losses = np.where(np.arange(STEPS) < 200, FALLING, value)
+    assert suggest(record_of(usual(), losses)).verdict == ("unstable" if value > 0 else "stable")
+    losses[::2] *= -1
+    spiky = usual()
+    spiky[300] = 1.7e308
+    spiky[310:320] = 1e-300
+    suggest(record_of(spiky, losses))
+
+
+def test_norms_of_infinity() -> None:
+    """A norm of ∞ is not finite, whatever the flag says."""
+    norms = usual()
+    record = record_of(norms, FALLING)
+    infinite = norms.copy()
+    infinite[300:] = math.inf
+    assert suggest(record._replace(norms=infinite)).reasons[0] == "Step 301 was not finite, and was not skipped."
+    skipped = suggest(record._replace(norms=infinite, skipped=np.isinf(infinite)))
+    assert skipped.verdict == "outliers"
+
+
+def test_prefix_has_its_extra_columns() -> None:
+    """What is left of an unstable run is a whole record."""
+    norms, losses = exploding(1.0)
+    extra = {"lr": np.arange(STEPS) * 1.0}
+    leaves = {
+        "leaves": norms[:, None],
+        "leaf_steps": np.arange(1, STEPS + 1),
+        "labels": ["w"],
+        "sizes": np.ones(1, int),
+    }
+    assert suggest(record_of(norms, losses, limit=0.5, extra=extra, **leaves)).verdict == "unstable"

@@ -157,6 +157,92 @@ def test_wrong_values(path: Path, row: Any, what: str) -> None:
         read(file(path, LEAVES, LINES[0], row, {"step": 10}))
 
 
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ('{"step": 9, "norm": 1%s}' % ("0" * 400), "norm must be a number that float64 holds"),
+        ('{"step": 9, "lr": 1%s}' % ("0" * 400), "lr must be a number that float64 holds"),
+        ('{"step": 9, "leaves": [1.0, 1%s]}' % ("0" * 400), "leaves must be 2 numbers that float64 holds"),
+        ({"step": 99999999999999999999}, "step must be a number that int64 holds"),
+        ({"step": 9, "norm": -1.0}, "norm must be a norm, at least 0, got -1.0"),
+        ({"step": 9, "norm": -math.inf}, "norm must be a norm, at least 0, got -inf"),
+        ({"step": 9, "leaves": [None, -1e-9]}, "leaves must be 2 norms, at least 0"),
+        ("[" * 100_000, "expected a JSON object"),
+        ({"uniclip": 1, "sizes": None}, "sizes must be a list of whole numbers, got None"),
+    ],
+)
+def test_impossible_values(path: Path, row: Any, what: str) -> None:
+    """A value that cannot be is refused by file and line, and so is a line that is nested without end."""
+    with pytest.raises(ValueError, match=f"run.jsonl, line 3: {what}"):
+        read(file(path, LEAVES, {"step": 1, "norm": 1.0, "lr": 1, "leaves": [1, 1]}, row, {"step": 10}))
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        ({"uniclip": 0}, '"uniclip" must be the number of the format, 1, got 0'),
+        ({"leaves": 5}, "leaves must be a list of labels, got 5"),
+        ({"leaves": "ab"}, "leaves must be a list of labels, got 'ab'"),
+        ({"leaves": [1, 2]}, "leaves must be a list of labels"),
+        ({"leaves": None}, "leaves must be a list of labels, got None"),
+        ({"sizes": None}, "sizes must be a list of whole numbers, got None"),
+        ({"sizes": [1, -1]}, "sizes must be a list of whole numbers"),
+        ({"sizes": [1, 2**63]}, "sizes must be a list of whole numbers"),
+        ({"sizes": [1]}, "sizes must be those of 2 leaves, got 1"),
+        ({"ord": [1]}, 'ord must be a number above 0, "inf" or null'),
+        ({"ord": "abc"}, "ord must be a number above 0"),
+        ({"ord": True}, "ord must be a number above 0"),
+        ({"ord": -2}, "ord must be a number above 0"),
+        ({"ord": 10**400}, "ord must be a number above 0"),
+        ({"rule": 5}, "rule must be text, got 5"),
+        ({"scope": []}, "scope must be one of all_leaves, each_leaf, other"),
+        ({"scope": "every"}, "scope must be one of all_leaves, each_leaf, other, got 'every'"),
+    ],
+)
+def test_wrong_headers(path: Path, header: dict[str, Any], what: str) -> None:
+    """A value of the first line that is not of its kind is refused by file and line."""
+    with pytest.raises(ValueError, match=f"run.jsonl, line 1: {what}"):
+        read(file(path, {**LEAVES, **header}, {"step": 1, "norm": 1.0}))
+
+
+def test_losses_that_are_not_finite(path: Path) -> None:
+    """A loss that is null was not finite; it says nothing about the gradients."""
+    rows = [{"step": 1, "loss": 1.0}, {"step": 2, "norm": 1.0, "loss": None}, {"step": 3, "norm": 1.0}]
+    record = read(file(path, HEADER, *rows))
+    assert same(record.losses, [1.0, math.inf, math.nan])
+    assert record.finite.all()
+    path.write_text('{"log_history": [{"step": 1, "grad_norm": 1.0, "loss": NaN}, {"step": 2, "grad_norm": 1.0}]}')
+    assert same(read(path).losses, [math.inf, math.nan])
+
+
+@pytest.mark.parametrize("mark", ["\ufeff", ""])
+def test_characters(path: Path, mark: str) -> None:
+    """Only line feeds end a line: labels may hold what else Python takes for that; a first mark is skipped."""
+    labels = ["a\u2028b", "c\u0085d\u2029\x0b"]
+    lines = [
+        json.dumps({**LEAVES, "leaves": labels}, ensure_ascii=False),
+        json.dumps({"step": 1, "leaves": [1.0, 2.0]}),
+    ]
+    path.write_bytes((mark + "\n".join(lines) + '\n{"step": 2, "ä').encode()[:-1])
+    record = read(path)
+    assert record.labels == labels
+    assert record.steps.tolist() == [1]
+    path.write_text(f"{mark}step,clip/norm\n1,2.0\n2,3.0\n", "utf-8")
+    assert read(path).norms.tolist() == [2.0, 3.0]
+
+
+def test_first_steps(path: Path) -> None:
+    """The first steps of a record are one of their own, in all columns."""
+    rows = [{"step": step, "norm": step, "lr": 1 / step, "leaves": [step, 0]} for step in (1, 2, 4, 5)]
+    record = read(file(path, LEAVES, *rows, {"step": 6, "norm": 1.0})).before(3)
+    columns = [value for value in record if isinstance(value, np.ndarray)]
+    assert {len(column) for column in columns if column is not record.sizes} == {3}
+    assert record.steps.tolist() == record.leaf_steps.tolist() == record.norms.tolist() == [1, 2, 4]
+    assert record.extra["lr"].tolist() == [1.0, 0.5, 0.25]
+    assert record.labels == LEAVES["leaves"]
+    assert len(record.before(0).steps) == len(record.before(0).leaves) == 0
+
+
 def test_own_texts(path: Path) -> None:
     """What a user recorded that is no number is left out."""
     record = read(file(path, HEADER, {"step": 1, "task": "qa", "lr": 1}, {"step": 2, "warm": True}))
@@ -261,7 +347,7 @@ def test_metrics(path: Path) -> None:
     assert same(record.steps, [0, 1, 2, 3], np.int64)
     assert same(record.norms, [14.618969917297363, 18.027135848999023, 14.5194673538208, math.inf])
     assert same(record.finite, [True, True, True, False], bool)
-    assert same(record.losses, [36.93842697143555, 42.91156768798828, 36.4947395324707, math.nan])
+    assert same(record.losses, [36.93842697143555, 42.91156768798828, 36.4947395324707, math.inf])
     assert same(record.shares, [math.nan, 1.0, math.nan, math.nan])
     assert list(record.extra) == ["epoch", "val_loss", "clip/norm_max", "train_loss_epoch"]
     path.write_text(METRICS + "0.05,1.0,17.93")
@@ -278,6 +364,10 @@ def test_metrics(path: Path) -> None:
         ("step,clip/norm\n1,2.0\n2\n3,1.0\n", "line 3: expected 2 cells, got 1"),
         ("step,clip/norm\n1,2.0\n2,big\n3,1.0\n", "line 3: norm must be a number or null, got 'big'"),
         ("step,clip/norm\n1,2.0\n,3.0\n3,1.0\n", "line 3: step must be a whole number, got None"),
+        ("step,clip/norm,a\n1,2.0,\n2,3.0,%s\n3,1.0,\n" % ("9" * 140_000), "line 3: field larger"),
+        ("step,clip/norm\n1,2.0\n2,-3.0\n3,1.0\n", "line 3: norm must be a norm, at least 0"),
+        ('{"log_history": [{"step": 1, "grad_norm": 1%s}]}' % ("0" * 400), "norm must be a number that float64 holds"),
+        ('{"log_history": %s}' % ("[" * 100_000), "is no recorded run"),
         ('{"log_history": [{"step": 1, "loss": 1.0}]}', "holds no norms"),
         ('{"log_history": [{"step": 1, "grad_norm": 1.0}, 3]}', "line 2: expected an entry of the log"),
     ],

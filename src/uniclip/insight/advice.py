@@ -14,6 +14,7 @@ from uniclip.insight.course import Trouble, first_trouble, kept_course
 from uniclip.insight.record import Record
 from uniclip.insight.replay import WhatIf, what_if
 from uniclip.insight.spikes import Spike, finite_steps, spikes
+from uniclip.report import UNLIMITED
 
 Array = np.ndarray[Any, Any]
 
@@ -32,8 +33,12 @@ NEAR = 2
 OUTLIER_SHARE, FEWEST_OUTLIERS, LOUD = 0.005, 3, 10
 """Spikes count as outliers if they are this share of the steps and so many, or one is so many times the median."""
 HALF = 0.5
+SMALLEST, LARGEST = 2.0**-126, 1e38
+"""Limits are suggested only between these, which float32 holds: smaller ones may be rounded to 0 there, larger ones
+limit nothing."""
+_FAR = 1e150
+"""Norms and losses beyond it count as it: sums of them would overflow."""
 _LINE = 100
-_BY_STEP = ("steps", "norms", "limits", "factors", "shares", "finite", "skipped", "thresholds", "losses")
 NORMALIZER = (
     "there clipping is a normalizer, and the learning rate sets the length of the steps. "
     "Lower the learning rate, or choose that knowingly."
@@ -81,9 +86,9 @@ class Advice(NamedTuple):
 def suggest(record: Record) -> Advice:
     """Say whether a run was stable, and which three limits to try.
 
-    A stable run is one whose norms stay finite and whose loss, as a median of 10 steps, never rises above its least
-    value so far by more than 20 % of what it falls by in all. Of such a run c is the 90th percentile of the norms after
-    the warm-up. Of an unstable one only the steps before the trouble count: with their median it is to be recorded
+    A stable run is one whose norms and losses stay finite and whose loss, as a median of 10 steps, never rises above
+    its least value so far by more than 20 % of what it falls by in all. Of such a run c is the 90th percentile of the
+    norms after the warm-up. Of an unstable one only the steps before the trouble count: with their median it is to be recorded
     again, unless it was clipped at that or below already; then the learning rate is to be lowered, and c is a quarter
     of the lesser of the two.
 
@@ -113,6 +118,7 @@ def suggest(record: Record) -> Advice:
         print(insight.suggest(insight.read("run.jsonl")))
     """
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
+    record = record._replace(norms=_near(record.norms), losses=_near(record.losses))
     finite = finite_steps(record)
     known = finite & ~np.isnan(record.norms)
     start = max(math.ceil(WARM_UP * len(known)), WARM_UP_STEPS)
@@ -129,6 +135,7 @@ def suggest(record: Record) -> Advice:
 def recorded_limit(record: Record) -> float:
     """Return the limit that a run was clipped at: the median, ∞ if most steps had none."""
     limits = record.limits[~np.isnan(record.limits)]
+    limits = np.where(limits < UNLIMITED, limits, math.inf)
     return float(np.median(limits)) if len(limits) else math.inf
 
 
@@ -145,6 +152,8 @@ def _stable(record: Record, known: Array, start: int) -> Advice:
     reasons += [f"c = {c:.3g} is the {QUANTILE}th percentile of {usual.sum():,} norms: {left_out}."]
     if c == 0:
         reasons += ["A limit of 0 would zero the gradients, so none is suggested."]
+    elif not _limits(c):
+        reasons += ["Limits for such norms are out of the range of float32, so none is suggested."]
     return _advice(record, OUTLIERS if loud else STABLE, c, reasons)
 
 
@@ -152,15 +161,15 @@ def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
     """Return the advice for a run that left its course: nothing after that counts."""
     prefix = record.norms[: trouble.before][known[: trouble.before]]
     limit, reasons = recorded_limit(record), [trouble.reason]
-    if len(prefix) < PREFIX or not np.median(prefix):
+    if len(prefix) < PREFIX or not _limits(float(np.median(prefix))):
         reasons += [
-            f"{len(prefix):,} norms came before it: too few, or most of them 0, to take a limit from.",
+            f"{len(prefix):,} norms came before it: too few, or most of them 0 or out of range, to take a limit from.",
             "Lower the learning rate, or warm it up more slowly, and record again.",
         ]
         return _advice(record, UNSTABLE, 0.0, reasons)
     middle = float(np.median(prefix))
     reasons += [f"The median of the {len(prefix):,} norms before it is {middle:.3g}; no later norm is used."]
-    before = record._replace(**{name: getattr(record, name)[: trouble.before] for name in _BY_STEP})
+    before = record.before(trouble.before)
     if limit > NEAR * middle:
         done = "was not clipped" if math.isinf(limit) else f"was clipped at {limit:.3g}, well above that"
         again = _rounded(middle)
@@ -175,9 +184,9 @@ def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
 
 def _advice(record: Record, verdict: str, c: float, reasons: list[str], again: float | None = None) -> Advice:
     """Return advice with what follows from its limits."""
-    limits = (_rounded(c / 4), _rounded(c), _rounded(4 * c)) if c > 0 else ()
+    limits = _limits(c)
     own = recorded_limit(record)
-    tried = {*limits, *(_rounded(c * factor) for factor in (0.5, 2) if c > 0), *([] if math.isinf(own) else [own])}
+    tried = {*limits, *(_rounded(c * factor) for factor in (0.5, 2) if limits), *([] if math.isinf(own) else [own])}
     rows = what_if(record, sorted(tried))
     most = [
         f"{limit:.3g} ({100 * share:.0f} %)"
@@ -187,6 +196,17 @@ def _advice(record: Record, verdict: str, c: float, reasons: list[str], again: f
     if most:
         reasons += [f"More than half of the steps would be clipped at {', '.join(most)}: {NORMALIZER}"]
     return Advice(verdict, limits, reasons + _about(record), rows, again)
+
+
+def _limits(c: float) -> tuple[float, ...]:
+    """Return the limits to try around c; none where one would be out of range."""
+    return (_rounded(c / 4), _rounded(c), _rounded(4 * c)) if c >= 4 * SMALLEST and 4 * c <= LARGEST else ()
+
+
+def _near(values: Array) -> Array:
+    """Return values whose sums and differences are finite."""
+    near: Array = np.where(np.isfinite(values), np.clip(values, -_FAR, _FAR), values)
+    return near
 
 
 def _about(record: Record) -> list[str]:

@@ -16,10 +16,10 @@ from uniclip._checks import positive, whole
 from uniclip._version import version
 from uniclip.insight import tables
 from uniclip.insight.advice import suggest
-from uniclip.insight.page import PREDICTED, written
+from uniclip.insight.page import PREDICTED, refuse_records, written
 from uniclip.insight.reading import read
 from uniclip.insight.record import Record
-from uniclip.insight.spikes import FEWEST, Spike, spikes
+from uniclip.insight.spikes import FEWEST, WINDOW, Spike, Z, spikes
 
 _PROBLEM = 2
 """The status of a file that cannot be read or written, and of a library that is missing, as of wrong arguments."""
@@ -56,18 +56,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else f"{error}")
-    except (ModuleNotFoundError, _DamagedError) as error:
+    except (ModuleNotFoundError, _RefusedError) as error:
         return _complain(f"{error}")
     return 0
 
 
-class _DamagedError(Exception):
-    """A file that is not a record."""
+class _RefusedError(Exception):
+    """A file that is not a record, or is one that a page would replace."""
 
 
 def _complain(problem: str) -> int:
     """Say in one line what is wrong."""
-    print(f"uniclip: {' '.join(problem.split())}", file=sys.stderr)  # noqa: T201 - a command prints
+    print(f"uniclip: {tables.printable(' '.join(problem.split()))}", file=sys.stderr)  # noqa: T201 - a command prints
     return _PROBLEM
 
 
@@ -81,9 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("-o", metavar="PAGE", dest="page", type=Path, help="write a page of HTML with pictures, too")
     _add(commands, "suggest", _suggest, "three limits to try, and why", "run.jsonl")
     found = _add(commands, "spikes", _spikes, "the steps with spikes of the norm", "run.jsonl -z 4")
-    found.add_argument("-z", type=_z, default=5.0, help="how many deviations above the median (default: %(default)s)")
+    found.add_argument("-z", type=_z, default=Z, help="how many deviations above the median (default: %(default)s)")
     window = "how many earlier norms a norm is compared with (default: %(default)s)"
-    found.add_argument("--window", type=_window, default=100, help=window)
+    found.add_argument("--window", type=_window, default=WINDOW, help=window)
     return parser
 
 
@@ -120,6 +120,8 @@ def _window(text: str) -> int:
 
 def _report(chosen: argparse.Namespace) -> str:
     """Return all there is to say of a run; write its page if asked."""
+    if chosen.page is not None:
+        _refuse_page(chosen.page, chosen.file)
     with _stages(chosen.file, 3 if chosen.page is None else 4) as begin:
         begin("read")
         record = _record(chosen.file)
@@ -139,6 +141,17 @@ def _report(chosen: argparse.Namespace) -> str:
     if chosen.page is not None:
         parts.append(f"The page is in {chosen.page}.")
     return "\n\n".join(parts)
+
+
+def _refuse_page(page: Path, file: Path) -> None:
+    """Refuse to write a page over the file that is read, or another record."""
+    if page.exists() and file.exists() and page.samefile(file):
+        msg = f"{page} is the file that is read: give another path for the page"
+        raise _RefusedError(msg)
+    try:
+        refuse_records(page)
+    except ValueError as error:
+        raise _RefusedError(error) from error
 
 
 def _suggest(chosen: argparse.Namespace) -> str:
@@ -164,7 +177,7 @@ def _record(path: Path) -> Record:
     try:
         return read(path)
     except ValueError as error:
-        raise _DamagedError(error) from error
+        raise _RefusedError(error) from error
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Whether a run kept its course: its gradients stay finite, and its loss, or else its norms, do not rise again."""
+"""Whether a run kept its course: its gradients and losses stay finite, and do not rise again."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def kept_course(record: Record) -> str:
 
 
 def _not_finite(record: Record, finite: Array) -> Trouble | None:
-    """Return the first step that is not finite and was taken all the same, if there is one."""
-    taken = np.flatnonzero(~finite & ~record.skipped)
+    """Return the first step whose gradients or loss are not finite and which was taken all the same, if any."""
+    lost = np.isinf(record.losses)
+    taken = np.flatnonzero((~finite | lost) & ~record.skipped)
     if not len(taken):
         return None
-    return Trouble(int(taken[0]), f"Step {record.steps[taken[0]]:,} was not finite, and was not skipped.")
+    what = "Step" if not finite[taken[0]] else "The loss of step"
+    return Trouble(int(taken[0]), f"{what} {record.steps[taken[0]]:,} was not finite, and was not skipped.")
 
 
 def _left_course(record: Record, known: Array, start: int) -> Trouble | None:

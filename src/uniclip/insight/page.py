@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from html import escape
 from os import PathLike
@@ -14,7 +15,7 @@ from uniclip._version import version
 from uniclip.insight import tables
 from uniclip.insight.advice import Advice, suggest
 from uniclip.insight.plot import drawing
-from uniclip.insight.record import Record
+from uniclip.insight.record import BEGINNING, Record
 from uniclip.insight.spikes import Spike, spikes
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def page(record: Record, path: str | PathLike[str] | None = None) -> str | Path:
     ------
     TypeError
         If an argument is of another kind.
+    ValueError
+        If there is a recorded run at ``path``, which is not written over.
     ModuleNotFoundError
         If matplotlib is not installed.
     OSError
@@ -97,11 +100,29 @@ def page(record: Record, path: str | PathLike[str] | None = None) -> str | Path:
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("path", path, path is None or isinstance(path, (str, PathLike)), "the path of a file, or None")
+    if path is not None:
+        refuse_records(Path(path))
     text = written(record, suggest(record), spikes(record))
     if path is None:
         return text
     Path(path).write_text(text, encoding="utf-8")
     return Path(path)
+
+
+def refuse_records(path: Path) -> None:
+    """Refuse to write a page over a recorded run.
+
+    Raises
+    ------
+    ValueError
+        If there is one.
+    """
+    if path.is_file():
+        with path.open("rb") as file:
+            recorded = file.read(len(BEGINNING) + 3).removeprefix(codecs.BOM_UTF8).startswith(BEGINNING)
+        if recorded:
+            msg = f"{path} is a recorded run, which a page must not replace: give another path for the page"
+            raise ValueError(msg)
 
 
 def written(record: Record, advice: Advice, found: Sequence[Spike]) -> str:
@@ -110,7 +131,7 @@ def written(record: Record, advice: Advice, found: Sequence[Spike]) -> str:
         from uniclip.insight.pictures import pictures  # noqa: PLC0415 - imports matplotlib
     parts = [
         "<h1>Gradient clipping of one run</h1>",
-        f'<p class="soft">{escape(record.rule or "an unknown rule")}, {record.steps.size:,} steps</p>',
+        f'<p class="soft">{_shown(record.rule or "an unknown rule")}, {record.steps.size:,} steps</p>',
         _advice(advice),
         "<h2>What these limits would have clipped</h2>",
         _html(tables.of_limits(advice.table)),
@@ -135,7 +156,7 @@ def _advice(advice: Advice) -> str:
     """Return the verdict, the limits to try, and the reasons."""
     limits = "".join(f"<li>{limit:g}</li>" for limit in advice.limits)
     tried = f'<p>Limits to try:</p><ul class="limits">{limits}</ul><p>{COMPARE}</p>' if limits else ""
-    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in advice.reasons)
+    reasons = "".join(f"<li>{_shown(reason)}</li>" for reason in advice.reasons)
     why = f"<ul>{reasons}</ul>" if reasons else ""
     return f'<section class="advice"><p>This run: <strong>{escape(advice.verdict)}</strong></p>{tried}{why}</section>'
 
@@ -161,12 +182,17 @@ def _html(table: tables.Table, look: str = "numbers") -> str:
     """Return a table in a box of its own, which scrolls where the page is too narrow."""
     if not table.rows:
         return f"<p>{tables.EMPTY}</p>"
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.columns)
+    head = "".join(f'<th scope="col">{_shown(cell)}</th>' for cell in table.columns)
     head = f"<thead><tr>{head}</tr></thead>" if any(table.columns) else ""
     rows = "".join(_row(row) for row in table.rows)
     return f'<div class="box" tabindex="0"><table class="{look}">{head}<tbody>{rows}</tbody></table></div>'
 
 
 def _row(row: Sequence[str]) -> str:
-    first, *others = map(escape, row)
+    first, *others = map(_shown, row)
     return f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+
+
+def _shown(text: str) -> str:
+    """Return text for HTML."""
+    return escape(tables.printable(text))

@@ -4,24 +4,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from uniclip._repr import short
-from uniclip.insight.record import FORMAT, Record
-from uniclip.report import LOGGED
+from uniclip.insight.columns import NUMBERS, Line, Table, ascending, checked_header, refuse
+from uniclip.insight.record import BEGINNING, OWN, Record
+from uniclip.report import LOGGED, UNLIMITED
 
-Array: TypeAlias = np.ndarray[Any, Any]
-
-_NUMBERS = {int, float, bool, type(None)}
-_OWN = {"step", "norm", "limit", "factor", "share", "finite", "skipped", "threshold", "loss", "leaves"}
-"""What a line of the recorder holds beside numbers of the user's own."""
 _JOINT = "grad_norm"
 """What trainers call the joint norm before clipping."""
 _NORMS = (_JOINT, LOGGED[0])
@@ -29,15 +26,7 @@ _FROM_LOGS = dict(zip(LOGGED[1:], ("limit", "threshold", "factor", "share", "ski
 """The names of a line of the recorder for what a trainer's log holds beside the norm."""
 _LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "train/loss_step")
 _NOT_TRAINING = ("eval", "test", "val")
-_UNLIMITED = 3e38
 _EXACT = 2**53
-
-
-class _Line(NamedTuple):
-    """What was recorded of a step, and on which line of the file."""
-
-    number: int
-    values: dict[str, Any]
 
 
 def read(path: str | os.PathLike[str]) -> Record:
@@ -60,8 +49,8 @@ def read(path: str | os.PathLike[str]) -> Record:
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is a file of another kind, or of a newer format, or if a line is damaged. A damaged last line is left out:
-        the run was killed while it was written.
+        If it is a file of another kind, or of a newer format, or if a line is damaged, or holds a value that cannot
+        be, such as a negative norm. A damaged last line is left out: the run was killed while it was written.
 
     Notes
     -----
@@ -70,17 +59,17 @@ def read(path: str | os.PathLike[str]) -> Record:
     ``clip/norm`` is the norm of: without a ``grad_norm`` it is taken for the Euclidean norm of all leaves. Write
     ``record._replace(scope="each_leaf")`` if it is the largest norm of a leaf.
     """
-    text = Path(path).read_bytes().decode("utf-8", "replace")  # the end may be torn in the middle of a character
+    text = Path(path).read_bytes().decode("utf-8-sig", "replace")  # the end may be torn in the middle of a character
     name, first = os.fspath(path), text.partition("\n")[0]
     header = _parsed(first)
     if isinstance(header, dict) and "uniclip" in header:
         return _of_recorder(name, header, text)
-    if first == text and first.startswith('{"uniclip"'):  # torn before anything was recorded
+    if first == text and first.startswith(BEGINNING.decode()):  # torn before anything was recorded
         return _record(name, {}, [])
     if text.lstrip().startswith("{"):
         state = _parsed(text)
         if isinstance(state, dict) and isinstance(state.get("log_history"), list):
-            return _of_log(name, [_Line(number, row) for number, row in enumerate(state["log_history"], 1)])
+            return _of_log(name, [Line(number, row) for number, row in enumerate(state["log_history"], 1)])
     elif "step" in first.strip().split(","):
         return _of_log(name, _cells(name, text))
     msg = (
@@ -91,50 +80,35 @@ def read(path: str | os.PathLike[str]) -> Record:
 
 
 def _parsed(text: str) -> Any:
-    """Parse JSON; ``None`` if it is none."""
+    """Parse JSON; ``None`` if it is none, or is nested too deeply to be a record."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-
-
-def _refuse(name: str, number: int, what: str) -> None:
-    msg = f"{name}, line {number}: {what}"
-    raise ValueError(msg)
 
 
 def _of_recorder(name: str, header: dict[str, Any], text: str) -> Record:
     """Read the lines of the recorder."""
-    _check_version(name, 1, header)
+    header = checked_header(name, 1, header)
     rows, lines = text.split("\n")[1:], []
     while rows and not rows[-1].strip():
         rows.pop()
     for number, row in enumerate(rows, 2):
         values = _parsed(row)
         if isinstance(values, dict) and "uniclip" in values:
-            _check_version(name, number, values)
-            header = _joined(name, number, header, values)
+            header = _joined(name, number, header, checked_header(name, number, values))
         elif isinstance(values, dict):
-            lines.append(_Line(number, values))
+            lines.append(Line(number, values))
         elif number <= len(rows):
-            _refuse(name, number, f"expected a JSON object, got {short(row)}")
+            refuse(name, number, f"expected a JSON object, got {short(row)}")
     return _record(name, header, lines)
-
-
-def _check_version(name: str, number: int, header: dict[str, Any]) -> None:
-    """Refuse the header of a newer format."""
-    version = header["uniclip"]
-    if type(version) is not int:
-        _refuse(name, number, f'"uniclip" must be the number of the format, {FORMAT}, got {short(version)}')
-    if version > FORMAT:
-        _refuse(name, number, f"format {version} is that of a newer uniclip; this one reads up to {FORMAT}: update it")
 
 
 def _joined(name: str, number: int, header: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """Return the header of a run that went on with another one, with another rule for example."""
     both = {**header, **later}
     if header.get("leaves", both.get("leaves")) != both.get("leaves"):
-        _refuse(name, number, "the run goes on with other leaves than it began with")
+        refuse(name, number, "the run goes on with other leaves than it began with")
     if header.get("scope") != later.get("scope"):
         both["scope"] = "other"
     if header.get("ord") != later.get("ord"):
@@ -142,22 +116,26 @@ def _joined(name: str, number: int, header: dict[str, Any], later: dict[str, Any
     return both
 
 
-def _cells(name: str, text: str) -> list[_Line]:
+def _cells(name: str, text: str) -> list[Line]:
     """Read the rows of a table as one line for each step: some log what is of one step in several rows."""
-    rows = list(csv.reader(text.splitlines()))
+    reader = csv.reader(io.StringIO(text, newline=""))
+    try:
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        refuse(name, reader.line_num, f"{error}")
     if not text.endswith("\n"):  # the last number may be cut off
         rows = rows[: max(1, len(rows) - 1)]
-    names, lines = rows[0], list[_Line]()
-    for number, row in enumerate(rows[1:], 2):
+    names, lines = rows[0][1], list[Line]()
+    for number, row in rows[1:]:
         if len(row) != len(names):
-            if number < len(rows):
-                _refuse(name, number, f"expected {len(names)} cells, got {len(row)}")
+            if number < rows[-1][0]:
+                refuse(name, number, f"expected {len(names)} cells, got {len(row)}")
             continue
         values = {key: _number(cell) for key, cell in zip(names, row, strict=True) if cell}
         if lines and lines[-1].values.get("step") == values.get("step"):
             lines[-1].values.update(values)
         else:
-            lines.append(_Line(number, values))
+            lines.append(Line(number, values))
     return lines
 
 
@@ -170,11 +148,11 @@ def _number(cell: str) -> Any:
     return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
-def _of_log(name: str, lines: list[_Line]) -> Record:
+def _of_log(name: str, lines: list[Line]) -> Record:
     """Read the log of a trainer: the lines with a norm."""
     for line in lines:
         if not isinstance(line.values, dict):
-            _refuse(name, line.number, f"expected an entry of the log with step and norm, got {short(line.values)}")
+            refuse(name, line.number, f"expected an entry of the log with step and norm, got {short(line.values)}")
     keys = _keys(lines)
     norm = next((key for key in _NORMS if key in keys), None)
     if norm is None and lines:
@@ -185,53 +163,50 @@ def _of_log(name: str, lines: list[_Line]) -> Record:
     training = [key for key in keys if key.endswith(("loss", "loss_step")) and not key.startswith(_NOT_TRAINING)]
     loss = next((key for key in (*_LOSSES, *training) if key in keys), None)
     named = _FROM_LOGS | {norm: "norm", loss: "loss"}
-    found = [_Line(number, _as_recorded(values, named)) for number, values in lines if norm in values]
+    found = [Line(number, _as_recorded(values, named)) for number, values in lines if norm in values]
     return _record(name, {"scope": "all_leaves", "ord": 2}, found)
 
 
 def _as_recorded(values: dict[str, Any], named: dict[Any, str]) -> dict[str, Any]:
     """Return an entry of a log as a line of the recorder."""
-    own = {key for key in values if key in _OWN and key != "step" and key not in named}  # of another meaning
+    own = {key for key in values if key in OWN and key != "step" and key not in named}  # of another meaning
     line = {named.get(key, key): value for key, value in values.items() if key not in own}
-    if type(line["norm"]) in _NUMBERS:
-        line["finite"] = line["norm"] is not None and math.isfinite(line["norm"])
+    if type(line["norm"]) in NUMBERS:
+        line["finite"] = line["norm"] is not None and abs(line["norm"]) < math.inf
     for key in ("limit", "threshold"):
-        if type(line.get(key)) is float and not line[key] < _UNLIMITED:
+        if type(line.get(key)) is float and not line[key] < UNLIMITED:
             line[key] = None
     if "skipped" in line:
         line["skipped"] = line["skipped"] == 1
     return line
 
 
-def _keys(lines: Iterable[_Line]) -> dict[str, None]:
+def _keys(lines: Iterable[Line]) -> dict[str, None]:
     """Return the keys of all lines in the order in which they come."""
     return dict.fromkeys(key for line in lines for key in line.values)
 
 
-def _record(name: str, header: dict[str, Any], lines: list[_Line]) -> Record:
+def _record(name: str, header: dict[str, Any], lines: list[Line]) -> Record:
     """Make the columns of the lines."""
-    lines = _ascending(name, lines)
-    table = _Table(name, lines)
-    finite = table.flags("finite", usual=True)
-    limits = table.column("limit")
-    given = np.asarray(["limit" in line.values for line in lines], bool)
-    limits[given & np.isnan(limits) & finite] = math.inf
-    labels = [str(label) for label in header.get("leaves", ())]
-    with_leaves = [line for line in lines if "leaves" in line.values]
-    order = header.get("ord")
-    extra = [key for key in _keys(lines) if key not in _OWN and table.holds_numbers(key)]
+    lines = ascending(name, lines)
+    table = Table(name, lines)
+    finite, limits, losses = table.flags("finite", usual=True), table.column("limit"), table.column("loss")
+    limits[table.has("limit") & np.isnan(limits) & finite] = math.inf
+    losses[table.has("loss") & ~np.isfinite(losses)] = math.inf
+    labels, order = header.get("leaves", []), header.get("ord")
+    extra = [key for key in _keys(lines) if key not in OWN and table.holds_numbers(key)]
     return Record(
         steps=np.asarray([line.values["step"] for line in lines], np.int64),
-        norms=table.column("norm"),
+        norms=table.norms("norm"),
         limits=limits,
         factors=table.column("factor"),
         shares=table.column("share"),
         finite=finite,
         skipped=table.flags("skipped", usual=False),
         thresholds=table.column("threshold"),
-        losses=table.column("loss"),
-        leaves=_leaves(name, with_leaves, len(labels)),
-        leaf_steps=np.asarray([line.values["step"] for line in with_leaves], np.int64),
+        losses=losses,
+        leaves=table.rows("leaves", len(labels)),
+        leaf_steps=np.asarray([line.values["step"] for line in lines if "leaves" in line.values], np.int64),
         labels=labels,
         sizes=np.asarray(header.get("sizes", [0] * len(labels)), np.int64),
         rule=header.get("rule", ""),
@@ -239,55 +214,3 @@ def _record(name: str, header: dict[str, Any], lines: list[_Line]) -> Record:
         ord=None if order is None else float(order),
         extra={key: table.column(key) for key in extra},
     )
-
-
-def _ascending(name: str, lines: list[_Line]) -> list[_Line]:
-    """Drop what was recorded before a run was resumed from an earlier step."""
-    kept: list[_Line] = []
-    for line in lines:
-        step = line.values.get("step")
-        if type(step) is not int:
-            _refuse(name, line.number, f"step must be a whole number, got {short(step)}")
-        while kept and kept[-1].values["step"] >= step:
-            kept.pop()
-        kept.append(line)
-    return kept
-
-
-def _leaves(name: str, lines: list[_Line], count: int) -> Array:
-    """Return the norms of leaves, a row for each line."""
-    for number, values in lines:
-        row = values["leaves"]
-        if not (isinstance(row, list) and len(row) == count and set(map(type, row)) <= _NUMBERS):
-            _refuse(name, number, f"leaves must be {count} norms, as the first line names, got {short(row)}")
-    return np.asarray([line.values["leaves"] for line in lines], np.float64).reshape(len(lines), count)
-
-
-class _Table(NamedTuple):
-    """The lines of a file, to be read by column."""
-
-    name: str
-    lines: list[_Line]
-
-    def column(self, key: str) -> Array:
-        """Return the numbers of a key, NaN where there is none."""
-        values = [line.values.get(key) for line in self.lines]
-        if not set(map(type, values)) <= _NUMBERS:
-            self._refuse(key, _NUMBERS, "a number or null")
-        return np.asarray(values, np.float64)
-
-    def flags(self, key: str, *, usual: bool) -> Array:
-        """Return the flags of a key, the usual one where there is none."""
-        values = [line.values.get(key, usual) for line in self.lines]
-        if not set(map(type, values)) <= {bool}:
-            self._refuse(key, {bool}, "true or false")
-        return np.asarray(values, bool)
-
-    def holds_numbers(self, key: str) -> bool:
-        """Whether all values of a key are numbers."""
-        return {type(line.values.get(key)) for line in self.lines} <= _NUMBERS
-
-    def _refuse(self, key: str, kinds: set[Any], wanted: str) -> None:
-        for number, values in self.lines:
-            if key in values and type(values[key]) not in kinds:
-                _refuse(self.name, number, f"{key} must be {wanted}, got {short(values[key])}")

@@ -16,18 +16,25 @@ Then there is one line for each step::
 ``norm`` is the largest norm before clipping, ``limit`` the smallest limit, ``factor`` the smallest factor, ``share``
 the share of the factors that are not 1, as in `uniclip.Report.scalars`. Where they exist there are also ``threshold``,
 ``skipped`` (true or false), ``loss``, numbers of the user's own, and ``leaves``, the norms of all leaves in the order
-of the header. NaN and ∞ are ``null``; if a norm, a gradient or the loss is not finite, the line says
-``"finite": false``, else it says nothing about it. A limit that nothing reaches is ``null``.
+of the header, ``null`` for a leaf without a gradient. NaN and ∞ are ``null``; if a norm or a gradient is not finite,
+the line says ``"finite": false``, else it says nothing about it. A ``loss`` that is ``null`` was not finite. A limit
+that nothing reaches is ``null``.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np  # noqa: TC002 - read() makes arrays
+import numpy as np
 
 FORMAT = 1
 """The number of the format, in the header as ``"uniclip"``."""
+OWN = frozenset(
+    {"uniclip", "step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "loss", "leaves"}
+)
+"""The keys of a line that are not numbers of the user's own."""
+BEGINNING = b'{"uniclip"'
+"""How a recorded run begins."""
 
 
 class Record(NamedTuple):
@@ -41,11 +48,14 @@ class Record(NamedTuple):
         The largest norm before clipping, the smallest limit (∞ where nothing limits), the smallest factor, the share of
         the factors that are not 1. NaN where it is not known, or is not finite.
     finite, skipped : (n,) array of bool
-        Whether all gradients and norms of the step and its loss were finite, and whether the rule left the step out.
-    thresholds, losses : (n,) array of float64
+        Whether all gradients and norms of the step were finite, and whether the rule left the step out.
+    thresholds : (n,) array of float64
         NaN where there is none.
+    losses : (n,) array of float64
+        ∞ where the loss was not finite, NaN where none was recorded.
     leaves : (m, k) array of float64
-        The norms of k leaves at the m steps where they were recorded.
+        The norms of k leaves at the m steps where they were recorded; NaN where one is not finite, or where the leaf
+        had no gradient.
     leaf_steps : (m,) array of int64
         These steps.
     labels : list of str
@@ -79,3 +89,18 @@ class Record(NamedTuple):
     scope: str
     ord: float | None
     extra: dict[str, np.ndarray[Any, Any]]
+
+    def before(self, count: int) -> Record:
+        """Return the record of the first ``count`` steps."""
+        first: dict[str, Any] = {
+            name: value[:count]
+            for name, value in self._asdict().items()
+            if name not in {"leaves", "leaf_steps", "sizes"} and isinstance(value, np.ndarray)
+        }
+        rows = int(np.isin(self.leaf_steps, first["steps"]).sum())
+        return self._replace(
+            **first,
+            leaves=self.leaves[:rows],
+            leaf_steps=self.leaf_steps[:rows],
+            extra={name: values[:count] for name, values in self.extra.items()},
+        )

@@ -25,6 +25,8 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 _EVERY_LEAF = 'replay needs the norms of leaves at every step: record with Recorder(..., leaves="all")'
 
+_POWERS = -122, 123
+"""Those of 2 around which limits of float32 are tried."""
 _ROUNDED = 5e-9
 """How far a float32 number may be from its nine digits in a file, relative to it."""
 
@@ -315,7 +317,7 @@ def what_if(record: Record, max_norms: Iterable[float] | None = None) -> WhatIf:
     """
     usable = record.norms[np.isfinite(record.norms) & (record.norms > 0)]
     if max_norms is None:
-        middle = round(math.log2(np.median(usable))) if len(usable) else 0
+        middle = round(np.clip(np.median(np.log2(usable)), *_POWERS)) if len(usable) else 0
         max_norms = [2.0**power for power in range(middle - 4, middle + 5)] if len(usable) else []
     joint = record._replace(scope="all_leaves", ord=2.0)
     found = [replay(joint, by_global_norm(limit)) for limit in max_norms]

@@ -101,11 +101,13 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     medians, bounds = compared(record.norms, finite, z, window)
     found = np.flatnonzero(~finite | (record.norms > bounds))
     leaves = _Leaves(record, record.steps[found], window)
+    with np.errstate(over="ignore"):
+        ratios = np.where(finite, record.norms, math.nan) / medians
     return [
         Spike(
             step=int(record.steps[n]),
             norm=float(record.norms[n]) if finite[n] else math.nan,
-            ratio=float(record.norms[n] / medians[n]) if finite[n] else math.nan,
+            ratio=float(ratios[n]),
             skipped=bool(record.skipped[n]),
             loss_before=_median(record.losses[max(n - _LOSSES, 0) : n]),
             loss_after=_median(record.losses[n + 1 : n + 1 + _LOSSES]),
@@ -156,7 +158,8 @@ def _exp(logs: Array) -> Array:
 def _median(values: Array) -> float:
     """Return the median of the numbers among values."""
     known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else math.nan
+    with np.errstate(over="ignore"):
+        return float(np.median(known)) if len(known) else math.nan
 
 
 class _Leaves:

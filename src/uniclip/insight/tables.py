@@ -96,11 +96,17 @@ def number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
+def printable(text: str) -> str:
+    """Return text with a mark in place of each character that would not be seen, but would act: control characters."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)
+
+
 def as_text(table: Table, width: int) -> str:
     """Return a table in columns, its last one wrapped to the width in characters."""
     if not table.rows:
         return EMPTY
     rows = [table.columns, *table.rows] if any(table.columns) else table.rows
+    rows = [tuple(map(printable, row)) for row in rows]
     wide = [max(len(row[column]) for row in rows) for column in range(len(table.columns) - 1)]
     start = sum(wide) + len(_GAP) * len(wide)
     lines: list[str] = []
