@@ -184,6 +184,18 @@ def test_a_loss_that_is_noisy_and_falls_little() -> None:
         assert suggest(record_of(usual(), losses)).verdict == "stable"
 
 
+@pytest.mark.parametrize("noise", [0.2, 0.35])
+def test_a_loss_that_gets_as_quiet_as_it_gets_small(noise: float) -> None:
+    """Noise that is a share of the loss makes no rise of the first steps, whatever the last ones are like."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        steps = np.arange(1000)
+        falling = np.where(steps < 100, 1.0, np.exp(-(steps - 100) / 100) + 0.01) * rng.lognormal(0.0, noise, 1000)
+        assert suggest(record_of(rng.lognormal(0.0, 0.4, 1000), falling)).verdict == "stable"
+        falling[600:] *= 100  # and then it does rise
+        assert suggest(record_of(rng.lognormal(0.0, 0.4, 1000), falling)).verdict == "unstable"
+
+
 def test_a_loss_that_rises_from_the_beginning() -> None:
     """There is no need for it to have fallen."""
     losses = np.linspace(2.3, 4.0, STEPS) + 0.02 * NOISE

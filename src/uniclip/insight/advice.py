@@ -87,10 +87,10 @@ def suggest(record: Record) -> Advice:
     """Say whether a run was stable, and which three limits to try.
 
     A stable run is one whose norms and losses stay finite and whose loss, as a median of 10 steps, never rises above
-    its least value so far by more than 20 % of what it falls by in all. Of such a run c is the 90th percentile of the
-    norms after the warm-up. Of an unstable one only the steps before the trouble count: with their median it is to be recorded
-    again, unless it was clipped at that or below already; then the learning rate is to be lowered, and c is a quarter
-    of the lesser of the two.
+    its least value so far by more than 20 % of what it falls by in all, nor by more than three times the noise of a
+    single step. Of such a run c is the 90th percentile of the norms after the warm-up. Of an unstable one only the
+    steps before the trouble count: with their median it is to be recorded again, unless it was clipped at that or below
+    already; then the learning rate is to be lowered, and c is a quarter of the lesser of the two.
 
     Parameters
     ----------

@@ -17,8 +17,8 @@ SPAN = 10
 FEWEST_LOSSES = 2 * SPAN
 RISE = 0.2
 """The share of what the loss has fallen by that it may rise again."""
-NOISE = 3
-"""A rise counts only if it is so many standard deviations of a single step's loss."""
+NOISE, AROUND = 3, 100
+"""A rise counts only if it is so many standard deviations of a single step's loss, as its last so many changes tell."""
 GROWTH = 10
 """Without losses: the growth of the norms that counts as unstable."""
 AGAIN = 2
@@ -65,9 +65,10 @@ def _left_course(record: Record, known: Array, start: int) -> Trouble | None:
         later = later[later >= start]
         return _grown(record, later) if len(later) >= FEWEST_LOSSES else None
     medians = _running(losses)
-    noise = 1.48 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2)
-    bound = max(RISE * (medians[0] - medians.min()), NOISE * noise)
+    usual = _spread(np.abs(np.diff(losses)))
     least = np.minimum.accumulate(medians)
+    at = np.maximum.accumulate(np.where(medians == least, np.arange(len(medians)), 0))
+    bound = np.maximum(RISE * (medians[0] - medians.min()), NOISE * np.maximum(usual, _noise(losses)[at]))
     high = np.flatnonzero(medians > least + bound)
     if not len(high):
         return None
@@ -77,6 +78,24 @@ def _left_course(record: Record, known: Array, start: int) -> Trouble | None:
         f"step {record.steps[where[lowest]]:,}; it had begun at {medians[0]:.3g}."
     )
     return Trouble(int(where[lowest + SPAN - 1]) + 1, reason)
+
+
+def _noise(losses: Array) -> Array:
+    """Return the standard deviation of a step's loss around each run of `SPAN` losses, from the changes up to its end.
+
+    Many a loss gets as quiet as it gets small, and what is usual in the whole run is little for its beginning.
+    """
+    changes = np.abs(np.diff(losses))
+    count = min(AROUND, len(changes))
+    spreads = _spread(np.lib.stride_tricks.sliding_window_view(changes, count))
+    ends = np.arange(SPAN - 1, len(losses)) - 1  # the last change within each run
+    found: Array = spreads[np.maximum(ends - count + 1, 0)]
+    return found
+
+
+def _spread(changes: Array) -> Any:
+    """Return the standard deviation of what changes so much from step to step."""
+    return 1.48 / math.sqrt(2) * np.median(changes, axis=-1)
 
 
 def _grown(record: Record, places: Array) -> Trouble | None:

@@ -157,7 +157,7 @@ class Recorder:
         ----------
         report : Report or dict of str to 0-d array
             What `uniclip.clip` or `uniclip.Rule.update` returned, also from compiled code, but not inside of it; or
-            what `uniclip.integrations.optax.scalars` returns of a state.
+            its scalars, which is what an integration without reports has.
         step : int, optional
             The number of the step; the one after the last if it is left out.
         loss : float or 0-d array, optional
