@@ -221,3 +221,69 @@ def test_spikes_that_are_not_finite() -> None:
         ("5", "9", "6 x", "no", "1", "2", "-"),
         ("7", "not finite", "-", "yes", "-", "-", "a (not finite), b (2 x)"),
     ]
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "link.jsonl", "other.jsonl", "damaged.jsonl"])
+def test_a_page_replaces_no_record(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page does not replace the file that is read, under whatever name, or another record: one line, status 2."""
+    folder = file.parent
+    (folder / "link.jsonl").symlink_to(file)
+    recorded.write(recorded.run(5), folder / "other.jsonl")
+    (folder / "damaged.jsonl").write_text('\ufeff{"uniclip": 1, "lea', encoding="utf-8")
+    before = (folder / name).read_bytes()
+    assert command.main(["report", str(file), "-o", str(folder / name)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert shown.err.startswith(f"uniclip: {folder / name} is ")
+    assert (folder / name).read_bytes() == before
+
+
+def test_a_page_replaces_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor the log of a trainer that is read; a page is replaced."""
+    log, page = tmp_path / "metrics.csv", tmp_path / "run.html"
+    log.write_text("step,clip/norm\n1,2.0\n", encoding="utf-8")
+    page.write_text("old", encoding="utf-8")
+    assert command.main(["report", str(log), "-o", str(log)]) == 2
+    assert log.read_text(encoding="utf-8") == "step,clip/norm\n1,2.0\n"
+    assert command.main(["report", str(log), "-o", str(page)]) == 0
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"uniclip": 1}\n{"step": 1, "norm": 1%s}\n{"step": 2}\n' % ("0" * 400),
+        '{"uniclip": 1}\n{"step": 99999999999999999999}\n{"step": 2}\n',
+        '{"uniclip": 1}\n%s\n{"step": 2}\n' % ("[" * 100_000),
+        '{"uniclip": 1, "leaves": 5}\n',
+        '{"uniclip": 1, "scope": []}\n',
+        '{"uniclip": 1, "ord": "abc"}\n',
+        "step,clip/norm,a\n1,2.0,%s\n2,1.0,\n" % ("9" * 140_000),
+    ],
+)
+def test_damaged_files(name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is wrong in a file is said in one line."""
+    path = tmp_path / "other.jsonl"
+    path.write_text(content, encoding="utf-8")
+    assert command.main([name, str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(f"uniclip: {path}, line ")
+    assert shown.err.count("\n") == 1
+
+
+def test_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing in a file acts on the terminal."""
+    path = tmp_path / "run.jsonl"
+    header = '{"uniclip": 1, "rule": "\\u001b[31mred\\u202e", "leaves": ["\\u001b]0;x\\u0007"], "sizes": [1]}'
+    rows = [f'{{"step": {step}, "norm": 1.0, "leaves": [{1 + step % 2}]}}' for step in range(1, 60)]
+    last = '{"step": 60, "norm": 99.0, "leaves": [99.0]}'
+    path.write_text("\n".join([header, *rows, last]) + "\n", encoding="utf-8")
+    assert command.main(["report", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "\ufffd[31mred\ufffd" in shown
+    assert "\ufffd]0;x\ufffd" in shown
+    assert all(one.isprintable() for one in shown.replace("\n", ""))

@@ -200,3 +200,23 @@ def test_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uniclip.insight.pictures", None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "uniclip-gradients\[insight\]"'):
         page(recorded.run(5))
+
+
+def test_no_record_is_replaced(tmp_path: Path) -> None:
+    """A page is not written over a recorded run."""
+    path = recorded.write(recorded.run(5), tmp_path / "run.jsonl")
+    before = path.read_bytes()
+    for given in (path, str(path)):
+        with pytest.raises(ValueError, match=r"run\.jsonl is a recorded run, which a page must not replace"):
+            page(recorded.run(5), given)
+    assert path.read_bytes() == before
+
+
+def test_labels_of_other_scripts() -> None:
+    """Labels of any script are in the page, without a warning; control characters are not."""
+    labels = ["层.权重", "a\x00b\x1b[31m", "c\u2028d", "Ω"]
+    text = page(recorded.run(100, 4, spikes=[50], labels=labels, rule="uc\x00rule"))
+    assert "层.权重" in text
+    assert "a\ufffdb\ufffd[31m" in text
+    assert "c\ufffdd" in text
+    assert all(one.isprintable() for one in text.replace("\n", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
@@ -172,6 +173,15 @@ def test_a_map_of_few_records_shows_the_nearest() -> None:
     ax = Figure().subplots()
     panels.leaves(ax, record)
     assert ax.collections[0].get_array().ravel().tolist() == [2.0] * 26 + [3.0] * 74
+
+
+def test_labels_of_other_scripts() -> None:
+    """What the fonts lack is drawn as a mark, without a warning; what they have is kept."""
+    labels = ["层.weight", "a\x1bb", "Ωµ", "w"]
+    ax = plot(recorded.run(100, leaves=4, labels=labels))
+    ax.figure.savefig(io.BytesIO())
+    shown = [text.get_text() for text in ax.figure.axes[-1].get_yticklabels()]
+    assert shown == ["\ufffd.weight", "a\ufffdb", "Ωµ", "w"]
 
 
 @pytest.mark.parametrize(("style", "paper"), [("default", "white"), ("dark_background", "black")])

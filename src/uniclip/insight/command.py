@@ -17,6 +17,7 @@ from uniclip._version import version
 from uniclip.insight import tables
 from uniclip.insight.advice import suggest
 from uniclip.insight.page import PREDICTED, refuse_records, written
+from uniclip.insight.panels import printable
 from uniclip.insight.reading import read
 from uniclip.insight.record import Record
 from uniclip.insight.spikes import FEWEST, WINDOW, Spike, Z, spikes
@@ -67,7 +68,7 @@ class _RefusedError(Exception):
 
 def _complain(problem: str) -> int:
     """Say in one line what is wrong."""
-    print(f"uniclip: {tables.printable(' '.join(problem.split()))}", file=sys.stderr)  # noqa: T201 - a command prints
+    print(f"uniclip: {printable(' '.join(problem.split()))}", file=sys.stderr)  # noqa: T201 - a command prints
     return _PROBLEM
 
 

@@ -14,6 +14,7 @@ from uniclip._checks import check
 from uniclip._version import version
 from uniclip.insight import tables
 from uniclip.insight.advice import Advice, suggest
+from uniclip.insight.panels import printable
 from uniclip.insight.plot import drawing
 from uniclip.insight.record import BEGINNING, Record
 from uniclip.insight.spikes import Spike, spikes
@@ -195,4 +196,4 @@ def _row(row: Sequence[str]) -> str:
 
 def _shown(text: str) -> str:
     """Return text for HTML."""
-    return escape(tables.printable(text))
+    return escape(printable(text))

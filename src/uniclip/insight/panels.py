@@ -128,8 +128,13 @@ def name_leaves(ax: Any, labels: list[str]) -> None:
     shown = range(0, len(labels), -(-len(labels) // _NAMED))
     texts = [labels[row] if len(labels[row]) <= _LONGEST else f"…{labels[row][1 - _LONGEST :]}" for row in shown]
     ax.set_yticks(shown)
-    for text in ax.set_yticklabels(texts, fontsize="small"):
+    for text in ax.set_yticklabels(map(printable, texts), fontsize="small"):
         text.set_parse_math(False)
+
+
+def printable(text: str) -> str:
+    """Return text with U+FFFD in place of characters that are not seen, such as control characters, which may act."""
+    return "".join([one if one.isprintable() else "\ufffd" for one in text])
 
 
 def has_losses(record: Record) -> bool:

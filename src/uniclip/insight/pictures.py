@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -98,7 +99,8 @@ def _picture(  # noqa: PLR0913, PLR0917 - what a picture is made of
 ) -> Picture:
     """Draw a panel, and make it a part of a page."""
     file = io.StringIO()
-    with matplotlib.style.context(_STYLE, after_reset=True):
+    with matplotlib.style.context(_STYLE, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a browser has more fonts
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         draw(figure.subplots(), record)
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

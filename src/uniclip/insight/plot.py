@@ -55,7 +55,7 @@ def plot(record: Record, ax: Any = None) -> Any:
     -----
     Text, ticks and frames have the colors of ``matplotlib.rcParams``, so that any style applies; those of the data are
     of the palette of Okabe and Ito (2008), which people of all kinds of color vision can tell apart, and have a
-    contrast of at least 3 on white and on black.
+    contrast of at least 3 on white and on black. Characters of labels that the fonts lack are drawn as U+FFFD.
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("ax", ax, ax is None or hasattr(ax, "get_xaxis_transform"), "one Axes of matplotlib, or None")
@@ -66,7 +66,7 @@ def plot(record: Record, ax: Any = None) -> Any:
         if "losses" in axes:
             panels.losses(axes["losses"], record)
         if "leaves" in axes:
-            panels.leaves(axes["leaves"], record)
+            panels.leaves(axes["leaves"], record._replace(labels=_in_font(record.labels)))
             for colors in axes["leaves"].child_axes:
                 colors.set_in_layout(False)  # beside it is room enough
         ax = axes["norms"]
@@ -91,6 +91,17 @@ def _panels(record: Record) -> dict[str, Any]:
         axes[name].sharex(axes["norms"])
     axes["spread"].sharey(axes["norms"])
     return axes
+
+
+def _in_font(labels: list[str]) -> list[str]:
+    """Return labels with U+FFFD in place of what the fonts lack: matplotlib would draw a box, and warn each time."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font  # noqa: PLC0415 - imports matplotlib
+
+    fonts = [get_font(findfont(FontProperties(family=family))) for family in FontProperties().get_family()]
+    every = {one for label in labels for one in panels.printable(label) if not one.isascii()}
+    lacking = [one for one in every if not any(font.get_char_index(ord(one)) for font in fonts)]
+    table = str.maketrans(dict.fromkeys(lacking, "\ufffd"))
+    return [label.translate(table) for label in labels]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from uniclip.insight.panels import clipped
+from uniclip.insight.panels import clipped, printable
 from uniclip.insight.record import Record
 from uniclip.insight.replay import WhatIf, percent
 from uniclip.insight.spikes import Spike
@@ -94,11 +94,6 @@ def of_spikes(found: Sequence[Spike], most: int | None = None) -> Table:
 def number(value: float) -> str:
     """Return a number in three digits, ``-`` for NaN."""
     return "-" if math.isnan(value) else f"{value:.3g}"
-
-
-def printable(text: str) -> str:
-    """Return text with a mark in place of each character that would not be seen, but would act: control characters."""
-    return "".join(one if one.isprintable() else "\ufffd" for one in text)
 
 
 def as_text(table: Table, width: int) -> str:
