@@ -97,7 +97,7 @@ def _in_font(labels: list[str]) -> list[str]:
     """Return labels with U+FFFD in place of what the fonts lack: matplotlib would draw a box, and warn each time."""
     from matplotlib.font_manager import FontProperties, findfont, get_font  # noqa: PLC0415 - imports matplotlib
 
-    fonts = [get_font(findfont(FontProperties(family=family))) for family in FontProperties().get_family()]
+    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]
     every = {one for label in labels for one in panels.printable(label) if not one.isascii()}
     lacking = [one for one in every if not any(font.get_char_index(ord(one)) for font in fonts)]
     table = str.maketrans(dict.fromkeys(lacking, "\ufffd"))
