@@ -175,11 +175,13 @@ def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
         again = _rounded(middle)
         reasons += [f"The run {done}: record again, clipped at {again:g}, and ask again."]
         return _advice(before, UNSTABLE, 0.0, reasons, again)
+    c = min(middle, limit) / 4
     reasons += [
-        f"It was clipped at {limit:.3g} already: lower the learning rate. That is what helps, not another limit.",
-        f"If it has to stay, c = {min(middle, limit) / 4:.3g} is a quarter of the lesser of the two.",
+        f"It was clipped at {limit:.3g} already: lower the learning rate. That is what helps, not another limit."
     ]
-    return _advice(before, UNSTABLE, min(middle, limit) / 4, reasons)
+    if _limits(c):
+        reasons += [f"If it has to stay, c = {c:.3g} is a quarter of the lesser of the two."]
+    return _advice(before, UNSTABLE, c, reasons)
 
 
 def _advice(record: Record, verdict: str, c: float, reasons: list[str], again: float | None = None) -> Advice:
