@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from uniclip._repr import counted
 from uniclip.ask import Step
 from uniclip.curves import reject
+from uniclip.insight.measured import Measured
 from uniclip.insight.shares import by_step
 from uniclip.layout import Opened, opened
 from uniclip.limits import NoState
@@ -28,29 +29,6 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 _SLOW = 1.0
 """After how many seconds a replay says how far it is."""
-
-
-class Measured(NamedTuple):
-    """What a rule sees of n steps, with one norm each or k of them.
-
-    Attributes
-    ----------
-    steps : (n,) array of int64
-    norms : (n,) or (n, k) array
-        NaN where not finite, 0 where absent.
-    absent : (n,) or (n, k) array of bool
-        Whether there was no gradient for a norm.
-    finite : (n,) array of bool
-        Whether all gradients of the step were.
-    losses : (n,) array of float64
-        NaN where there is none, ∞ where it was not finite.
-    """
-
-    steps: Array
-    norms: Array
-    absent: Array
-    finite: Array
-    losses: Array
 
 
 def at_once(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
