@@ -18,6 +18,7 @@ from uniclip._checks import check, whole
 from uniclip._repr import short
 from uniclip.backends import DEFAULT, Backend, backend_of, compiling
 from uniclip.insight.lines import File, Kept, header_of, kept_of, refuse_other, row_of, scope_of, written
+from uniclip.insight.record import OWN
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.report import LOGGED, Parts, Report
 from uniclip.rules import AnyRule, as_rule
@@ -28,8 +29,6 @@ _WAITING: set[Recorder] = set()
 """The recorders that have something to write: held here, or what a collected one has not written would be lost."""
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
 _COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes", "_own", "_scope"}
-_OWN = {"step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "loss", "leaves", "uniclip"}
-"""The names of what a recorder writes by itself."""
 
 
 class Recorder:
@@ -214,7 +213,7 @@ class Recorder:
         extra: dict[str, Any] | None = None,
     ) -> None:
         """Record a step of a report's parts; ``places`` are the numbers of the leaves that have a gradient."""
-        taken = _OWN.intersection(extra or ())
+        taken = OWN.intersection(extra or ())
         if taken:
             msg = f"the recorder writes {min(taken)!r} by itself: give what else it is to hold another name"
             raise ValueError(msg)
