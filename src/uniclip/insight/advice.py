@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import textwrap
 from typing import Any, NamedTuple
 
@@ -75,7 +76,8 @@ class Advice(NamedTuple):
             lines += [f"Limits to try: {', '.join(f'{limit:g}' for limit in self.limits)}"]
         if self.record_at is not None:
             lines += [f"Record again with the limit {self.record_at:g}"]
-        lines += ["", *[textwrap.fill(f"- {reason}", _LINE, subsequent_indent="  ") for reason in self.reasons]]
+        width = min(shutil.get_terminal_size((_LINE, 24)).columns, _LINE)
+        lines += ["", *[textwrap.fill(f"- {reason}", width, subsequent_indent="  ") for reason in self.reasons]]
         if len(self.table.max_norms):
             lines += ["", str(self.table)]
         if self.limits:
@@ -149,7 +151,7 @@ def _stable(record: Record, known: Array, start: int) -> Advice:
     loud, words = _outliers(found, len(record.steps) - start)
     reasons = [kept_course(record), words]
     left_out = f"the first {start:,} steps are left out as warm-up, and so are the spikes"
-    reasons += [f"c = {c:.3g} is the {QUANTILE}th percentile of {usual.sum():,} norms: {left_out}."]
+    reasons += [f"The middle limit, {c:.3g}, is the {QUANTILE}th percentile of {usual.sum():,} norms: {left_out}."]
     if c == 0:
         reasons += ["A limit of 0 would zero the gradients, so none is suggested."]
     elif not _limits(c):
@@ -177,10 +179,11 @@ def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
         return _advice(before, UNSTABLE, 0.0, reasons, again)
     c = min(middle, limit) / 4
     reasons += [
-        f"It was clipped at {limit:.3g} already: lower the learning rate. That is what helps, not another limit."
+        f"It was clipped at {limit:.3g} already: first lower the learning rate, which helps more than another limit."
     ]
     if _limits(c):
-        reasons += [f"If it has to stay, c = {c:.3g} is a quarter of the lesser of the two."]
+        lesser = "a quarter of that median or of the recorded limit, whichever is less"
+        reasons += [f"If the learning rate has to stay: the middle limit, {c:.3g}, is {lesser}."]
     return _advice(before, UNSTABLE, c, reasons)
 
 

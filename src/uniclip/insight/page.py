@@ -30,7 +30,8 @@ COMPARE = (
 )
 PREDICTED = (
     "The shares are what these limits would have clipped of the norms that were recorded. Another limit changes the "
-    "steps that follow, and so the later norms: read them as a forecast."
+    "steps that follow, and so the later norms: read them as a forecast. Behind each ± stands how far the share of "
+    "another part of the run is from it, at most, in nine of ten cases."
 )
 _LOOK = """
 :root{color-scheme:light dark;--text:#1b1f24;--soft:#57606a;--paper:#ffffff;--box:#f3f5f7;--line:#d0d7de;--mark:#0072b2}
@@ -38,7 +39,7 @@ _LOOK = """
 --mark:#56b4e9}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--text);font:1rem/1.5 system-ui,sans-serif}
-main{max-width:46rem;margin:0 auto;padding:1rem}
+main{max-width:56rem;margin:0 auto;padding:1rem}
 h1{font-size:1.6rem;margin:.5rem 0}
 h2{font-size:1.2rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--line)}
 p,ul{margin:.5rem 0;overflow-wrap:anywhere}

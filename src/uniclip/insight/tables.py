@@ -88,7 +88,10 @@ def of_spikes(found: Sequence[Spike], most: int | None = None) -> Table:
         )
         for spike in sorted(largest, key=lambda spike: spike.step)
     ]
-    return Table(("step", "norm", "of median", "skipped", "loss before", "after", "leaves that grew most"), rows)
+    columns: tuple[str, ...] = ("step", "norm", "of median", "skipped", "loss before", "after", "leaves that grew most")
+    if not any([spike.leaves for spike in found]):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Table(columns, rows)
 
 
 def number(value: float) -> str:
