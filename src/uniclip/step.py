@@ -216,24 +216,31 @@ def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | 
     if not (constant and alone and usual):
         return None
     own = given.backend
-    lengths = [1] * len(given.arrays) if leaves else [len(given.arrays)]
-    found = own.squares(given.arrays, lengths) if own.readable(given.first) and not own.watched() else None
+    read = own.readable(given.first) and not own.watched()
+    found = own.squares(given.arrays, [1] * len(given.arrays) if leaves else [len(given.arrays)]) if read else None
     found = found if found is None else own.together([found])[0]
-    if not (isinstance(found, np.ndarray) and all([in_range(float(one), found.dtype == np.float32) for one in found])):
+    if not isinstance(found, np.ndarray):
         return None
-    wide = _wide(given) if leaves else found.dtype
-    total = found.sum(dtype=np.float64).astype(wide) if leaves else found[0]
-    if not in_range(float(total), total.dtype == np.float32):
+    row, total = _row_and_total(given, found) if leaves else (None, found[0])
+    if total is None or not in_range(float(total), total.dtype == np.float32):
         return None
     n, most, one = np.sqrt(total), total.dtype.type(limit.value), total.dtype.type(1)
-    row = np.sqrt(found).astype(wide, copy=False) if leaves else None
     decided = Single(given, state, n, most, one if n <= most else most / n, row)
     return decided if n * _NEAR <= most else None
 
 
-def _wide(given: Opened) -> Any:
-    """Return NumPy's dtype of a norm over all arrays."""
-    return np.float64 if any([array.dtype == given.backend.xp.float64 for array in given.arrays]) else np.float32
+def _row_and_total(given: Opened, found: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+    """Return the norms of leaves and the sum of all squares, of the squares of each; ``None`` if some are not known."""
+    wide: Any = np.float64 if any([a.dtype == given.backend.xp.float64 for a in given.arrays]) else np.float32
+    squares = found.astype(np.float64)
+    for number in np.flatnonzero(
+        ~in_range(found, found.dtype == np.float32)
+    ).tolist():  # leaves that vanish, or explode
+        view = given.backend.viewed(given.arrays[number])
+        if view is None or wide is np.float64:
+            return None, None
+        squares[number] = np.sum(np.square(view, dtype=np.float64))
+    return np.sqrt(squares).astype(wide), squares.sum().astype(wide)
 
 
 class _Found(NamedTuple):
