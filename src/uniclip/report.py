@@ -275,7 +275,8 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
 
 def _arrays_of(values: Any) -> list[Any]:
     """Return the arrays of a field of a report that are not empty."""
-    return [array for array in flatten(values).leaves if 0 not in array.shape]
+    leaves = [values] if hasattr(values, "shape") else flatten(values).leaves
+    return [array for array in leaves if 0 not in array.shape]
 
 
 def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
