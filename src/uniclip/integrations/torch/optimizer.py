@@ -299,19 +299,23 @@ class Attached(Memory):
                 leaves = self._scale(params, grads, scale, loss)
         self._steps += 1
         if self.record is not None and self.report is not None:
-            some = set(map(id, params))
-            places = [number for number, p in enumerate(self._params()) if id(p) in some]
-            if leaves and len(self._params()) != len(self._required):
-                msg = (
-                    f"record names the leaves of {len(self._required)} parameters, and the optimizer has "
-                    f"{len(self._params())}: after add_param_group, remove() this handle and attach with a new recorder"
-                )
-                raise ValueError(msg)
+            places = self._places(params) if leaves else None
             given = given if self.record.loss is None else None  # a trainer knows that of all accumulated batches
             self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
         skipped = None if self.report is None else self.report.skipped
         if skipped is not None:
             self._skip(skipped, params, found_inf, fused=fused)
+
+    def _places(self, params: list[Any]) -> list[int]:
+        """Return the numbers of the parameters whose leaves are recorded; refuse others than were there at first."""
+        some, every = set(map(id, params)), self._params()
+        if len(every) != len(self._required):
+            msg = (
+                f"record names the leaves of {len(self._required)} parameters, and the optimizer has {len(every)}: "
+                "after add_param_group, remove() this handle and attach with a new recorder"
+            )
+            raise ValueError(msg)
+        return [number for number, p in enumerate(every) if id(p) in some]
 
     def _fold(self, grads: list[Any], scale: Any, loss: Any) -> list[Any]:
         """Have the fused kernel multiply by the factor: it divides by ``grad_scale``. Return the norms of leaves."""
