@@ -233,9 +233,8 @@ def _row_and_total(given: Opened, found: np.ndarray[Any, Any]) -> tuple[Any, Any
     """Return the norms of leaves and the sum of all squares, of the squares of each; ``None`` if some are not known."""
     wide: Any = np.float64 if any([a.dtype == given.backend.xp.float64 for a in given.arrays]) else np.float32
     squares = found.astype(np.float64)
-    for number in np.flatnonzero(
-        ~in_range(found, found.dtype == np.float32)
-    ).tolist():  # leaves that vanish, or explode
+    lost = ~in_range(found, found.dtype == np.float32)  # leaves that vanish, or explode
+    for number in np.flatnonzero(lost).tolist():
         view = given.backend.viewed(given.arrays[number])
         if view is None or wide is np.float64:
             return None, None
@@ -284,6 +283,22 @@ def _found(  # noqa: PLR0913, PLR0917
     return _Found(given, norms.blocks if known is None else known, sound, beside)
 
 
+def _found_with_leaves(  # noqa: PLR0913, PLR0917
+    rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
+) -> tuple[_Found, Any]:
+    """Do as `_found`, and return the norms of all leaves, too, if they are wanted: those that are measured anyway."""
+    if not step.leaves:
+        return _found(rule, given, layout, joint, step, theirs), None
+    plain = not rule.norm.size_power and rule.nonfinite != "zero" and all(layout.groups)
+    if plain and rule.scope == each_leaf:
+        found = _found(rule, given, layout, joint, step, theirs)
+        return found, as_row(given, layout, found.norms)
+    row = row_of(given, rule.norm if plain else L2, joint)
+    if plain and rule.scope == all_leaves and step.norm is None:
+        step = step._replace(norm=norm_of_row(given, row, rule.norm))
+    return _found(rule, given, layout, joint, step, theirs), row
+
+
 def _loss(given: Opened, loss: Any, sums: list[Any] | None) -> Any:
     """Return the loss as a float32 array, ``None`` if there is none; ``sums`` are those of all processes."""
     loss, own = loss() if isinstance(loss, Loss) else loss, given.backend
@@ -309,14 +324,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
     theirs = opened_params(rule, given, step) if "params" in rule.limit.needs else None
     joint = joint_of(rule, given, layout, step.all_reduce, theirs)
-    plain, leaves = not rule.norm.size_power and rule.nonfinite != "zero" and all(layout.groups), None
-    if step.leaves and not (plain and rule.scope == each_leaf):
-        leaves = row_of(given, rule.norm if plain else L2, joint)
-        if plain and rule.scope == all_leaves and step.norm is None:
-            step = step._replace(norm=norm_of_row(given, leaves, rule.norm))
-    given, norms, sound, beside = _found(rule, given, layout, joint, step, theirs)
-    if step.leaves and leaves is None:
-        leaves = as_row(given, layout, norms)
+    (given, norms, sound, beside), leaves = _found_with_leaves(rule, given, layout, joint, step, theirs)
     read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]
     host = (
         all(isinstance(n, np.ndarray) for n in norms)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -27,6 +28,14 @@ class Line(NamedTuple):
 
     number: int
     values: dict[str, Any]
+
+
+def parsed(text: str | bytes) -> Any:
+    """Parse JSON; ``None`` if it is none, or is nested too deeply to be a record."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def refuse(name: str, number: int, what: str) -> NoReturn:

@@ -69,15 +69,8 @@ def _left_course(record: Record, known: Array, start: int) -> Trouble | None:
     least = np.minimum.accumulate(medians)
     at = np.maximum.accumulate(np.where(medians == least, np.arange(len(medians)), 0))
     bound = np.maximum(RISE * (medians[0] - medians.min()), NOISE * np.maximum(usual, _noise(losses)[at]))
-    high = np.flatnonzero(medians > least + bound)
-    if not len(high):
-        return None
-    lowest = int(medians[: high[0]].argmin())
-    reason = (
-        f"The loss, as a median of {SPAN} steps, rose from {medians[lowest]:.3g} to {medians[high].max():.3g} after "
-        f"step {record.steps[where[lowest]]:,}; it had begun at {medians[0]:.3g}."
-    )
-    return Trouble(int(where[lowest + SPAN - 1]) + 1, reason)
+    words = f"The loss, as a median of {SPAN} steps, rose", f"; it had begun at {medians[0]:.3g}."
+    return _risen(record, where, medians, medians > least + bound, words)
 
 
 def _noise(losses: Array) -> Array:
@@ -102,15 +95,19 @@ def _grown(record: Record, places: Array) -> Trouble | None:
     """Return where the norms have grown tenfold above their least, and to twice those after the warm-up."""
     medians = _running(record.norms[places])
     least = np.minimum.accumulate(medians)
-    high = np.flatnonzero((medians > GROWTH * least) & (medians > AGAIN * medians[0]))
-    if not len(high):
+    high = (medians > GROWTH * least) & (medians > AGAIN * medians[0])
+    words = f"No loss is recorded, and the norms, as medians of {SPAN} steps, grew", "."
+    return _risen(record, places, medians, high, words)
+
+
+def _risen(record: Record, places: Array, medians: Array, high: Array, words: tuple[str, str]) -> Trouble | None:
+    """Return the trouble of medians that get high, told by the words before and after how far they rise."""
+    found = np.flatnonzero(high)
+    if not len(found):
         return None
-    lowest = int(medians[: high[0]].argmin())
-    reason = (
-        f"No loss is recorded, and the norms, as medians of {SPAN} steps, grew from {medians[lowest]:.3g} to "
-        f"{medians[high].max():.3g} after step {record.steps[places[lowest]]:,}."
-    )
-    return Trouble(int(places[lowest + SPAN - 1]) + 1, reason)
+    lowest = int(medians[: found[0]].argmin())
+    rise = f"from {medians[lowest]:.3g} to {medians[found].max():.3g} after step {record.steps[places[lowest]]:,}"
+    return Trouble(int(places[lowest + SPAN - 1]) + 1, f"{words[0]} {rise}{words[1]}")
 
 
 def _losses(record: Record) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from uniclip.backends import Backend, backend_of
+from uniclip.insight.columns import parsed
 from uniclip.insight.record import FORMAT
 from uniclip.insight.spikes import WINDOW
 from uniclip.report import UNLIMITED, Parts
@@ -229,10 +230,7 @@ def _free(path: Path) -> Path:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     """Return what a line holds, ``None`` if it is torn."""
-    try:
-        row = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:  # no JSON, or no text
-        return None
+    row = parsed(line) if line.endswith(b"\n") else None
     return row if isinstance(row, dict) else None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from uniclip._repr import short
-from uniclip.insight.columns import NUMBERS, Line, Table, ascending, checked_header, refuse
+from uniclip.insight.columns import NUMBERS, Line, Table, ascending, checked_header, parsed, refuse
 from uniclip.insight.record import BEGINNING, OWN, Record
 from uniclip.report import LOGGED, UNLIMITED
 
@@ -61,13 +60,13 @@ def read(path: str | os.PathLike[str]) -> Record:
     """
     text = Path(path).read_bytes().decode("utf-8-sig", "replace")  # the end may be torn in the middle of a character
     name, first = os.fspath(path), text.partition("\n")[0]
-    header = _parsed(first)
+    header = parsed(first)
     if isinstance(header, dict) and "uniclip" in header:
         return _of_recorder(name, header, text)
     if first == text and first.startswith(BEGINNING.decode()):  # torn before anything was recorded
         return _record(name, {}, [])
     if text.lstrip().startswith("{"):
-        state = _parsed(text)
+        state = parsed(text)
         if isinstance(state, dict) and isinstance(state.get("log_history"), list):
             return _of_log(name, [Line(number, row) for number, row in enumerate(state["log_history"], 1)])
     elif "step" in first.strip().split(","):
@@ -79,14 +78,6 @@ def read(path: str | os.PathLike[str]) -> Record:
     raise ValueError(msg)
 
 
-def _parsed(text: str) -> Any:
-    """Parse JSON; ``None`` if it is none, or is nested too deeply to be a record."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _of_recorder(name: str, header: dict[str, Any], text: str) -> Record:
     """Read the lines of the recorder."""
     header = checked_header(name, 1, header)
@@ -94,7 +85,7 @@ def _of_recorder(name: str, header: dict[str, Any], text: str) -> Record:
     while rows and not rows[-1].strip():
         rows.pop()
     for number, row in enumerate(rows, 2):
-        values = _parsed(row)
+        values = parsed(row)
         if isinstance(values, dict) and "uniclip" in values:
             header = _joined(name, number, header, checked_header(name, number, values))
         elif isinstance(values, dict):
