@@ -64,7 +64,7 @@ def check_metadata(wheel: Path) -> None:
 
 def check_links(readme: str, source: str, version: str) -> None:
     """Check that every link is whole, and that those to this repository lead to a file of this version."""
-    links = re.findall(r"\]\(([^)]+)\)", readme)
+    links = re.findall(r"\]\(([^)]+)\)", readme) + re.findall(r'src(?:set)?="([^"]+)"', readme)
     raw = source.replace("//github.com", "//raw.githubusercontent.com")
     ours = [link for link in links if link.startswith((source, raw))]
     require(len(ours) > 20, "the README has lost its links")  # noqa: PLR2004 - it has about forty

@@ -38,11 +38,14 @@ version = release = uniclip.__version__
 
 extensions = [
     "myst_parser",
+    "notfound.extension",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_llms_txt",
+    "stacked_tables",
 ]
 exclude_patterns = ["_build", "_generated"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
@@ -69,8 +72,13 @@ html_theme = "furo"
 html_title = "uniclip"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
-html_copy_source = False
+html_show_sourcelink = False
 html_math_renderer = "mathml"
+html_scaled_image_link = False
+notfound_urls_prefix = "/"  # where the documentation is served
+llms_txt_exclude = ["404"]
+llms_txt_uri_template = "{docname}.html"
+llms_txt_summary = "Gradient clipping for PyTorch, TensorFlow, JAX, Keras, NumPy and every other array API library."
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 

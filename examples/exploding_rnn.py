@@ -207,7 +207,8 @@ def draw(runs: list[Run], max_norm: float, path: Path) -> None:
     figure, (losses, norms) = plt.subplots(2, 1, figsize=(12, 8), sharex=True, layout="constrained")
     for panel, kind in ((losses, "losses"), (norms, "norms")):
         for run, look, width in zip(runs, LOOKS, (1.5, *range(2 * len(runs) - 2, 0, -2)), strict=False):
-            panel.plot(*points(run, getattr(run, kind)), look, linewidth=width, zorder=12 - width, label=run.label)
+            label = f"{run.label}: {run.accuracy:.0%} right"
+            panel.plot(*points(run, getattr(run, kind)), look, linewidth=width, zorder=12 - width, label=label)
             if run.failed:
                 end, axes = (len(run.losses), 0.93), panel.get_xaxis_transform()
                 panel.plot(*end, "rX", markersize=11, zorder=12, transform=axes)
@@ -217,9 +218,9 @@ def draw(runs: list[Run], max_norm: float, path: Path) -> None:
     losses.set(xscale="log", ylim=(0, 4), ylabel="loss")
     norms.set(yscale="log", ylim=(1e-4, 1e12), ylabel="gradient norm before clipping", xlabel="training step")
     losses.legend(loc="lower left")
-    ends = (f"{run.label}: final loss {run.final_loss}, accuracy {run.accuracy:.1%}" for run in runs[:2])
-    figure.suptitle("The same network, start and batches, and one line of difference\n" + "\n".join(ends))
+    figure.suptitle("The same network, start and batches, and one line of difference")
     figure.savefig(path, dpi=100)
+    print(f"\nWrote {path}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -265,6 +266,8 @@ def main() -> str | None:
     ]
     print_table([unclipped, *clipped])
     draw([unclipped, *clipped], arguments.max_norm, arguments.out)
+    if arguments.record:
+        print(f"Wrote {arguments.record}; to read it: python -m uniclip report {arguments.record} -o run.html")
     if len(clipped) > 1:
         losses = np.asarray(list(zip(*(run.losses[:COMPARED] for run in clipped), strict=False)))
         difference = float(np.max(np.ptp(losses, axis=1) / np.min(losses, axis=1)))

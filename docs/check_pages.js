@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: MIT
+// Load each page in a frame of each width and in each theme, and send back what is wrong with it.
+
+const CODE = "pre, .highlight, .sd-tab-set > label, math";
+const LEAST_CONTRAST = 3;
+
+function name(element) {
+  const text = (element.textContent || "").trim().replace(/\s+/g, " ").slice(0, 50);
+  return `${element.tagName.toLowerCase()}${element.className ? "." + String(element.className).split(" ")[0] : ""} "${text}"`;
+}
+
+function rgba(color) {
+  const numbers = color.match(/[\d.]+/g).map(Number);
+  return numbers.length === 3 ? [...numbers, 1] : numbers;
+}
+
+function luminance([r, g, b]) {
+  const linear = [r, g, b].map((x) => x / 255).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+}
+
+function contrast(one, other) {
+  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+
+function behind(view, element) {
+  for (let at = element; at; at = at.parentElement) {
+    const color = rgba(view.getComputedStyle(at).backgroundColor);
+    if (color[3] > 0.5) return color;
+  }
+  return [255, 255, 255, 1];
+}
+
+function wide(view, body) {
+  const found = [];
+  const root = view.document.documentElement;
+  if (root.scrollWidth > root.clientWidth + 1) found.push(`the page is ${root.scrollWidth} px wide`);
+  for (const element of body.querySelectorAll("*")) {
+    const style = view.getComputedStyle(element);
+    const scrolls = ["auto", "scroll"].includes(style.overflowX) && element.scrollWidth > element.clientWidth + 1;
+    if (scrolls && element.clientWidth && !element.closest(CODE)) {
+      found.push(`${element.scrollWidth} px in ${element.clientWidth} px scroll sideways: ${name(element)}`);
+    }
+  }
+  return found;
+}
+
+function pale(view, article) {
+  const found = [];
+  for (const element of article.querySelectorAll("p, li, td, th, dt, dd, h1, h2, h3, figcaption, a, em, strong, code")) {
+    if (element.closest("pre") || !element.getClientRects().length) continue;
+    if (![...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())) continue;
+    const ratio = contrast(rgba(view.getComputedStyle(element).color), behind(view, element));
+    if (ratio < LEAST_CONTRAST) found.push(`contrast ${ratio.toFixed(1)}: ${name(element)}`);
+  }
+  return found;
+}
+
+function boxed(view, image, theme) {
+  const canvas = view.document.createElement("canvas");
+  canvas.width = canvas.height = 20;
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0, 20, 20);
+  const corner = [...context.getImageData(0, 0, 1, 1).data];
+  const apart = contrast(corner, behind(view, image.parentElement)) > 4;
+  return theme === "dark" && corner[3] > 200 && apart ? ["a light box around a picture"] : [];
+}
+
+async function pictures(view, article, theme) {
+  const found = [];
+  for (const image of article.querySelectorAll("img")) {
+    if (!image.getClientRects().length) continue;
+    image.loading = "eager";
+    await image.decode().catch(() => null);
+    const file = image.src.split("/").pop();
+    if (!image.naturalWidth) found.push(`no picture ${file}`);
+    else found.push(...boxed(view, image, theme).map((what) => `${what}: ${file}`));
+    if (!image.alt || image.alt.startsWith("_")) found.push(`no alternative text: ${file}`);
+  }
+  return found;
+}
+
+async function look(page, width, theme) {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width: ${width}px; height: 900px; border: 0`;
+  frame.src = "/" + page;
+  const loaded = new Promise((resolve) => frame.addEventListener("load", resolve));
+  document.body.append(frame);
+  await loaded;
+  const view = frame.contentWindow, body = frame.contentDocument.body;
+  for (const details of body.querySelectorAll("details")) details.open = true;
+  const article = frame.contentDocument.querySelector("article") || body;
+  const found = [...(await pictures(view, article, theme)), ...wide(view, body), ...pale(view, article)];
+  frame.remove();
+  return [...new Set(found)].map((what) => ({ page, width, theme, what }));
+}
+
+async function main() {
+  const found = [];
+  for (const theme of settings.themes) {
+    localStorage.setItem("theme", theme);
+    for (const page of settings.pages) {
+      const all = await Promise.all(settings.widths.map((width) => look(page, width, theme)));
+      found.push(...all.flat());
+    }
+  }
+  await fetch("/found", { method: "POST", body: JSON.stringify(found) });
+}
+
+main().catch((error) => fetch("/found", {
+  method: "POST",
+  body: JSON.stringify([{ page: "all", width: 0, theme: "none", what: `the check itself failed: ${error.stack}` }]),
+}));
