@@ -81,19 +81,36 @@ async function pictures(view, article, theme) {
   return found;
 }
 
-async function look(page, width, theme) {
+async function shown(address, width) {
   const frame = document.createElement("iframe");
   frame.style.cssText = `width: ${width}px; height: 900px; border: 0`;
-  frame.src = "/" + page;
+  frame.src = address;
   const loaded = new Promise((resolve) => frame.addEventListener("load", resolve));
   document.body.append(frame);
   await loaded;
+  return frame;
+}
+
+async function search(words, page) {
+  const frame = await shown(`/search.html?q=${encodeURIComponent(words)}`, 1366);
+  let first = null;
+  for (let turn = 0; turn < 100 && !first; turn++) {
+    await new Promise((resolve) => setTimeout(resolve, 50));
+    first = frame.contentDocument.querySelector("#search-results ul.search li a");
+  }
+  const found = first ? new URL(first.href).pathname : "nothing";
+  frame.remove();
+  return found === `/${page}.html` ? [] : [{ page: "search.html", how: `"${words}"`, what: `${found} before /${page}.html` }];
+}
+
+async function look(page, width, theme) {
+  const frame = await shown(`/${page}`, width);
   const view = frame.contentWindow, body = frame.contentDocument.body;
   for (const details of body.querySelectorAll("details")) details.open = true;
   const article = frame.contentDocument.querySelector("article") || body;
   const found = [...(await pictures(view, article, theme)), ...wide(view, body), ...pale(view, article)];
   frame.remove();
-  return [...new Set(found)].map((what) => ({ page, width, theme, what }));
+  return [...new Set(found)].map((what) => ({ page, how: `${width} px, ${theme}`, what }));
 }
 
 async function main() {
@@ -105,10 +122,11 @@ async function main() {
       found.push(...all.flat());
     }
   }
+  for (const [words, page] of Object.entries(settings.searches)) found.push(...(await search(words, page)));
   await fetch("/found", { method: "POST", body: JSON.stringify(found) });
 }
 
 main().catch((error) => fetch("/found", {
   method: "POST",
-  body: JSON.stringify([{ page: "all", width: 0, theme: "none", what: `the check itself failed: ${error.stack}` }]),
+  body: JSON.stringify([{ page: "all", how: "all", what: `the check itself failed: ${error.stack}` }]),
 }));

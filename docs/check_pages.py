@@ -2,7 +2,8 @@
 """Look at every page of the built documentation in headless Chromium, at three widths, light and dark.
 
 Nothing but code may scroll sideways, every picture has an alternative text and no light box around it on a dark page,
-and text stands out from what is behind it. Without Chromium nothing is checked, and that is said.
+text stands out from what is behind it, and the search shows first what newcomers look for. A page with planted faults
+shows that they are found. Without Chromium nothing is checked, and that is said.
 
     python docs/check_pages.py docs/_build/html
 """
@@ -24,7 +25,24 @@ from typing import Any
 WIDTHS, THEMES = (1366, 1024, 360), ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LOOKER = Path(__file__).with_name("check_pages.js")
-FIRST, LONGEST = "/check", 600  # the page that looks at the others, and seconds for all of them
+FIRST, FAULTY, LONGEST = "/check", "faulty", 600  # what looks at the others, what has faults, and seconds for all
+SEARCHES = {
+    "plot": "log-and-plot",
+    "threshold": "choose-a-limit",
+    "NaN": "nan-and-infinity",
+    "AMP": "mixed-precision",
+    "accumulate": "gradient-accumulation",
+    "DP-SGD": "dp-sgd",
+    "per layer": "parameter-groups",
+    "spike": "what-happened-at-step-n",
+    "FSDP": "use-it-on-many-processes",
+}
+"""What newcomers search for, and the page that the search shows first."""
+PLANTED = """<body style="background: #fff"><article>
+<div style="overflow-x: auto"><table><td style="min-width: 3000px">wide</td></table></div>
+<p style="color: #eee">pale</p><img src="/_static/insight-page-light.png"><img src="/nowhere.png" alt="nothing">
+</article></body>"""
+PLANTED_FAULTS = ("scroll sideways", "contrast", "no alternative text", "no picture")
 SKIPPED = {"genindex.html", "search.html", "py-modindex.html"}
 
 
@@ -36,16 +54,18 @@ class Site(SimpleHTTPRequestHandler):
     pages: list[str]
 
     def do_GET(self) -> None:
-        """Serve a file, or the page that looks at the others."""
-        if self.path != FIRST:
+        """Serve a file, the page that looks at the others, or the one with planted faults."""
+        if self.path not in {FIRST, f"/{FAULTY}"}:
             super().do_GET()
             return
-        settings = json.dumps({"pages": self.pages, "widths": WIDTHS, "themes": THEMES})
-        body = f"<body><script>const settings = {settings};{LOOKER.read_text(encoding='utf-8')}</script></body>"
+        settings = json.dumps(
+            {"pages": [FAULTY, *self.pages], "widths": WIDTHS, "themes": THEMES, "searches": SEARCHES}
+        )
+        looker = f"<body><script>const settings = {settings};{LOOKER.read_text(encoding='utf-8')}</script></body>"
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write((looker if self.path == FIRST else PLANTED).encode())
 
     def do_POST(self) -> None:
         """Take what was found."""
@@ -100,9 +120,14 @@ def main() -> int:
     if browser is None:
         print(f"No page was looked at: none of {', '.join(BROWSERS)} is installed.")
         return 0
-    found = look(browser, folder)
+    everything = look(browser, folder)
+    planted = [one["what"] for one in everything if one["page"] == FAULTY]
+    found = [one for one in everything if one["page"] != FAULTY]
+    for fault in PLANTED_FAULTS:
+        if not any(fault in what for what in planted):
+            found.append({"page": FAULTY, "how": "planted", "what": f"'{fault}' was not found"})
     for one in found:
-        print("{page} at {width} px, {theme}: {what}".format(**one))
+        print("{page}, {how}: {what}".format(**one))
     print(f"{len(Site.pages)} pages at {len(WIDTHS)} widths, in {len(THEMES)} themes: {len(found)} faults")
     return 1 if found else 0
 
