@@ -10,7 +10,7 @@ from typing import Any
 
 from bs4 import BeautifulSoup
 
-MANY = 4  # columns that are too many for a phone
+MANY = 3  # columns that are too many for a phone
 
 
 def name_cells(app: Any, page: str, template: str, context: Any, doctree: Any) -> None:  # noqa: ARG001 - the event's
