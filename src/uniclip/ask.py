@@ -146,8 +146,15 @@ def on_host(own: Backend, limit: Any) -> bool:
     return bool(limit.host)
 
 
-def opened_params(rule: Choices, given: Opened, step: Step) -> Opened:
+def opened_params(rule: Choices, given: Opened, layout: Layout, step: Step) -> Opened:
     """Open the parameters that a limit compares the gradients with."""
+    for number, axes in enumerate(layout.axes or ()):
+        if axes is not None and 0 not in axes and given.backend.sparse(given.tree.leaves[number]):
+            msg = (
+                f"{given.tree.place(number)} is sparse: {short(rule)} would compare the rows that it stores with all "
+                "rows of the parameter; make the gradient dense, or take a norm of whole leaves"
+            )
+            raise TypeError(msg)
     if step.params is None:
         msg = f"{short(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)

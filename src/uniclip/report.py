@@ -123,6 +123,8 @@ class Report:
         if backend.traced(leaves[0]):
             return "traced: the values are known when the program runs"
         scalars = self.scalars()
+        if NORM not in scalars:  # of no example at all
+            return "no norm measured"
         norm, limit, share = (float(backend.detached(scalars[name])) for name in (NORM, LIMIT, SHARE))
         count = sum(math.prod(array.shape) for array in leaves)
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]

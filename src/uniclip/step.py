@@ -322,7 +322,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
             return single
     own = given.backend
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
-    theirs = opened_params(rule, given, step) if "params" in rule.limit.needs else None
+    theirs = opened_params(rule, given, layout, step) if "params" in rule.limit.needs else None
     joint = joint_of(rule, given, layout, step.all_reduce, theirs)
     (given, norms, sound, beside), leaves = _found_with_leaves(rule, given, layout, joint, step, theirs)
     read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]

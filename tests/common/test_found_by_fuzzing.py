@@ -192,3 +192,10 @@ def test_a_joint_norm_beyond_the_dtype_of_a_leaf(fw: Framework) -> None:
     rule = uc.adagc(warmup_norm=1e37)
     clipped = fw.run(lambda g: rule.update(g, rule.init(g))[0], grads)
     np.testing.assert_allclose(numbers(fw, *clipped), [1e37 / large * 1e37, 1e37], rtol=6e-3)
+
+
+def test_a_batch_of_no_examples(fw: Framework) -> None:
+    """Poisson sampling may draw none: the sum is 0, and the report can be printed."""
+    summed, report = uc.clip_and_sum([fw.array(np.zeros((0, 3)))], uc.by_example_norm(1.0))
+    np.testing.assert_array_equal(fw.numpy(summed[0]), [0.0, 0.0, 0.0])
+    assert str(report) == "no norm measured"

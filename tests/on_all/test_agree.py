@@ -209,3 +209,17 @@ def test_empty_leaf(rule: uc.Rule, name: str) -> None:
 def test_every_framework_is_compared() -> None:
     """Each family of frameworks that the promises name is compared with NumPy here."""
     assert {KNOWN[name].family for name in NAMES} | {Framework.family} == {cls.family for cls in KNOWN.values()}
+
+
+@pytest.mark.parametrize("name", ["torch", "tensorflow", "jax"])
+def test_rows_of_a_sparse_gradient_beside_parameters(name: str) -> None:
+    """The rows that are stored are not those of the parameter, not even where there are as many."""
+    fw = KNOWN[name]()
+    params = {"table": fw.array([[1.0], [2.0], [3.0]])}
+    for rows in ([2, 0], [2, 0, 1]):
+        grads = {"table": fw.sparse((3, 1), rows, [[1.0]] * len(rows))}
+        for rule in (uc.agc(1.0, axis=1), uc.cowclip(fw.array([1.0, 1.0, 1.0]))):
+            with pytest.raises(TypeError, match=r"grads\['table'\] is sparse.* make the gradient dense"):
+                uc.clip(grads, rule, params=params)
+    clipped, _ = uc.clip(grads, uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_leaf), params=params)
+    assert abs(float(np.linalg.norm(fw.dense(clipped["table"]))) - 0.1 * math.sqrt(14.0)) < 1e-6

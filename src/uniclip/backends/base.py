@@ -123,6 +123,11 @@ class Backend:
         """Return the dense array of the leaf's stored values and the way back to the leaf's own kind."""
         return leaf, unchanged
 
+    def sparse(self, leaf: Any) -> bool:
+        """Whether the leaf stores only some of its entries or rows."""
+        del leaf
+        return False
+
     def large(self, array: Array) -> bool:
         """Whether the array is measured piece by piece, so that no wide copy of all of it is made."""
         xp = self.xp

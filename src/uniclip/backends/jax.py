@@ -227,6 +227,9 @@ class _JAX(Backend):
             return merged.data, lambda new: sparse.BCOO((new, merged.indices), shape=leaf.shape)
         return super().stored(leaf)
 
+    def sparse(self, leaf: Any) -> bool:
+        return isinstance(leaf, sparse.BCOO)
+
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call
             return super().cond(ok, usual, rare)

@@ -255,6 +255,9 @@ class _TensorFlow(Backend):
             return _merged(leaf), lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape)
         return tf.convert_to_tensor(leaf), lambda new: new
 
+    def sparse(self, leaf: Any) -> bool:
+        return isinstance(leaf, tf.IndexedSlices)
+
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
         if isinstance(leaf, tf.IndexedSlices):
             if leaf.dense_shape is None:

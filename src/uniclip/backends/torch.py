@@ -325,6 +325,9 @@ class _Torch(Backend):
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         return self.xp.sum(array, axis=axes)
 
+    def sparse(self, leaf: Any) -> bool:
+        return leaf.layout is not torch.strided
+
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if leaf.dtype in _STORED:
             array, rebuild = self.stored(leaf.to(torch.float32))
