@@ -37,15 +37,13 @@ def sentence(groups: list[Group]) -> str:
     )
 
 
-def tally(groups: list[Group], measured: dict[str, Any]) -> str:
-    """Return how many cases each library gets right."""
-    counts = dict(summary(groups)["libraries"])
-    counts |= {name: marks for name, marks in measured["cases"].items() if name != "number"}
-    rows = [
-        [name, *(str(marks.get(mark, 0)) for mark in (RIGHT, WRONG, ERROR, NONE))] for name, marks in counts.items()
-    ]
-    kept = [row for row in rows if row[4] != str(summary(groups)["cases"])]
-    return grid(["", f"{RIGHT} right", f"{WRONG} wrong", "error", f"{NONE} none"], kept, "r")
+def tally(groups: list[Group], measured: dict[str, Any] | None = None) -> str:
+    """Return how many cases each library gets right, but for those that have none of these functions."""
+    counted = summary(groups)
+    everything = counted["libraries"] | (measured["cases"] if measured else {})
+    some = {name: marks for name, marks in everything.items() if marks.get(NONE, 0) < counted["cases"]}
+    rows = [[name, *(str(marks.get(mark, 0)) for mark in (RIGHT, WRONG, ERROR, NONE))] for name, marks in some.items()]
+    return grid([" ", "right", "wrong", "error", "none"], rows, "r")
 
 
 def grid(head: list[str], rows: list[list[str]], align: str) -> str:
@@ -75,8 +73,13 @@ def feature_tables(measured: dict[str, Any]) -> Iterator[str]:
     found = features.all_marks(measured)
     for title, group in features.FEATURES.items():
         yield f"### {title}"
-        rows = [[f.title, *(marks[f.title] for marks in found.values())] for f in group]
+        rows = [[f.title, *(bold(marks[f.title]) for marks in found.values())] for f in group]
         yield f":::{{div}} features\n{grid([' ', *found], rows, 'c')}\n:::"
+
+
+def bold(mark: str) -> str:
+    """Return a mark, in bold where a library has a function that does not do it."""
+    return f"**{mark}**" if mark == features.NO else mark
 
 
 def feature_calls() -> Iterator[str]:
