@@ -14,6 +14,15 @@ SGD = "keras.optimizers.SGD(1.0, global_clipnorm=1.0)"
 NOISE_FREE = "torch.optim.SGD(params, 1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1"
 SAMPLES = "params[0].grad_sample = torch.ones(4, 2) * 3"
 CLIPPED = [[0.6, 0.8]]
+SHARDED = {
+    "uniclip": "import uniclip as uc; uc.clip_(grads, uc.by_global_norm(6.5))",
+    "PyTorch": "torch.nn.utils.clip_grad_norm_(params, 6.5)",
+    "optax": "jax.jit(lambda g: optax.clip_by_global_norm(6.5).update(g, optax.EmptyState())[0])(grads)[0]",
+    "MLX": "nn.utils.clip_grad_norm_sharded(grads, 6.5)[0][0]",
+    "timm": "dispatch_clip_grad(params, 6.5)",
+    "deepmd-kit": "clip_grad_norm_(params, 6.5, stable=False)",
+}
+"""Run by ``sharded.py``, in processes of their own."""
 
 RULES: dict[str, Any] = {
     "Each entry, between -c and c": "An ordinary gradient, clipped by value",
@@ -292,6 +301,7 @@ ARRAYS: dict[str, Any] = {
             ),
         },
     },
+    "Sharded over two processes": {"wanted": None, "calls": SHARDED},
     "NumPy arrays in and out": {
         "calls": {"uniclip": "import numpy as np; isinstance(uc.clip_by_global_norm(grads, 1.0)[0][0], np.ndarray)"},
     },

@@ -31,7 +31,7 @@ class Feature:
     params: list[Any] = field(default_factory=list)
     """The parameters of these gradients; otherwise zeros."""
     wanted: Any = True
-    """What the last line returns; or the words in an error."""
+    """What the last line returns; or words of an error; ``None`` where ``sharded.py`` runs the lines."""
     calls: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,8 +51,9 @@ OURS = Library("uniclip", Framework(), UNICLIP)
 
 
 def marks(library: Library) -> dict[str, str]:
-    """Return the answer of a library to every question."""
-    return {feature.title: mark(feature, library) for group in FEATURES.values() for feature in group}
+    """Return the answer of a library to every question that takes one process."""
+    everything = [feature for group in FEATURES.values() for feature in group]
+    return {feature.title: mark(feature, library) for feature in everything if feature.wanted is not None}
 
 
 def mark(feature: Feature, library: Library) -> str:
@@ -118,5 +119,8 @@ def run(text: str, names: dict[str, Any]) -> Any:
 
 
 def all_marks(measured: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the answers of uniclip and of each library, those that are not installed from what was measured."""
-    return {library.name: marks(library) for library in (OURS, *LIBRARIES)} | measured["features"]
+    """Return the answers of uniclip and of each library, those that cannot be had here from what was measured."""
+    found = {library.name: marks(library) for library in (OURS, *LIBRARIES)} | measured["features"]
+    titles = [feature.title for group in FEATURES.values() for feature in group if feature.wanted is None]
+    sharded = {name: dict.fromkeys(titles, measured["sharded"].get(name, NONE)) for name in found}
+    return {name: found[name] | sharded[name] for name in found}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import features
+import sharded
 
 import how_others_behave
 import side_by_side
@@ -94,6 +95,7 @@ def measured() -> dict[str, Any]:
         "versions": {name: version(name) for name in [*(lib.name.lower() for lib in OTHERS), "torch"]},
         "number of cases": len(cases),
         "cases": {name: dict(sorted(counts.items())) for name, counts in marks.items()},
+        "sharded": sharded.marks(),
         "features": {lib.name: features.marks(lib) for lib in OTHERS},
     }
 
