@@ -669,7 +669,7 @@ PROMISES = [
     Promise("accuracy along axes", "the same for the norms of 2 million rows", accurate_along_axes),
     Promise(
         "half precision",
-        "is measured piece by piece, without a float32 copy of a whole gradient",
+        "measured piece by piece, without a float32 copy of a whole gradient",
         in_pieces,
         {
             "array-api-strict": "it has no half precision",
