@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from feature_calls import AROUND, ARRAYS, BACK, RULES
+from feature_calls import BACK, RULES
+from feature_calls_around import AROUND, ARRAYS
 
 import side_by_side
 from frameworks import Framework

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from feature_calls import SHARDED
+from feature_calls_around import SHARDED
 from features import NO, YES, run
 
 import native_functions  # noqa: F401 - the tests' modules are found after this
