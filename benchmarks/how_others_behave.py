@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from side_by_side import Case, Group, Rows, altered, blocks, derivative, excess, norm_after, tally
+from side_by_side import Case, Group, Rows, altered, derivative, excess, norm_after
 
 HALF, BRAIN, COMPLEX, MIXED = ("float16",), ("bfloat16",), ("complex64",), ("float16", "float32")
 ONES, ONES_IN_WORDS = [[1.0] for _ in range(500)], "500 times `[1]`"
@@ -195,6 +195,8 @@ GROUPS = [
 
 def main() -> None:
     """Print the cases, then how many each library gets right."""
+    from compared_tables import blocks, tally, versions  # noqa: PLC0415 - it imports the cases from here
+
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="", metavar="TEXT", help="only the cases with TEXT in their title")
     text = parser.parse_args().case.lower()
@@ -202,9 +204,9 @@ def main() -> None:
     chosen = [group for group in chosen if group.cases]
     if not chosen:
         parser.error(f"no title has {text!r} in it")
-    for block in blocks(chosen):
+    for block in [versions(), *blocks(chosen)]:
         print(block, end="\n\n", flush=True)
-    print(f"## In all\n\n{tally(chosen)}")
+    print(f"### In all\n\n{tally(chosen)}")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ KERAS = {
     "by value": "keras.optimizers.SGD(1.0, clipvalue=c).apply(grads, weights)",
 }
 OPTAX = {
-    "import": "import jax, optax",
+    "import": "import jax, optax, optax.contrib, jax.numpy as jnp",
     "global norm": "optax.tree.norm(grads)",
     "by global norm": "optax.clip_by_global_norm(c).update(grads, optax.EmptyState())[0]",
     "each tensor by root mean square": "optax.clip_by_block_rms(c).update(grads, optax.EmptyState())[0]",

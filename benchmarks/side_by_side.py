@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
 import re
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from native_functions import LIBRARIES, TRUTH, UNICLIP, Library, uniclip_on
+from native_functions import LIBRARIES, TRUTH, Library, uniclip_on
 
 RIGHT, WRONG, ERROR, NONE = "✓", "✗", "error", "–"  # noqa: RUF001 - a dash
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2}
@@ -133,10 +132,23 @@ class Result:
 @cache
 def run(case: Case) -> dict[str, Result]:
     """Run a case, once, on uniclip and on every library."""
-    native = [library for library in LIBRARIES if case.kind in library.calls and not library.lacks & case.needs]
+    native = [library for library in LIBRARIES if offers(library, case)]
     ours = {library.framework.name: uniclip_on(library) for library in native}
     results = {f"uniclip on {name}": result(library, case) for name, library in ours.items()}
     return results | {library.name: result(library, case) for library in native}
+
+
+def offers(library: Library, case: Case) -> bool:
+    """Whether a library has such a function, and such arrays."""
+    return case.kind in library.calls and not library.lacks & case.needs
+
+
+@cache
+def alone(library: Library, case: Case) -> Result:
+    """Run a case on one library."""
+    if library in LIBRARIES:
+        return run(case).get(library.name, Result(NONE))
+    return result(library, case) if offers(library, case) else Result(NONE)
 
 
 def result(library: Library, case: Case) -> Result:
@@ -223,24 +235,6 @@ def first_words(error: Exception) -> str:
     return textwrap.shorten(line.translate(dict.fromkeys(map(ord, "`|"))), 60, placeholder=" …")
 
 
-def versions() -> str:
-    """Return what was measured, and where."""
-    everything = [*LIBRARIES, TRUTH, uniclip_on(TRUTH)]
-    modules = [module for library in everything for module in library.modules.values()]
-    names = {m.__name__.partition(".")[0]: m.__version__ for m in modules if hasattr(m, "__version__")}
-    listed = ", ".join(f"{name} {version}" for name, version in names.items())
-    return f"{listed}; Python {platform.python_version()} on {platform.machine()}."
-
-
-def about(case: Case) -> str:
-    """Return the title, the gradient, the limit and the true result in a line of Markdown."""
-    words = case.words or f"`{'`, `'.join(map(show, case.grads))}`"
-    dtype = "" if case.dtype == ("float32",) else f" in {' and '.join(case.dtype)}"
-    limit = "" if case.kind == "global norm" or case.measure is altered else f", limit {number(case.c)}"
-    right = f"`{true[1]}`" if (true := truth(case)) else "an error"
-    return f"**{case.title}**: {words}{dtype}{limit}; right: {right}"
-
-
 def verdicts(case: Case) -> dict[str, Result]:
     """Return the result of each library, and one of uniclip: a wrong one if there is any."""
     results = run(case)
@@ -249,32 +243,14 @@ def verdicts(case: Case) -> dict[str, Result]:
     return {"uniclip": next((r for r in ours if r.mark != RIGHT), ours[0])} | native
 
 
-def blocks(groups: list[Group]) -> Iterator[str]:
-    """Yield the versions, each group's heading, reason and cases, and the calls."""
-    yield versions()
-    for group in groups:
-        yield f"## {group.title}"
-        yield textwrap.fill(group.why, 100)
-        if group.look:
-            yield textwrap.fill(f"**In your own training, look for** {group.look}", 100)
-        for case in group.cases:
-            yield about(case)
-            yield listed(verdicts(case))
-    yield "## The calls"
-    yield "The `params` have the gradients as their `.grad`; the `weights` start at 0; `c` is the limit."
-    for kind in dict.fromkeys(["import", *(case.kind for group in groups for case in group.cases)]):
-        yield f"**{kind}**"
-        calls = {"uniclip": UNICLIP} | {library.name: library.calls for library in LIBRARIES}
-        yield listed({name: f"`{texts[kind]}`" if kind in texts else NONE for name, texts in calls.items()})
-
-
-def listed(results: dict[str, Any]) -> str:
-    """Return a list, aligned."""
-    return "\n".join(f"- {f'*{name}*':12} {result}" for name, result in results.items())
-
-
-def tally(groups: list[Group]) -> str:
-    """Return how many cases each library gets right."""
-    all_verdicts = [verdicts(case) for group in groups for case in group.cases]
-    counts = {name: Counter(results[name].mark for results in all_verdicts) for name in all_verdicts[0]}
-    return listed({n: f"{c[RIGHT]:2} right, {c[WRONG]:2} wrong, {c[ERROR]:2} errors" for n, c in counts.items()})
+def summary(groups: list[Group]) -> dict[str, Any]:
+    """Count the cases, those that some native function gets wrong without an error, and each library's verdicts."""
+    found = [verdicts(case) for group in groups for case in group.cases]
+    natives = [[result.mark for name, result in results.items() if name != "uniclip"] for results in found]
+    return {
+        "cases": len(found),
+        "uniclip right": sum(results["uniclip"].mark == RIGHT for results in found),
+        "some native wrong": sum(WRONG in marks for marks in natives),
+        "no native right": sum(RIGHT not in marks for marks in natives),
+        "libraries": {name: Counter(results[name].mark for results in found) for name in found[0]},
+    }

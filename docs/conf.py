@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+import compared_tables  # noqa: E402 - needs the path above
 import figures  # noqa: E402 - needs the path above
 import performance_figures  # noqa: E402 - needs the path above
 import processes_tables  # noqa: E402 - needs the path above
@@ -28,7 +29,6 @@ import rule_tables  # noqa: E402 - needs the path above
 
 import how_others_behave  # noqa: E402 - needs the path above
 import promises  # noqa: E402 - needs the path above
-import side_by_side  # noqa: E402 - needs the path above
 import speed_tables  # noqa: E402 - needs the path above
 
 project = "uniclip"
@@ -104,7 +104,9 @@ def generate() -> None:
     """Write the tables and draw the pictures that are made of what is measured."""
     write(HERE / "_generated" / "promises.md", promises.table())
     write(HERE / "_generated" / "dtypes.md", promises.dtypes())
-    write(HERE / "_generated" / "others.md", "\n\n".join(side_by_side.blocks(how_others_behave.GROUPS)))
+    elsewhere = json.loads((HERE / "compared.json").read_text(encoding="utf-8"))
+    for name, text in compared_tables.parts(how_others_behave.GROUPS, elsewhere).items():
+        write(HERE / "_generated" / f"compared-{name}.md", text)
     figures.draw(HERE / "_static" / "generated")
     rule_figures.draw(HERE / "_static" / "generated")
     for name, text in rule_tables.parts():

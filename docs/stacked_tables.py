@@ -11,6 +11,7 @@ from typing import Any
 from bs4 import BeautifulSoup
 
 MANY = 3  # columns that are too many for a phone
+AS_THEY_ARE = ["marks", "tally"]  # the classes around tables that fit a phone by themselves
 
 
 def name_cells(app: Any, page: str, template: str, context: Any, doctree: Any) -> None:  # noqa: ARG001 - the event's
@@ -20,7 +21,7 @@ def name_cells(app: Any, page: str, template: str, context: Any, doctree: Any) -
     body = BeautifulSoup(context["body"], "html.parser")
     for table in body.select("table.docutils"):
         names = [cell.get_text(" ", strip=True) for cell in table.select("thead th")]
-        if len(names) >= MANY and not table.find_parent(class_="marks"):
+        if len(names) >= MANY and not table.find_parent(class_=AS_THEY_ARE):
             table["class"] = [*table["class"], "stacked"]
             for row in table.select("tbody tr"):
                 for name, cell in zip(names, row.find_all("td"), strict=True):

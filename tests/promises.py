@@ -649,7 +649,8 @@ OTHERS = sorted({cls.family for cls in KNOWN.values()} - DERIVING)
 PROMISES = [
     Promise(
         "norm ≤ limit",
-        "the gradients come back bit for bit; in eager NumPy, PyTorch, TensorFlow, JAX on the CPU the very same arrays",
+        "the gradients come back bit for bit; in eager NumPy, PyTorch, TensorFlow and JAX on the CPU as the same "
+        "arrays",
         below,
     ),
     Promise("norm > limit", "same direction, and the norm becomes the limit to a few units in the last place", above),
@@ -661,13 +662,14 @@ PROMISES = [
     ),
     Promise(
         "accuracy for equal entries",
-        "the same for 3 million, whose rounding errors have one sign; ≤ 1.5·10⁻⁶ in TensorFlow's graphs without XLA",
+        "the same for 3 million equal entries, whose rounding errors all have one sign; ≤ 1.5·10⁻⁶ in TensorFlow "
+        "graphs without XLA",
         accurate_for_equal_entries,
     ),
-    Promise("accuracy along axes", "the same, for 2 million rows", accurate_along_axes),
+    Promise("accuracy along axes", "the same for the norms of 2 million rows", accurate_along_axes),
     Promise(
         "half precision",
-        "measured piece by piece: measuring makes no float32 copy of a whole gradient",
+        "measured piece by piece, without a float32 copy of a whole gradient",
         in_pieces,
         {
             "array-api-strict": "it has no half precision",
@@ -676,7 +678,7 @@ PROMISES = [
     ),
     Promise(
         "accuracy on other processors",
-        "the same with the kernels that BLAS has for each: Haswell (and Zen), Nehalem, SkylakeX",
+        "the same with the BLAS kernels for Haswell (and Zen), Nehalem and SkylakeX",
         on_other_processors,
         {
             **{family: "it adds with kernels of its own" for family in [*DERIVING, *OTHERS] if family != "NumPy"},
@@ -685,7 +687,7 @@ PROMISES = [
     ),
     Promise(
         "code that is traced with one example",
-        "right for any other: no number of the example is in it (`torch.compile`, `make_fx`, `torch.jit.trace`, "
+        "right for other inputs: no value of the example is baked in (`torch.compile`, `make_fx`, `torch.jit.trace`, "
         "`aot_function`, `jax.jit`, `tf.function`, TensorFlow 1 graphs)",
         traced_with_an_example,
     ),
@@ -710,33 +712,35 @@ PROMISES = [
         debugged,
         {"tf.function-xla": "XLA does not compile TensorFlow's check"},
     ),
-    Promise("limit = ∞", "only measures", only_measures),
-    Promise("limit = 0", "zeros, no NaN; so for a zero gradient", zero_limit),
+    Promise("limit = ∞", "the norm is measured, and the gradients come back bit for bit", only_measures),
+    Promise("limit = 0", "all gradients become 0, never NaN, also if they were 0", zero_limit),
     Promise(
         "limit < 0 or NaN",
-        "`ValueError` naming argument and value; NaN where an array's value cannot be read",
+        "`ValueError` with the argument and the value; NaN gradients where the limit is an array that cannot be read",
         bad_limit,
     ),
     Promise(
-        "NaN or ∞ in a gradient", "all entries of its scope become NaN, visibly; other scopes are untouched", propagates
+        "NaN or ∞ in a gradient",
+        "all entries that share its norm become NaN; the others are clipped as usual",
+        propagates,
     ),
     Promise('… and `nonfinite="skip"`', "all gradients become 0, and `report.finite` is false", skips),
     Promise('… and `nonfinite="zero"`', "the entries that are not finite become 0, the rest is clipped", zeroes),
     Promise(
         '… and `nonfinite="raise"`',
-        "`FloatingPointError` naming the leaves; in traced code a `TypeError` that names the other policies",
+        "`FloatingPointError` that names the leaves; in traced code a `TypeError` that names the other policies",
         raises,
     ),
-    Promise("… and a rule that remembers", "its state stays as it was: later steps are not spoiled", state_is_kept),
+    Promise("… and a rule that remembers", "its state does not change, so later steps are not affected", state_is_kept),
     Promise(
         "… and its state is loaded for other leaves, or another rule",
-        "`ValueError` naming the leaves or the rules, before anything is changed",
+        "`ValueError` that names the leaves or the rules, before anything is changed",
         state_of_other_leaves,
     ),
     Promise(
         "parts of one tree in several processes, `all_reduce=`",
-        "all decide alike: NaN survives a maximum that drops it, the loss is the mean of theirs, absent gradients take "
-        "part or the error says what to pass",
+        "all decide alike: NaN in one process reaches all, the loss is their mean, and a gradient that is absent in "
+        "one process takes part or the error says what to pass",
         parts_of_one_tree,
     ),
     Promise(
@@ -792,41 +796,71 @@ PROMISES = [
 ]
 
 
+HEADINGS = {
+    "norm ≤ limit": "Results",
+    "accuracy": "Accuracy and range",
+    "limit = ∞": "Unusual limits",
+    "NaN or ∞ in a gradient": "NaN and infinity",
+    "parts of one tree in several processes, `all_reduce=`": "Many processes",
+    "sparse gradients": "Kinds of arrays",
+    "any error": "Errors",
+    "in place, `uc.clip_`": "In place, and derivatives",
+}
+"""Under which heading a case and those after it stand."""
+
+
 def table() -> str:
-    """Return the promises as a Markdown table, with the reason for every cell that cannot hold."""
-    cells = [([p.case, p.what], p.exceptions) for p in PROMISES]
-    return _grid(["case", "what happens"], cells, _families())
+    """Return the promises as Markdown tables, with the reason for every framework where one cannot hold."""
+    lines = []
+    for promise in PROMISES:
+        if promise.case in HEADINGS:
+            lines += ["", f"### {HEADINGS[promise.case]}", "", "| case | what happens |", "| :-- | :-- |"]
+        said = [_capital(promise.what) + ".", *_except(promise.exceptions)]
+        lines.append(f"| {_capital(promise.case)} | {' '.join(said)} |")
+    return "\n".join(lines).lstrip() + "\n"
 
 
 def dtypes() -> str:
-    """Return the dtypes that the promises are tested with, and the reason where there are none."""
-    ways = [cls for cls in KNOWN.values() if cls.name != "numpy-readonly"]
-    rows = [([f"`{dtype}`"], {c.name: c.missing[dtype] for c in ways if dtype in c.missing}) for dtype in ALL_DTYPES]
-    return _grid(["dtype"], rows, _families())
+    """Return the dtypes that each family of frameworks is tested with, and the reason for each that it is not."""
+    lines = ["| framework | tested with |", "| :-- | :-- |"]
+    for family, classes in _families().items():
+        missing = [cls.missing for cls in classes]
+        nowhere = {dtype: missing[0][dtype] for dtype in ALL_DTYPES if all(dtype in names for names in missing)}
+        partly = {dtype: why for names in missing for dtype, why in names.items() if dtype not in nowhere}
+        said = [f"all but {_listed(nowhere)}" if nowhere else "all"]
+        said += [_listed(partly, "{} {}")] if partly else []
+        lines.append(f"| {family} | {'; '.join(said)} |")
+    return "\n".join(lines) + "\n"
 
 
-def _families() -> dict[str, list[str]]:
-    families: dict[str, list[str]] = {}
+def _families() -> dict[str, list[type[Framework]]]:
+    families: dict[str, list[type[Framework]]] = {}
     for cls in KNOWN.values():
-        families.setdefault(cls.family, []).append(cls.name)
+        families.setdefault(cls.family, []).append(cls)
     return families
 
 
-def _grid(head: list[str], rows: list[tuple[list[str], dict[str, str]]], families: dict[str, list[str]]) -> str:
-    """Return rows with a mark for each family of frameworks, and the reasons, numbered, below."""
-    notes: list[str] = []
+def _capital(text: str) -> str:
+    """Return the text with a capital at its beginning."""
+    return text[0].upper() + text[1:]
 
-    def cell(reasons: dict[str, str], family: str) -> str:
-        names = families[family]
-        without = [name for name in names if name in reasons or family in reasons]
-        marks = [] if len(without) == len(names) else ["✓"]
-        for why in dict.fromkeys(reasons.get(name, reasons.get(family, "")) for name in without):
-            if why not in notes:
-                notes.append(why)
-            marks.append(f"({notes.index(why) + 1})")
-        return " ".join(marks)
 
-    lines = [[*head, *families], [*["---"] * len(head), *[":-:"] * len(families)]]
-    lines += [[*row, *(cell(reasons, family) for family in families)] for row, reasons in rows]
-    numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n".join(numbered) + "\n"
+def _listed(reasons: dict[str, str], form: str = "{} ({})") -> str:
+    """Return the dtypes that have a reason, and the reason, for each of them."""
+    together: dict[str, list[str]] = {}
+    for dtype, why in reasons.items():
+        together.setdefault(why, []).append(f"`{dtype}`")
+    return ", ".join(form.format(", ".join(names), why) for why, names in together.items())
+
+
+def _except(reasons: dict[str, str]) -> list[str]:
+    """Return sentences that say where a promise is not tested, and why."""
+    where: dict[str, list[str]] = {}
+    for family, classes in _families().items():
+        ways = {cls.name: reasons.get(cls.name, reasons.get(family, "")) for cls in classes}
+        if len(set(ways.values())) == 1:
+            ways = {family: ways[classes[0].name]}
+        for name, why in ways.items():
+            if why:
+                where.setdefault(why, []).append(name)
+    return [f"*Not on {', '.join(names)}: {why}.*" for why, names in where.items()]
