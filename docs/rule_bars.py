@@ -80,7 +80,7 @@ def picture(name: str) -> Figure:
     """Draw a gradient before and after a rule, and below it factor and norm after against the norm before."""
     figure = new(4.3)
     top = figure.add_axes((0.02, 0.54, 0.96, 0.31))
-    left, right = figure.add_axes((0.11, 0.13, 0.29, 0.29)), figure.add_axes((0.51, 0.13, 0.29, 0.29))
+    left, right = figure.add_axes((0.11, 0.13, 0.29, 0.29)), figure.add_axes((0.51, 0.13, 0.28, 0.29))
     shown = example(name)
     found = entries(shown)
     places = _places(shown, len(found.before))

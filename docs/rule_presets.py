@@ -168,13 +168,13 @@ PRESETS = {
         "scales each example to just below the limit",
         (),
         lambda: batch(uc.auto_s(), 0.1),
-        lambda: [Line(f"γ = {gamma}", uc.auto_s(gamma=gamma), (1, 1)) for gamma in (0.01, 0.5)],
+        lambda: [Line(f"gamma {gamma}", uc.auto_s(gamma=gamma), (1, 1)) for gamma in (0.01, 0.5)],
     ),
     "psac": Preset(
         "scales each example to about the limit, tiny ones stay tiny",
         (),
         lambda: batch(uc.psac(), 0.1),
-        lambda: [Line(f"r = {r}", uc.psac(r=r), (1, 1)) for r in (0.01, 0.1)],
+        lambda: [Line(f"r {r}", uc.psac(r=r), (1, 1)) for r in (0.01, 0.1)],
     ),
 }
 """The phrases complete "this rule ..."; arguments are 1 or its like where the preset has no default."""
