@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from figures import BLUE, GRAY, ORANGE
-from rule_drawing import LIMIT, LOOKS, bare, beside, new, small
+from rule_drawing import DASHES, LIMIT, bare, beside, new, small
 from rule_presets import PRESETS, Example, Line, made
 
 import uniclip as uc
@@ -103,8 +103,8 @@ def thumbnail(name: str) -> Figure:
     found = entries(shown)
     ax, side = figure.add_axes((0.02, 0.03, 0.64, 0.95)), figure.add_axes((0.73, 0.03, 0.25, 0.95))
     _bars(ax, found, _places(shown, len(found.before)))
-    for line, (color, dashes) in zip(lines(name), LOOKS, strict=False):
-        side.plot(NORM, NORM * factors(line), color=color, linestyle=dashes, linewidth=1.6)
+    for line, dashes in zip(lines(name), DASHES, strict=False):
+        side.plot(NORM, NORM * factors(line), color=BLUE, linestyle=dashes, linewidth=1.6)
     side.plot(NORM, NORM, color=GRAY, linewidth=0.8)
     side.set(xlim=(0, 4), ylim=(0, 2.6))
     side.set(xticks=[], yticks=[])
@@ -126,12 +126,13 @@ def _sizes(shown: Example, count: int) -> list[int]:
 
 def _bars(ax: Any, found: Entries, places: np.ndarray) -> None:
     """Draw the entries."""
-    ax.bar(places, found.before, width=0.84, color=GRAY, alpha=0.4, linewidth=0)
+    ax.bar(places, found.before, width=0.84, color=GRAY, alpha=0.5, linewidth=0)
     ax.bar(places, found.after, width=0.42, color=BLUE)
     ax.axhline(0, color=GRAY, linewidth=0.8)
     bare(ax)
     ax.spines["bottom"].set_visible(False)
-    ax.set(xlim=(places[0] - 0.8, places[-1] + 0.8), ylim=(1.08 * float(found.before.min()), 3.3))
+    both = np.concatenate([found.before, found.after])
+    ax.set(xlim=(places[0] - 0.8, places[-1] + 0.8), ylim=(1.08 * float(both.min()), 1.1 * float(both.max())))
     if found.norms is None:
         for bound in (-1.0, 1.0):
             ax.axhline(bound, **LIMIT)
@@ -143,22 +144,26 @@ def _brackets(ax: Any, found: Entries, places: np.ndarray, shown: Example) -> No
         for bound, text in ((1.05, "max"), (-0.98, "min")):
             ax.text((places[4] + places[5]) / 2, bound, text, color=ORANGE, ha="center", va="bottom")
         return
+    low, high = ax.get_ylim()
+    tick = (high - low) / 35
     starts = [0, *np.flatnonzero(np.diff(found.norms)) + 1, len(places)]
     name = NAMES[shown.rule.norm] if len(starts) <= 4 else ""  # noqa: PLR2004 - more of them leave no room
     for start, end in pairwise(starts):
-        low, high = places[start] - 0.4, places[end - 1] + 0.4
-        ax.plot([low, low, high, high], [3.15, 3.3, 3.3, 3.15], color=GRAY, linewidth=1, clip_on=False)
+        left, right = places[start] - 0.4, places[end - 1] + 0.4
+        ax.plot(
+            [left, left, right, right], [high - tick, high, high, high - tick], color=GRAY, linewidth=1, clip_on=False
+        )
         factor = found.after[start] / found.before[start]
         size, after = found.norms[start], found.norms[start] * factor
         text = f"{name} {size:.2g} → {after:.2g}" if factor != 1 else f"{name} {size:.2g}: kept"
-        ax.text((low + high) / 2, 3.4, text.strip(), color=BLUE, ha="center", va="bottom")
+        ax.text((left + right) / 2, high + tick, text.strip(), color=BLUE, ha="center", va="bottom")
 
 
 def _parts(ax: Any, shown: Example, places: np.ndarray) -> None:
     """Write the names of the parts under them."""
     start = 0
     for name, size in zip(shown.names, _sizes(shown, len(places)), strict=True):
-        ax.text(places[start : start + size].mean(), ax.get_ylim()[0] - 0.15, name, color=GRAY, ha="center", va="top")
+        ax.text(places[start : start + size].mean(), ax.get_ylim()[0] - 0.1, name, color=GRAY, ha="center", va="top")
         start += size
 
 
@@ -178,11 +183,11 @@ def _curves(left: Any, right: Any, shown: list[Line]) -> None:
     right.plot(NORM, NORM, color=GRAY, linewidth=0.9)
     right.text(2.3, 2.5, "unchanged", color=GRAY, ha="right")
     ends, top = [], 1.0
-    for line, (color, dashes) in zip(shown, LOOKS, strict=False):
+    for line, dashes in zip(shown, DASHES, strict=False):
         factor = factors(line)
-        left.plot(NORM, factor, color=color, linestyle=dashes)
-        right.plot(NORM, NORM * factor, color=color, linestyle=dashes)
-        ends.append((float(NORM[-1] * factor[-1]), line.text, color))
+        left.plot(NORM, factor, color=BLUE, linestyle=dashes)
+        right.plot(NORM, NORM * factor, color=BLUE, linestyle=dashes)
+        ends.append((float(NORM[-1] * factor[-1]), line.text, BLUE))
         top = max(top, float(factor.max()))
     for ax, high in ((left, 1.15 if top <= 1 else 3.0), (right, 3.0)):
         ax.set(xlim=(0, 4), ylim=(0, high), xticks=[0, 1, 2, 3, 4])

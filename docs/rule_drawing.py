@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from figures import BLUE, GRAY, GREEN, ORANGE
+from figures import BLUE, GRAY, ORANGE
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 WIDTH, SMALL = 5.0, (2.4, 1.1)
 """Inches: narrow enough that the text can be read where the page is 360 pixels wide."""
-LOOKS = [(BLUE, "-"), (ORANGE, "--"), (GREEN, ":"), (GRAY, "-.")]
-"""Colors of lines, each with a dash pattern of its own."""
+DASHES = ["-", "--", ":"]
+"""How lines of one picture differ."""
 BEFORE = {"color": GRAY, "linewidth": 0.9}
 AFTER = {"color": BLUE, "linewidth": 2.8}
 LIMIT = {"color": ORANGE, "linewidth": 1.4, "linestyle": (0, (4, 4)), "zorder": 5}
