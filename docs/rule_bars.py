@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NORM = np.linspace(0.005, 4, 120)
-NAMES = {uc.norms.L2: "norm", uc.norms.RMS: "RMS", uc.Norm(size_power=1): "norm/N"}
+NAMES = {uc.norms.L2: "norm", uc.norms.RMS: "RMS", uc.Norm(size_power=1): "n/N"}
 
 
 class Entries(NamedTuple):

@@ -56,25 +56,25 @@ def card(name: str) -> str:
 
 def overview() -> str:
     """Return the table of all presets, each as one expression."""
-    rows = [[f"[`{name}`](#rule-{name})", f"`{expression(name)}`"] for name in PRESETS]
+    rows = [[f"[`{name}`](#rule-{name})", expression(name)] for name in PRESETS]
     return table(["preset", "the same, written out"], rows)
 
 
 def expression(name: str) -> str:
-    """Return the expression that a preset is short for, without the modules' names."""
+    """Return the expression that a preset is short for, as code without the modules' names."""
     rule = made(name)
     if not isinstance(rule, uc.Rule):
         return "no norm: each entry by itself"
     limit, text = rule.limit, repr(rule)
     if isinstance(limit, uc.limits.PerGroup):
-        return "Rule(PerGroup(max_norms), scope=groups(label))"
+        return "`Rule(PerGroup(max_norms), scope=groups(label))`"
     if isinstance(limit, uc.limits.Relative) and limit.counts is not None:
-        return f"Rule(Relative({limit.ratio}, {limit.eps}, counts), scope=each_row)"
+        return f"`Rule(Relative({limit.ratio}, {limit.eps}, counts), scope=each_row)`"
     if isinstance(limit, uc.limits.Percentile):
         text = repr(replace(rule, limit=replace(limit, percentile=round(limit.percentile, 2))))
     for module in ("uc.scopes.", "uc.norms.", "uc.limits.", "uc.curves.", "uc."):
         text = text.replace(module, "")
-    return text
+    return f"`{text}`"
 
 
 def facts(name: str) -> str:
@@ -85,10 +85,9 @@ def facts(name: str) -> str:
         run += ", with `params`"
     found = ", ".join(f"{kind} {percent(share)}" for kind, share in zip(NORMS, shares(name), strict=True))
     what = "examples" if family(name) == "examples" else "steps"
-    choices = f"`{expression(name)}`" if isinstance(rule, uc.Rule) else expression(name)
     rows = {
         "Call": f"{{py:func}}`{signature(name)} <uniclip.{name}>`",
-        "[Choices](/the-four-choices.md)": choices,
+        "[Choices](/the-four-choices.md)": expression(name),
         "Run it with": run,
         f"[Clipped {what}]({DEFINED})": found,
     }
@@ -147,7 +146,8 @@ def adagc_table() -> str:
 
 def percent(share: Any) -> str:
     """Return a share as a percentage."""
-    return f"{100 * share:.1f} %" if 0 < share < 0.0995 else f"{100 * share:.0f} %"  # noqa: PLR2004 - two digits
+    digits = 1 if 0 < share < 0.0995 else 0  # noqa: PLR2004 - two digits in all
+    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
