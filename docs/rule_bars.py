@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,12 +35,6 @@ def example(name: str) -> Example:
     """Return what the picture of a preset shows."""
     make = PRESETS[name].example
     return make() if make else Example(made(name))
-
-
-def lines(name: str) -> list[Line]:
-    """Return the lines of the picture of a preset."""
-    make = PRESETS[name].lines
-    return make() if make else [Line("", made(name))]
 
 
 def entries(shown: Example) -> Entries:
@@ -90,7 +85,7 @@ def picture(name: str) -> Figure:
     figure.text(0.02, 0.95, "entries of a gradient:", color=GRAY)
     figure.text(0.41, 0.95, "before (wide),", color=GRAY, weight="bold")
     figure.text(0.69, 0.95, "after (narrow)", color=BLUE, weight="bold")
-    _curves(left, right, lines(name))
+    _curves(left, right, shown_lines(name))
     what = "modulus" if name == "by_value" else "norm"
     left.set(ylabel="factor", xlabel=f"{what} before")
     right.set(ylabel=f"{what} after", xlabel=f"{what} before")
@@ -103,8 +98,8 @@ def thumbnail(name: str) -> Figure:
     found = entries(shown)
     ax, side = figure.add_axes((0.02, 0.03, 0.64, 0.95)), figure.add_axes((0.73, 0.03, 0.25, 0.95))
     _bars(ax, found, _places(shown, len(found.before)))
-    for line, dashes in zip(lines(name), DASHES, strict=False):
-        side.plot(NORM, NORM * factors(line), color=BLUE, linestyle=dashes, linewidth=1.6)
+    for _, dashes, factor in shown_lines(name):
+        side.plot(NORM, NORM * factor, color=BLUE, linestyle=dashes, linewidth=1.6)
     side.plot(NORM, NORM, color=GRAY, linewidth=0.8)
     side.set(xlim=(0, 4), ylim=(0, 2.6))
     side.set(xticks=[], yticks=[])
@@ -167,6 +162,14 @@ def _parts(ax: Any, shown: Example, places: np.ndarray) -> None:
         start += size
 
 
+@cache
+def shown_lines(name: str) -> list[tuple[str, str, np.ndarray]]:
+    """Return text, dashes and factors of each line of the picture of a preset."""
+    make = PRESETS[name].lines
+    lines = make() if make else [Line("", made(name))]
+    return [(line.text, dashes, factors(line)) for line, dashes in zip(lines, DASHES, strict=False)]
+
+
 def factors(line: Line) -> np.ndarray:
     """Return the factor of gradients of equal entries, for each of `NORM`."""
     size, found = math.prod(line.shape), []
@@ -178,16 +181,15 @@ def factors(line: Line) -> np.ndarray:
     return np.asarray(found)
 
 
-def _curves(left: Any, right: Any, shown: list[Line]) -> None:
+def _curves(left: Any, right: Any, shown: list[tuple[str, str, np.ndarray]]) -> None:
     """Draw factors and norms after against norms before."""
     right.plot(NORM, NORM, color=GRAY, linewidth=0.9)
-    right.text(2.3, 2.5, "unchanged", color=GRAY, ha="right")
+    right.text(2.5, 2.6, "unchanged", color=GRAY, ha="right")
     ends, top = [], 1.0
-    for line, dashes in zip(shown, DASHES, strict=False):
-        factor = factors(line)
+    for text, dashes, factor in shown:
         left.plot(NORM, factor, color=BLUE, linestyle=dashes)
         right.plot(NORM, NORM * factor, color=BLUE, linestyle=dashes)
-        ends.append((float(NORM[-1] * factor[-1]), line.text, BLUE))
+        ends.append((float(NORM[-1] * factor[-1]), text, BLUE))
         top = max(top, float(factor.max()))
     for ax, high in ((left, 1.15 if top <= 1 else 3.0), (right, 3.0)):
         ax.set(xlim=(0, 4), ylim=(0, high), xticks=[0, 1, 2, 3, 4])

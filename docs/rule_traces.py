@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ def series() -> np.ndarray:
     return norms
 
 
+@cache
 def trace(rule: Any) -> Trace:
     """Run a rule on the norms of `series`."""
     norms, state, after, bounds = series(), rule.init(np.zeros(1)), [], []
@@ -55,7 +57,7 @@ def over_time(rule: Any) -> Figure:
     """Draw the norms before and after a rule that learns, its limit, and which steps it clips."""
     found, figure = trace(rule), new(3.0)
     ax, strip = figure.subplots(2, 1, sharex=True, height_ratios=[11, 1])
-    figure.subplots_adjust(left=0.11, right=0.78, top=0.98, bottom=0.17, hspace=0.07)
+    figure.subplots_adjust(left=0.13, right=0.78, top=0.98, bottom=0.17, hspace=0.07)
     _lines(ax, found, written=True)
     plain_log(ax, LOW, HIGH)
     ax.set(ylabel="norm", xlim=(0, LENGTH))
@@ -122,6 +124,7 @@ class Batches(NamedTuple):
     limits: np.ndarray
 
 
+@cache
 def batches(rule: Any, count: int = 60, size: int = 24) -> Batches:
     """Run a rule for examples that learns; half-way the norms grow."""
     rng, before, after, limits = np.random.default_rng(5), [], [], []
@@ -139,7 +142,7 @@ def over_batches(rule: Any) -> Figure:
     """Draw the norms of the examples before and after a rule that learns, and its limit."""
     found, figure = batches(rule), new(2.7)
     ax = figure.subplots()
-    figure.subplots_adjust(left=0.11, right=0.79, top=0.98, bottom=0.18)
+    figure.subplots_adjust(left=0.13, right=0.79, top=0.98, bottom=0.18)
     _dots(ax, found, 1.0)
     plain_log(ax, 0.08, 60)
     ax.set(xlabel="step", ylabel="norm of an example", xlim=(-1, len(found.limits)))
