@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from figures import BLUE, GRAY, ORANGE
 from rule_drawing import DASHES, LIMIT, bare, beside, new, small
-from rule_presets import PRESETS, Example, Line, made
+from rule_presets import Example, Line, example_of, lines_of
 
 import uniclip as uc
 
@@ -29,12 +29,6 @@ class Entries(NamedTuple):
     after: np.ndarray
     norms: np.ndarray | None
     limits: np.ndarray | None
-
-
-def example(name: str) -> Example:
-    """Return what the picture of a preset shows."""
-    make = PRESETS[name].example
-    return make() if make else Example(made(name))
 
 
 def entries(shown: Example) -> Entries:
@@ -76,7 +70,7 @@ def picture(name: str) -> Figure:
     figure = new(4.3)
     top = figure.add_axes((0.02, 0.54, 0.96, 0.31))
     left, right = figure.add_axes((0.11, 0.13, 0.29, 0.29)), figure.add_axes((0.51, 0.13, 0.28, 0.29))
-    shown = example(name)
+    shown = example_of(name)
     found = entries(shown)
     places = _places(shown, len(found.before))
     _bars(top, found, places)
@@ -94,7 +88,7 @@ def picture(name: str) -> Figure:
 
 def thumbnail(name: str) -> Figure:
     """Draw the same on a card, without a word."""
-    figure, shown = small(), example(name)
+    figure, shown = small(), example_of(name)
     found = entries(shown)
     ax, side = figure.add_axes((0.02, 0.03, 0.64, 0.95)), figure.add_axes((0.73, 0.03, 0.25, 0.95))
     _bars(ax, found, _places(shown, len(found.before)))
@@ -165,9 +159,7 @@ def _parts(ax: Any, shown: Example, places: np.ndarray) -> None:
 @cache
 def shown_lines(name: str) -> list[tuple[str, str, np.ndarray]]:
     """Return text, dashes and factors of each line of the picture of a preset."""
-    make = PRESETS[name].lines
-    lines = make() if make else [Line("", made(name))]
-    return [(line.text, dashes, factors(line)) for line, dashes in zip(lines, DASHES, strict=False)]
+    return [(line.text, dashes, factors(line)) for line, dashes in zip(lines_of(name), DASHES, strict=False)]
 
 
 def factors(line: Line) -> np.ndarray:

@@ -15,9 +15,9 @@ WIDTH, SMALL = 5.0, (2.4, 1.1)
 """Inches: narrow enough that the text can be read where the page is 360 pixels wide."""
 DASHES = ["-", "--", ":"]
 """How lines of one picture differ."""
-BEFORE = {"color": GRAY, "linewidth": 0.9}
-AFTER = {"color": BLUE, "linewidth": 2.8}
-LIMIT = {"color": ORANGE, "linewidth": 1.4, "linestyle": (0, (4, 4)), "zorder": 5}
+BEFORE: dict[str, Any] = {"color": GRAY, "linewidth": 0.9}
+AFTER: dict[str, Any] = {"color": BLUE, "linewidth": 2.8}
+LIMIT: dict[str, Any] = {"color": ORANGE, "linewidth": 1.4, "linestyle": (0, (4, 4)), "zorder": 5}
 
 
 def new(height: float) -> Figure:

@@ -13,7 +13,7 @@ import numpy as np
 import rule_bars
 import rule_traces
 from figures import BLUE, GRAY, GREEN, ORANGE, STYLE
-from rule_drawing import LIMIT, beside, new, plain_log
+from rule_drawing import beside, new, plain_log
 from rule_presets import PRESETS, family, made
 
 import uniclip as uc
@@ -94,7 +94,7 @@ def both_kinds() -> Figure:
     ends = []
     for percentile, color, dashes, text in looks:
         limit = float(np.percentile(norms, percentile))
-        ax.axhline(limit, **LIMIT | {"color": color, "linestyle": dashes})
+        ax.axhline(limit, color=color, linestyle=dashes, linewidth=1.4, zorder=5)
         ends.append((limit, f"{text}: clips {100 - percentile} %", color))
     beside(ax, ends)
     return figure

@@ -72,10 +72,10 @@ def rows() -> Example:
     return Example(uc.cowclip(np.asarray([1.0, 2.0, 4.0])), names, (grads,), (table,), by="rows")
 
 
-def beside() -> Example:
+def beside(rule: Any) -> Example:
     """Return three leaves whose parameters have the norms 5, 5 and 10."""
     params = ([5.0, 0.0, 0.0], [5.0, 0.0], [10.0, 0.0, 0.0, 0.0])
-    return Example(uc.larc(0.1), ("leaf a\n‖w‖ = 5", "leaf b\n‖w‖ = 5", "leaf c\n‖w‖ = 10"), params=params)
+    return Example(rule, ("leaf a\n‖w‖ = 5", "leaf b\n‖w‖ = 5", "leaf c\n‖w‖ = 10"), params=params)
 
 
 def batch(rule: Any, scale: float = 1.0) -> Example:
@@ -133,8 +133,7 @@ PRESETS = {
     "larc": Preset(
         "keeps each leaf's step small relative to its weights",
         (0.1,),
-        beside,
-        lambda: [Line(f"lr = {lr:g}", uc.larc(lr), params=np.asarray([5.0])) for lr in (0.05, 0.1, 0.2)],
+        lines=lambda: [Line(f"lr = {lr:g}", uc.larc(lr), params=np.asarray([5.0])) for lr in (0.05, 0.1, 0.2)],
     ),
     "autoclip": Preset("clips at a percentile of all norms so far"),
     "percentile_clipping": Preset("clips each leaf at a percentile of its last norms"),
@@ -148,8 +147,7 @@ PRESETS = {
     "by_example_norm": Preset(
         "scales each example by its norm over all leaves",
         (1.0,),
-        lambda: batch(uc.by_example_norm(1.0)),
-        lambda: [
+        lines=lambda: [
             Line("hard", uc.by_example_norm(1.0), (1, 1)),
             Line("reject", uc.by_example_norm(1.0, curve=uc.curves.reject), (1, 1)),
         ],
@@ -190,6 +188,23 @@ def made(name: str) -> Any:
 def family(name: str) -> str:
     """Return the module of a preset, which is the name of its page."""
     return str(getattr(uc, name).__module__).rpartition(".")[2]
+
+
+def example_of(name: str) -> Example:
+    """Return what the picture of a preset without memory shows: its own example, or that of its family."""
+    if make := PRESETS[name].example:
+        return make()
+    if family(name) == "examples":
+        return batch(made(name))
+    return beside(made(name)) if family(name) == "relative" else Example(made(name))
+
+
+def lines_of(name: str) -> list[Line]:
+    """Return the lines of the picture of a preset without memory: its own, or one of the preset."""
+    if make := PRESETS[name].lines:
+        return make()
+    shape = (1, 1) if family(name) == "examples" else (1,)
+    return [Line("", made(name), shape, np.full(shape, 5.0) if family(name) == "relative" else None)]
 
 
 def check() -> None:

@@ -143,7 +143,7 @@ def over_batches(rule: Any) -> Figure:
     found, figure = batches(rule), new(2.7)
     ax = figure.subplots()
     figure.subplots_adjust(left=0.13, right=0.79, top=0.98, bottom=0.18)
-    _dots(ax, found, 1.0)
+    _dots(ax, found, 12, 4.5)
     plain_log(ax, 0.08, 60)
     ax.set(xlabel="step", ylabel="norm of an example", xlim=(-1, len(found.limits)))
     half = len(found.limits) // 2
@@ -157,14 +157,15 @@ def thumbnail_of_batches(rule: Any) -> Figure:
     """Draw the same on a card, without a word."""
     found, figure = batches(rule), small()
     ax = figure.add_axes((0.02, 0.03, 0.96, 0.95))
-    _dots(ax, found, 0.6)
+    _dots(ax, found, 5, 4.0)
     plain_log(ax, 0.08, 20)
     bare(ax)
     return figure
 
 
-def _dots(ax: Any, found: Batches, thin: float) -> None:
-    steps = np.repeat(np.arange(len(found.limits)), found.before.shape[1])
-    ax.plot(steps, found.before.ravel(), ".", color=GRAY, markersize=2.5 * thin)
-    ax.plot(steps, found.after.ravel(), ".", color=BLUE, markersize=4 * thin)
+def _dots(ax: Any, found: Batches, shown: int, size: float) -> None:
+    """Draw some of the examples of each batch, and the limit."""
+    steps = np.repeat(np.arange(len(found.limits)), shown)
+    ax.plot(steps, found.before[:, :shown].ravel(), ".", color=GRAY, markersize=0.6 * size)
+    ax.plot(steps, found.after[:, :shown].ravel(), ".", color=BLUE, markersize=size)
     ax.plot(found.limits, **LIMIT)
