@@ -57,7 +57,7 @@ def _clipped(rule: Any, series: np.ndarray) -> np.ndarray:
     for norms in series:
         _, state, report = rule.update(norms, state)
         clipped.append(np.ravel(report.factors) != 1)
-    return np.mean(clipped[SETTLE:], axis=0)
+    return np.asarray(np.mean(clipped[SETTLE:], axis=0))
 
 
 def share_above(percentile: float) -> tuple[float, ...]:
