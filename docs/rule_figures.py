@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Draw what each rule does: the factor against the norm, or the limit against time; the rules themselves are run."""
+"""Draw every rule, large for its section and small for its card, and the pictures that compare rules and curves."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
-from figures import BLUE, GRAY, GREEN, ORANGE, RED, STYLE
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+import rule_bars
+import rule_traces
+from figures import BLUE, GRAY, GREEN, ORANGE, STYLE
+from rule_drawing import beside, new, plain_log
+from rule_presets import PRESETS, family, made
 
 import uniclip as uc
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CURVES: dict[str, Any] = {
     "hard": uc.curves.hard,
@@ -23,250 +28,75 @@ CURVES: dict[str, Any] = {
     "soft": uc.curves.soft,
     "normalize": uc.curves.normalize,
     "reject": uc.curves.reject,
+    "Regularized(0.3)": uc.curves.Regularized(0.3),
+    "NonMonotonic(0.1)": uc.curves.NonMonotonic(0.1),
 }
-COLORS = [BLUE, ORANGE, GREEN, RED, GRAY]
-MEASURED = {
-    "by_value": "modulus of the entry",
-    "by_norm": "norm of the leaf",
-    "by_average_norm": "L2 norm of the leaf",
-    "by_block_rms": "L2 norm of the leaf",
-    "by_global_norm": "joint norm",
-    "by_group_norm": "joint norm of the group",
-    "to_global_norm": "joint norm",
-    "agc": "norm of the unit",
-    "cowclip": "norm of the row",
-    "larc": "norm of the leaf",
-    "by_example_norm": "norm of the example",
-    "by_example_layer_norm": "norm of the example's leaf",
-    "auto_s": "norm of the example",
-    "psac": "norm of the example",
-}
-NORM = np.linspace(0.005, 4, 300)
-SPIKES = {50: 8.0, 120: 100.0, 250: 6.0, 251: 6.0, 252: 6.0}
-MISSING, SHIFT, LENGTH = 85, 180, 300
 
 
 def draw(folder: Path) -> None:
     """Write every picture into ``folder`` as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {f"rule-{name}": lambda name=name, lines=lines: factors(name, lines()) for name, lines in FACTORS.items()}
-    figures |= {f"rule-{name}": lambda rule=rule: over_time(rule) for name, rule in REMEMBERING.items()}
-    figures |= {"curves": curves, "which-rule": both_kinds, "rule-by_example_quantile": quantile}
-    with mpl.rc_context(STYLE | {"font.size": 9}):
-        for name, figure in figures.items():
-            figure().savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+    with mpl.rc_context(STYLE | {"font.size": 10.5}):
+        for name, figure in pictures().items():
+            figure().savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
-def factors(name: str, lines: dict[str, Any]) -> Figure:
-    """Draw factors against norms."""
-    figure = Figure(figsize=(3.6, 1.9))
-    ax = figure.subplots()
-    for (text, factor), color in zip(lines.items(), COLORS, strict=False):
-        ax.plot(NORM, factor, color=color, label=text)
-    top = max(float(np.max(factor)) for factor in lines.values())
-    ax.set(xlabel=MEASURED.get(name, "norm"), ylabel="factor", xlim=(0, 4), ylim=(0, 1.1 if top <= 1 else 3))
-    if len(lines) > 1:
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
+def pictures() -> dict[str, Callable[[], Figure]]:
+    """Return what draws each picture, by the name of its file."""
+    found: dict[str, Callable[[], Figure]] = {"curves": curves, "which-rule": both_kinds}
+    for name in PRESETS:
+        large, little = drawn(name)
+        found |= {f"rule-{name}": large, f"small-{name}": little}
+    return found
 
 
-def of_norm(rule: Any, shape: tuple[int, ...] = (1,), params: Any = None) -> list[float]:
-    """Return the factor of gradients of equal entries, for each of `NORM`."""
-    size = math.prod(shape)
-    found = [uc.clip(np.full(shape, n / size**0.5), rule, params)[1].factors for n in NORM]
-    return [float(np.ravel(factor)[0]) for factor in found]
-
-
-def by_value() -> dict[str, Any]:
-    """Return the factor of an entry."""
-    return {"": [float(uc.clip(np.asarray([n]), uc.by_value(-1.0, 1.0))[0][0] / n) for n in NORM]}
-
-
-def by_sizes(preset: Callable[[float], Any], c: float) -> dict[str, Any]:
-    """Return the factors for leaves of several sizes."""
-    return {f"{size} entries": of_norm(preset(c), (size,)) for size in (4, 16, 64)}
-
-
-def by_group() -> dict[str, Any]:
-    """Return the factors of two groups."""
-    rule = uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0])  # noqa: ARG005 - the signature of a label
-    found = [uc.clip([np.asarray([n]), np.asarray([n])], rule)[1].factors for n in NORM]
-    return {"group with limit 1": [f[0] for f in found], "group with limit 2": [f[1] for f in found]}
-
-
-def relative(rule: Any, sizes: tuple[float, ...], shape: tuple[int, ...] = (1,)) -> dict[str, Any]:
-    """Return the factors for parameters of several norms."""
-    return {f"‖w‖ = {size:g}": of_norm(rule, shape, np.full(shape, size)) for size in sizes}
-
-
-def examples(rules: dict[str, Any]) -> dict[str, Any]:
-    """Return the factors of examples by several rules."""
-    return {text: of_norm(rule, (1, 1)) for text, rule in rules.items()}
-
-
-FACTORS: dict[str, Callable[[], dict[str, Any]]] = {
-    "by_value": by_value,
-    "by_norm": lambda: {"": of_norm(uc.by_norm(1.0))},
-    "by_average_norm": lambda: by_sizes(uc.by_average_norm, 0.125),
-    "by_global_norm": lambda: {
-        f"curve={name}": of_norm(uc.by_global_norm(1.0, curve=CURVES[name]))
-        for name in ("hard", "tanh", "smooth", "soft")
-    },
-    "by_block_rms": lambda: by_sizes(uc.by_block_rms, 0.25),
-    "by_group_norm": by_group,
-    "to_global_norm": lambda: {"": of_norm(uc.to_global_norm(1.0))},
-    "agc": lambda: relative(uc.agc(0.01), (50.0, 100.0, 200.0)),
-    "cowclip": lambda: {
-        f"count {n}, ‖w‖ = 0.5": of_norm(uc.cowclip(np.asarray([float(n)])), (1, 1), np.full((1, 1), 0.5))
-        for n in (1, 2, 4)
-    },
-    "larc": lambda: {
-        f"lr = {lr:g}, ‖w‖ = 5": of_norm(uc.larc(lr), params=np.asarray([5.0])) for lr in (0.05, 0.1, 0.2)
-    },
-    "by_example_norm": lambda: examples(
-        {"curve=hard": uc.by_example_norm(1.0), "curve=reject": uc.by_example_norm(1.0, curve=uc.curves.reject)}
-    ),
-    "by_example_layer_norm": lambda: {
-        f"{count} {'leaf' if count == 1 else 'leaves'}": [
-            float(
-                uc.clip([np.asarray([[n]]), *([np.zeros((1, 1))] * (count - 1))], uc.by_example_layer_norm(1.0))[
-                    1
-                ].factors[0][0]
-            )
-            for n in NORM
-        ]
-        for count in (1, 2, 4)
-    },
-    "auto_s": lambda: examples({f"gamma={gamma}": uc.auto_s(gamma=gamma) for gamma in (0.01, 0.5)}),
-    "psac": lambda: examples({f"r={r}": uc.psac(r=r) for r in (0.01, 0.1)}),
-}
-
-REMEMBERING = {
-    "autoclip": uc.autoclip(),
-    "percentile_clipping": uc.percentile_clipping(),
-    "zclip": uc.zclip(),
-    "log_zscore": uc.log_zscore(),
-    "adagc": uc.adagc(),
-    "norm_growth": uc.norm_growth(),
-    "skip_spikes": uc.skip_spikes(),
-    "spam": uc.spam(),
-    "adagn": uc.adagn(),
-}
-
-
-def series() -> np.ndarray:
-    """Return made-up norms: around 1, then around 2, with spikes and one NaN."""
-    norms = np.random.default_rng(4).lognormal(0.0, 0.2, LENGTH)
-    norms[SHIFT:] *= 2
-    for step, size in SPIKES.items():
-        norms[step] *= size
-    norms[MISSING] = np.nan
-    return norms
-
-
-def over_time(rule: Any) -> Figure:
-    """Draw the norms before and after a rule with memory, its limit where it has one, and what is a spike to it."""
-    norms, state = series(), rule.init(np.zeros(1))
-    limits, after, bounds = [], [], []
-    spikes_only = isinstance(rule.limit, (uc.limits.ZScore, uc.limits.LogZScore, uc.limits.RollingZScore))
-    for norm in norms:
-        bounds.append(_bound(rule, state) if spikes_only else math.nan)
-        _, state, report = rule.update(np.asarray([norm]), state)
-        limits.append(float(np.ravel(report.limits)[0]))
-        after.append(norm * float(np.ravel(report.factors)[0]))
-    figure = Figure(figsize=(6.2, 2.3))
-    ax = figure.subplots()
-    floor, steps, shown = 0.1, np.arange(LENGTH), np.asarray(after)
-    ax.plot(steps, norms, color=GRAY, linewidth=1, label="norm before")
-    ax.plot(steps, np.where(shown < floor, floor, shown), color=BLUE, alpha=0.8, label="norm after")
-    if spikes_only:
-        ax.plot(steps, bounds, "--", color=GREEN, linewidth=1, label="clipped above")
-    if not spikes_only:
-        ax.plot(
-            steps,
-            np.where(np.asarray(limits) < np.finfo(float).max, limits, np.nan),  # where there is one
-            color=ORANGE,
-            linewidth=1.3,
-            dashes=(4, 3),
-            label="limit",
-        )
-    ax.axvline(MISSING, color=RED, linewidth=1, linestyle=":")
-    ax.text(MISSING + 2, 70, "NaN", color=RED)
-    ax.set(xlabel="step", ylabel="norm", yscale="log", ylim=(floor, 150), xlim=(0, LENGTH))
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
-
-
-def _bound(rule: Any, state: Any) -> float:
-    """Return the least norm that the rule would clip now, to two digits; NaN if there is none."""
-    low, high = 0.1, 1e4
-    if not bool(rule.update(np.asarray([high]), state)[2].clipped):
-        return math.nan
-    while high > 1.01 * low:
-        middle = math.sqrt(low * high)
-        clipped = bool(rule.update(np.asarray([middle]), state)[2].clipped)
-        low, high = (low, middle) if clipped else (middle, high)
-    return high
-
-
-def quantile() -> Figure:
-    """Draw the limit of `uniclip.by_example_quantile` and the norms of the examples of each batch."""
-    rng, rule, batch, count = np.random.default_rng(5), uc.by_example_quantile(), 32, 60
-    state, limits, batches = rule.init(np.zeros((batch, 1))), [], []
-    for step in range(count):
-        grads = rng.lognormal(0.0 if step < count // 2 else 1.0, 0.6, (batch, 1))
-        _, state, report = rule.update(grads, state)
-        limits.append(float(np.ravel(report.limits)[0]))
-        batches.append(grads[:, 0])
-    figure = Figure(figsize=(7, 2.3))
-    ax = figure.subplots()
-    ax.plot(
-        np.repeat(np.arange(count), batch), np.ravel(batches), ".", color=GRAY, markersize=2, label="examples' norms"
-    )
-    ax.plot(np.median(batches, axis=1), "--", color=GREEN, linewidth=1, label="their median")
-    ax.plot(limits, color=ORANGE, label="limit")
-    ax.set(xlabel="step", ylabel="norm", yscale="log", ylim=(0.08, 20), xlim=(0, count))
-    ax.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
+def drawn(name: str) -> tuple[Callable[[], Figure], Callable[[], Figure]]:
+    """Return what draws a preset, large and small: over time if it learns, else on a gradient."""
+    rule = made(name)
+    if not getattr(rule, "memory", False):
+        return partial(rule_bars.picture, name), partial(rule_bars.thumbnail, name)
+    if family(name) == "examples":
+        return partial(rule_traces.over_batches, rule), partial(rule_traces.thumbnail_of_batches, rule)
+    return partial(rule_traces.over_time, rule), partial(rule_traces.thumbnail, rule)
 
 
 def curves() -> Figure:
-    """Draw every curve: the factor, and the norm after clipping, against norm / limit."""
-    figure = Figure(figsize=(8, 2.9))
-    left, right = figure.subplots(1, 2)
-    named = CURVES | {"Regularized(0.3)": uc.curves.Regularized(0.3), "NonMonotonic(0.1)": uc.curves.NonMonotonic(0.1)}
-    looks = zip([*COLORS, "#8a5cc9", ORANGE, GREEN], ["-"] * 6 + [":"] * 2, strict=True)
-    for (name, curve), (color, line) in zip(named.items(), looks, strict=True):
-        factor = curve(np, NORM, np.ones_like(NORM))
-        wide = {"linewidth": 5, "alpha": 0.5} if name == "hard" else {"linewidth": 1.5}
-        left.plot(NORM, factor, color=color, linestyle=line, label=name, **wide)
-        right.plot(NORM, NORM * factor, color=color, linestyle=line, **wide)
-    left.set(xlabel="norm / limit", ylabel="factor", ylim=(0, 2), xlim=(0, 4))
-    right.set(xlabel="norm / limit", ylabel="norm after / limit", ylim=(0, 1.25), xlim=(0, 4))
-    figure.legend(*left.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=4)
-    figure.subplots_adjust(wspace=0.25)
+    """Draw every curve: factor and norm after clipping against norm / limit."""
+    figure, norm = new(5.2), np.linspace(0.005, 3, 200)
+    axes = figure.subplots(3, 3, sharex=True, sharey=True)
+    for ax, (name, curve) in zip(axes.flat, CURVES.items(), strict=False):
+        factor = curve(np, norm, np.ones_like(norm))
+        ax.plot(norm, norm, color=GRAY, linewidth=0.9)
+        ax.plot(norm, factor, color=ORANGE, linewidth=1.5, linestyle="--")
+        ax.plot(norm, norm * factor, color=BLUE)
+        ax.set_title(name, size=10.5, color=GRAY)
+        ax.set(xlim=(0, 3), ylim=(0, 1.9), xticks=[0, 1, 2, 3], yticks=[0, 1])
+    key = axes.flat[-1]
+    key.axis("off")
+    for y, text, color in ((1.4, "norm after", BLUE), (0.9, "factor (dashed)", ORANGE), (0.4, "unchanged", GRAY)):
+        key.text(0.1, y, text, color=color, va="center")
+    for ax in (*axes[2, :2], axes[1, 2]):
+        ax.set_xlabel("norm / limit")
+        ax.tick_params(labelbottom=True)
+    figure.subplots_adjust(left=0.06, right=0.97, top=0.94, bottom=0.1, hspace=0.42, wspace=0.15)
     return figure
 
 
 def both_kinds() -> Figure:
-    """Draw the norms of a training run with the limit of a safety net and that of a normalizer."""
-    norms = training_norms()
-    figure = Figure(figsize=(8, 2.8))
-    ax, side = figure.subplots(1, 2, sharey=True, width_ratios=[4, 1])
-    ax.semilogy(norms, color=GRAY, linewidth=0.8)
-    side.hist(norms, bins=np.logspace(-1, 2, 60), orientation="horizontal", color=GRAY, alpha=0.6)
-    for q, color, text in [(99, GREEN, "safety net"), (90, BLUE, "safety net"), (10, ORANGE, "normalizer")]:
-        for axes in (ax, side):
-            axes.axhline(np.percentile(norms, q), color=color, linewidth=1.5)
-        side.text(side.get_xlim()[1] * 1.05, np.percentile(norms, q), f"{q} %: {text}", color=color, va="center")
-    ax.set(xlabel="step", ylabel="norm", xlim=(0, len(norms)), ylim=(np.min(norms) * 0.8, np.max(norms) * 1.3))
-    side.set(xlabel="steps", xticks=[])
-    ax.yaxis.set_minor_locator(NullLocator())
-    side.yaxis.set_minor_locator(NullLocator())
-    figure.subplots_adjust(wspace=0.05)
+    """Draw the norms of a training run with the limits of safety nets and that of a normalizer."""
+    norms, figure = training_norms(), new(2.8)
+    ax = figure.subplots()
+    figure.subplots_adjust(left=0.11, right=0.66, top=0.98, bottom=0.18)
+    ax.plot(norms, color=GRAY, linewidth=0.7)
+    ax.set(xlabel="step", ylabel="norm", xlim=(0, len(norms)))
+    plain_log(ax, float(np.min(norms)) * 0.8, float(np.max(norms)) * 1.3)
+    looks = [(99, GREEN, "-", "safety net"), (90, BLUE, "-.", "safety net"), (10, ORANGE, "--", "normalizer")]
+    ends = []
+    for percentile, color, dashes, text in looks:
+        limit = float(np.percentile(norms, percentile))
+        ax.axhline(limit, color=color, linestyle=dashes, linewidth=1.4, zorder=5)
+        ends.append((limit, f"{text}: clips {100 - percentile} %", color))
+    beside(ax, ends)
     return figure
 
 
