@@ -1,4 +1,4 @@
-"""The page on how others behave shows uniclip right, or the tests fail."""
+"""The page on the comparison with others shows uniclip right, or the tests fail."""
 
 from __future__ import annotations
 
