@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: MIT
+"""How numbers and tables of measured speed are written, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX", "numpy": "NumPy"}
+
+
+def spread(quartiles: list[float]) -> str:
+    """Return a median and the quartiles around it."""
+    low, middle, high = (f"{x:.2f}" for x in quartiles)
+    return f"{middle} ({low}-{high})" if low != high else middle
+
+
+def percent(times: list[float]) -> str:
+    """Return how much longer something takes, from quartiles of ratios to what is shorter."""
+    low, middle, high = (f"{100 * (x - 1):.0f}" for x in times)
+    return f"{middle} % ({low} to {high})"
+
+
+def duration(us: float) -> str:
+    """Return a time to three digits."""
+    unit, size = next(((u, s) for u, s in [("s", 1e6), ("ms", 1e3)] if abs(us) >= s), ("µs", 1))
+    return f"{us / size:.3g} {unit}"
+
+
+def durations(us: list[float]) -> str:
+    """Return a time with its quartiles, in one unit."""
+    unit, size = next(((u, s) for u, s in [("s", 1e6), ("ms", 1e3)] if abs(us[1]) >= s), ("µs", 1))
+    low, middle, high = (f"{x / size:.3g}" for x in us)
+    return f"{middle} {unit} ({low} to {high})"
+
+
+def table(heads: list[str], rows: Iterable[list[str]]) -> str:
+    """Return a Markdown table, aligned, or nothing if there are no rows."""
+    lines = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    text = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return text if len(lines) > 2 else ""  # noqa: PLR2004 - the heads and the line below
