@@ -8,9 +8,14 @@ from collections.abc import Iterable
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX", "numpy": "NumPy"}
 
 
+def number(ratio: float) -> str:
+    """Return a ratio to two decimals, or without any if it is large."""
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"  # noqa: PLR2004
+
+
 def spread(quartiles: list[float]) -> str:
     """Return a median and the quartiles around it."""
-    low, middle, high = (f"{x:.2f}" for x in quartiles)
+    low, middle, high = map(number, quartiles)
     return f"{middle} ({low}-{high})" if low != high else middle
 
 

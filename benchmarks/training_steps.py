@@ -156,7 +156,8 @@ def trained_torch(sizes: list[int], _: Library, __: Leaves) -> Iterator[tuple[st
         optimizer = torch.optim.AdamW(params, RATE)
         if name == ATTACHED:
             attach(optimizer, uc.by_global_norm(LIMIT))
-        yield name, lambda _, run=partial(step, optimizer, params, clip): run()
+        run = partial(step, optimizer, params, clip)
+        yield name, lambda _, run=run: run()
 
 
 def trained_tensorflow(sizes: list[int], library: Library, _: Leaves) -> Iterator[tuple[str, Any]]:
@@ -254,7 +255,8 @@ def trained_numpy(sizes: list[int], library: Library, _: Leaves) -> Iterator[tup
             param -= RATE * grad  # noqa: PLW2901 - in place
 
     for name, clip in clips.items():
-        yield name, lambda _, run=partial(step, [w.copy() for w in weights], clip): run()
+        run = partial(step, [w.copy() for w in weights], clip)
+        yield name, lambda _, run=run: run()
 
 
 def trained(kind: str, library: Library, leaves: Leaves) -> Iterator[tuple[str, Any]]:
@@ -279,13 +281,13 @@ KINDS: dict[str, Callable[[Library, Leaves], Iterator[tuple[str, Any]]]] = {
 }
 BASES = dict.fromkeys(KINDS, PLAIN) | {CLIPPER: GLOBAL, ATTACH: GLOBAL}
 """What the other ways are compared with."""
-GRADIENTS = {kind: MLP for kind in KINDS} | {kind: tree for (tree, _), kind in KERAS_STEPS.items()}
+GRADIENTS = dict.fromkeys(KINDS, MLP) | {kind: tree for (tree, _), kind in KERAS_STEPS.items()}
 GRADIENTS |= dict.fromkeys(FUSED.values(), RESNET)
 """The shapes of the gradients that a step is given, where it does not compute them."""
-EVERYWHERE = ["numpy", "torch", "tensorflow", "jax"]
+TORCH, TENSORFLOW = ["torch"], ["tensorflow"]
 WHERE = {
-    **dict.fromkeys([CLIPPER, *SIZES], EVERYWHERE),
-    **dict.fromkeys([ATTACH, *FUSED.values()], ["torch"]),
-    **dict.fromkeys([*KERAS_STEPS.values(), KERAS_SMALL_NET, KERAS_WIDE_NET], ["tensorflow"]),
+    **{kind: ["numpy", *TORCH, *TENSORFLOW, "jax"] for kind in (CLIPPER, *SIZES)},
+    **dict.fromkeys((ATTACH, *FUSED.values()), TORCH),
+    **dict.fromkeys((*KERAS_STEPS.values(), KERAS_SMALL_NET, KERAS_WIDE_NET), TENSORFLOW),
 }
 """The frameworks that each kind is measured on."""
