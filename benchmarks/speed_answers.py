@@ -118,11 +118,12 @@ def summary(rows: list[Row], steps: list[Row]) -> str:
 def answer(framework: str, rows: list[Row], steps: list[Row]) -> Iterator[str]:
     """Yield the items that answer how fast uniclip is on a framework."""
     for way in (way for name, way in WAYS if name == framework and "donated" not in way):
-        for tree, name in ((RESNET, "ResNet-50's gradients"), (MLP, "a small MLP's gradients")):
+        for tree, name in ((RESNET, "gradients of ResNet-50"), (MLP, "gradients of a small MLP")):
             found = pick(rows, framework, way, tree)
             if len(found) == len((False, True)):
                 texts = (against_native(row) for row in found)
-                yield f"- **{WAYS[framework, way]}, {name}:** {' when nothing is clipped, '.join(texts)} when clipped."
+                lead = f"{WAYS[framework, way]}, {name}" if framework != "numpy" else f"G{name[1:]}"
+                yield f"- {lead}: {' when nothing is clipped, '.join(texts)} when clipped."
     yield from in_training(
         [row for row in steps if row["framework"] == framework and row["kind"] in {SMALL_NET, WIDE_NET}]
     )
@@ -144,7 +145,7 @@ def in_training(steps: list[Row]) -> Iterator[str]:
             f"uniclip adds **{percent(found[ours]['times'])}**, the native function {percent(found[native]['times'])}"
         )
         extra = f", `attach` {percent(found[ATTACHED]['times'])}" if ATTACHED in found else ""
-        yield f"- **A training step** of a {NETS[row['kind']]} takes {duration(found[PLAIN]['us'][1])}: {text}{extra}."
+        yield f"- A training step of a {NETS[row['kind']]} takes {duration(found[PLAIN]['us'][1])}: {text}{extra}."
 
 
 def keras_answer(steps: list[Row]) -> Iterator[str]:
@@ -157,8 +158,8 @@ def keras_answer(steps: list[Row]) -> Iterator[str]:
             more = f", `global_clipnorm` {durations(native['above'])}" if native else ""
             name = "ResNet-50" if tree == RESNET else "a small MLP"
             yield (
-                f"- **`apply_gradients` called eagerly, {name}, {state}:** a step without clipping takes "
-                f"{duration(found[PLAIN]['us'][1])}. `ClippedOptimizer` adds {durations(ours['above'])}{more}."
+                f"- `apply_gradients` called eagerly, {name}, {state}: a step without clipping takes "
+                f"{duration(found[PLAIN]['us'][1])}; `ClippedOptimizer` adds **{durations(ours['above'])}**{more}."
             )
     yield from in_training([kinds[kind] for kind in KERAS_NETS if kind in kinds])
 

@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from figures import BLUE, GRAY, GREEN, ORANGE, RED, STYLE
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -82,42 +83,35 @@ def ahead(panels: dict[str, list[Bar]]) -> Figure:
         return figure
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
     for place, (ax, (title, bars)) in enumerate(zip(grid, panels.items(), strict=True)):
-        panel(ax, bars, legend=place == 0)
-        ax.set_title(title, loc="left", size=11, color=GRAY, weight="bold", pad=16 if place == 0 else 6)
+        panel(ax, bars)
+        ax.set_title(title, loc="left", size=11, color=GRAY, weight="bold", pad=18 if place == 0 else 6)
+    above = {"xycoords": ("data", "axes fraction"), "xytext": (0, 4), "textcoords": "offset points"}
+    grid[0].annotate("as fast as native", (1, 1), ha="center", size=9.5, **above)
     ratios = [ratio for bars in panels.values() for *_, quartiles in bars for ratio in quartiles]
     low, high = min([*ratios, 0.8]), max([*ratios, 1.25])
     room = (high / low) ** 0.22  # for the numbers beside the markers
     ticks(grid[-1], low / room, high * room)
     grid[-1].set_xlabel("times as fast as the native function")
+    looks = {"linewidth": 2, "markersize": 6}
+    keys = [Line2D([], [], color=color, marker=marker, label=text, **looks) for color, marker, text in LOOKS.values()]
+    grid[0].legend(handles=keys, loc="lower center", bbox_to_anchor=(0.4, 1), borderaxespad=3.6, ncols=2)
     figure.subplots_adjust(hspace=1.1 * len(counts) / sum(counts))
     return figure
 
 
-def panel(ax: Any, bars: list[Bar], *, legend: bool) -> None:
+def panel(ax: Any, bars: list[Bar]) -> None:
     """Draw a marker at each ratio, a line between its quartiles, and the ratio as a number."""
     labels = list(dict.fromkeys(label for label, *_ in bars))
     ax.axvspan(1e-9, 1, color=GRAY, alpha=0.13, linewidth=0)
     ax.axvline(1, color=GRAY, linewidth=2)
     for label, clipped, (low, middle, high) in bars:
-        color, marker, name = LOOKS[clipped]
+        color, marker, _ = LOOKS[clipped]
         y = labels.index(label) + (0.2 if clipped else -0.2)
         ax.plot([low, high], [y, y], color=color, linewidth=2)
         ax.plot([middle], [y], color=color, marker=marker, markersize=6, linestyle="none")
-        text = f"{number(middle)} {name}" if legend and label == labels[0] else number(middle)
         end, shift, align = (low, -7, "right") if middle < 1 else (high, 7, "left")
         where = {"xytext": (shift, 0), "textcoords": "offset points", "annotation_clip": False}
-        ax.annotate(text, (end, y), va="center", ha=align, size=9.5, **where)
-    if legend:
-        ax.annotate(
-            "as fast as native",
-            (1, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            ha="center",
-            size=9,
-            textcoords="offset points",
-            color=GRAY,
-        )
+        ax.annotate(number(middle), (end, y), va="center", ha=align, size=9.5, **where)
     ax.set_yticks(range(len(labels)), labels)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(labels) - 0.5, -0.5)
@@ -146,7 +140,7 @@ def scaling(points: list[Row]) -> Figure:
         curve(top, [p for p in found if p["entries"] == 16 * p["leaves"]], "leaves", look)
         curve(bottom, [p for p in found if p["entries"] > 16 * p["leaves"]], "entries", look)
     bottom.plot([], [], color=GRAY, linestyle=":", label="native function")
-    figure.legend(*bottom.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0.05), ncols=2)
+    figure.legend(*bottom.get_legend_handles_labels(), loc="upper center", bbox_to_anchor=(0.5, 0.035), ncols=2)
     top.set(xlabel="tensors of 16 entries", ylabel="seconds")
     bottom.set(xlabel="entries of one tensor", ylabel="seconds")
     figure.subplots_adjust(hspace=0.3)
