@@ -21,21 +21,31 @@ def spread(quartiles: list[float]) -> str:
 
 def percent(times: list[float]) -> str:
     """Return how much longer something takes, from quartiles of ratios to what is shorter."""
-    low, middle, high = (f"{100 * (x - 1):.0f}" for x in times)
+    low, middle, high = (round(100 * (x - 1)) for x in times)
     return f"{middle} % ({low} to {high})"
 
 
 def duration(us: float) -> str:
     """Return a time to three digits."""
-    unit, size = next(((u, s) for u, s in [("s", 1e6), ("ms", 1e3)] if abs(us) >= s), ("µs", 1))
-    return f"{us / size:.3g} {unit}"
+    unit, size = unit_of(us)
+    return f"{digits(us / size)} {unit}"
 
 
 def durations(us: list[float]) -> str:
     """Return a time with its quartiles, in one unit."""
-    unit, size = next(((u, s) for u, s in [("s", 1e6), ("ms", 1e3)] if abs(us[1]) >= s), ("µs", 1))
-    low, middle, high = (f"{x / size:.3g}" for x in us)
+    unit, size = unit_of(us[1])
+    low, middle, high = (digits(x / size) for x in us)
     return f"{middle} {unit} ({low} to {high})"
+
+
+def unit_of(us: float) -> tuple[str, float]:
+    """Return the unit in which a time is written, and its microseconds."""
+    return next(((unit, size) for unit, size in [("s", 1e6), ("ms", 1e3)] if abs(us) >= size), ("µs", 1.0))
+
+
+def digits(value: float) -> str:
+    """Return a number to three digits."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # noqa: PLR2004
 
 
 def table(heads: list[str], rows: Iterable[list[str]]) -> str:

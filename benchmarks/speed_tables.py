@@ -9,7 +9,7 @@ from typing import Any
 from speed_answers import KERAS_NETS, NETS, WAYS, answers, headline
 from speed_format import TITLES, duration, durations, percent, spread, table
 
-from contenders import ALL_OURS, NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ, native_of
+from contenders import ALL_OURS, BY_NORM, NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ, native_of
 from gradient_trees import RESNET, TREES, entries
 from targets import COUNTS, Row, Verdict, judged, per_leaf, tree_of
 from training_steps import ATTACH, ATTACHED, BASES, CLIPNORM, CLIPPER, FUSED, PLAIN, WRAPPED
@@ -18,6 +18,8 @@ __all__ = ["headline", "parts", "report"]
 ORDER = [NATIVE, NATIVE_IN_PLACE, *ALL_OURS, READ]
 NOT_YET = "*Not measured yet.*"
 MINUTE = 60
+PAIRS = ((OURS, WRAPPED), (NATIVE, CLIPNORM))
+"""The names of the contenders in steps of training: uniclip's, then the native ones."""
 Results = dict[str, Any]
 
 
@@ -127,7 +129,7 @@ def compiling(rows: list[Row]) -> str:
         lines = ([tree_of(row), *(first_call(row, name) for name in names)] for row in found)
         if found:
             title = f"**{TITLES[framework]}, `{way.partition(',')[0]}`{''.join(way.partition(',')[1:])}**"
-            blocks.append(f"{title}\n\n{table(['gradients', *names], lines)}")
+            blocks.append(f"{title}\n\n{table(['gradients', *(n.removeprefix('uniclip ') for n in names)], lines)}")
     return "\n\n".join(blocks)
 
 
@@ -154,11 +156,10 @@ def learning(steps: list[Row]) -> Iterator[str]:
     """Yield a table of the steps of rules that learn for each framework, and for `attach`."""
     for kind, title in ((CLIPPER, "`uc.Clipper`"), (ATTACH, "`attach`, a step of SGD")):
         for row in (row for f in TITLES for row in steps if (row["framework"], row["kind"]) == (f, kind)):
-            lines = [
-                [name, durations(found["us"]), duration(found["above"][1]) if name != BASES[kind] else ""]
-                for name, found in row["contenders"].items()
-            ]
-            yield f"**{TITLES[row['framework']]}, {title}**\n\n" + table(["rule", "a step", "more"], lines)
+            more = {name: f"<br>{duration(found['above'][1])} more" for name, found in row["contenders"].items()}
+            more[BASES[kind]] = ""
+            lines = [[name, durations(found["us"]) + more[name]] for name, found in row["contenders"].items()]
+            yield f"**{TITLES[row['framework']]}, {title}**\n\n" + table(["rule", "a step"], lines)
 
 
 def fused(steps: list[Row]) -> str:
@@ -180,17 +181,18 @@ def training(steps: list[Row]) -> str:
         title = "Keras" if row["kind"] in KERAS_NETS else TITLES[row["framework"]]
         about = f"{title}, {NETS[row['kind']]}, {duration(found[PLAIN]['us'][1])}"
         ours, native = (percent(next(found[n] for n in names if n in found)["times"]) for names in PAIRS)
-        lines.append([about, native, ours + (f"; `attach` {percent(found[ATTACHED]['times'])}" * (ATTACHED in found))])
+        extra = f"; `attach` {percent(found[ATTACHED]['times'])}" if ATTACHED in found else ""
+        lines.append([about, native, ours + extra])
     return table(["a step", "native adds", "uniclip adds"], lines)
 
 
-PAIRS = ((OURS, WRAPPED), (NATIVE, CLIPNORM))
-
-
 def growth(rows: list[Row]) -> str:
-    """Return the times per leaf."""
+    """Return the microseconds per leaf."""
     lines = (
-        [f"{TITLES[framework]}, `{rule}`, {name}", *map(duration, times)]
+        [
+            f"{TITLES[framework]}, {'per tensor' if rule == BY_NORM else 'global norm'}, {name}",
+            *(f"{t:.3g}" for t in times),
+        ]
         for (framework, rule), found in per_leaf(rows).items()
         for name, times in found.items()
     )
