@@ -111,9 +111,8 @@ def summary(rows: list[Row], steps: list[Row]) -> str:
     """Return the ratios of two trees, not clipped and clipped, a line for each way of calling."""
     found = {title: [ratios(rows, *key, tree) for tree in (RESNET, MLP)] for key, title in SHORT.items()}
     kinds = {row["kind"]: row["contenders"].get(WRAPPED, {}).get("ratio") for row in steps}
-    keras = [[kinds.get(KERAS_STEPS[tree, clipped]) for clipped in (False, True)] for tree in (RESNET, MLP)]
-    if all(all(pair) for pair in keras):
-        found["Keras, eager step"] = keras  # type: ignore[assignment] - none is missing
+    if all(kinds.get(kind) for kind in KERAS_STEPS.values()):
+        found["Keras, eager step"] = [[kinds[KERAS_STEPS[tree, c]] for c in (False, True)] for tree in (RESNET, MLP)]
     titles = sorted(found, key=lambda title: title.startswith(("JAX", "NumPy")) + title.startswith("NumPy"))
     cells = {title: [" / ".join(number(q[1]) for q in pair) for pair in found[title]] for title in titles}
     return table(["", "ResNet-50", "small MLP"], [[title, *texts] for title, texts in cells.items() if all(texts)])

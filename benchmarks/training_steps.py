@@ -246,7 +246,8 @@ def trained_numpy(sizes: list[int], library: Library, _: Leaves) -> Iterator[tup
         shifted = np.exp(inputs[-1] - inputs[-1].max(axis=1, keepdims=True))
         back = shifted / shifted.sum(axis=1, keepdims=True)
         back[np.arange(BATCH), y] -= 1
-        back, grads = back / BATCH, []
+        back /= BATCH
+        grads: Leaves = []
         for place in reversed(range(len(sizes) - 1)):
             into = np.maximum(inputs[place], 0) if place else x
             grads[:0] = [into.T @ back, back.sum(axis=0)]

@@ -65,12 +65,12 @@ def framework_panels(framework: str, rows: list[Row]) -> dict[str, list[Bar]]:
 
 def keras_panels(steps: list[Row]) -> dict[str, list[Bar]]:
     """Return what is drawn for Keras: whole steps with `ClippedOptimizer` beside those with ``global_clipnorm``."""
-    found = {row["kind"]: row["contenders"].get(WRAPPED, {}).get("ratio") for row in steps}
-    eager = [(SHOWN[tree], clipped, found.get(kind)) for (tree, clipped), kind in KERAS_STEPS.items()]
+    found = {row["kind"]: row["contenders"].get(WRAPPED, {}).get("ratio", []) for row in steps}
+    eager = [(SHOWN[tree], clipped, found.get(kind, [])) for (tree, clipped), kind in KERAS_STEPS.items()]
     nets = {KERAS_SMALL_NET: "small MLP", KERAS_WIDE_NET: "wide MLP"}
-    batch = [(label, True, found.get(kind)) for kind, label in nets.items()]
+    batch = [(label, True, found.get(kind, [])) for kind, label in nets.items()]
     panels = {"A step of SGD, called eagerly": eager, "train_on_batch": batch}
-    return {title: bars for title, bars in panels.items() if all(bar[2] for bar in bars)}  # type: ignore[misc]
+    return {title: bars for title, bars in panels.items() if all(bar[2] for bar in bars)}
 
 
 def ahead(panels: dict[str, list[Bar]]) -> Figure:
@@ -92,7 +92,7 @@ def ahead(panels: dict[str, list[Bar]]) -> Figure:
     room = (high / low) ** 0.22  # for the numbers beside the markers
     ticks(grid[-1], low / room, high * room)
     grid[-1].set_xlabel("times as fast as the native function")
-    looks = {"linewidth": 2, "markersize": 6}
+    looks: dict[str, Any] = {"linewidth": 2, "markersize": 6}
     keys = [Line2D([], [], color=color, marker=marker, label=text, **looks) for color, marker, text in LOOKS.values()]
     grid[0].legend(handles=keys, loc="lower center", bbox_to_anchor=(0.4, 1), borderaxespad=3.6, ncols=2)
     figure.subplots_adjust(hspace=1.1 * len(counts) / sum(counts))
