@@ -32,7 +32,7 @@ from contenders import (
     Library,
     native_of,
 )
-from gradient_trees import CONVOLUTIONS, FIFTY, MLP, TREES, Shape, entries
+from gradient_trees import CONVOLUTIONS, FIFTY, TREES, Shape, entries
 
 LARGE_ENOUGH = 25_000_000  # entries, for the memory to stand out
 FEWEST = 3  # rounds
@@ -88,7 +88,7 @@ class FirstCalls(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Ways to take a step of training on the leaves of a small network; see ``training_steps.py``."""
+    """Ways to take a step of training; see ``training_steps.py``."""
 
     framework: str
     kind: str
@@ -203,14 +203,20 @@ def first_calls(task: FirstCalls, effort: Effort) -> list[dict[str, Any]]:
 
 def steps(task: Steps, effort: Effort) -> list[dict[str, Any]]:
     """Measure steps of training, each way beside the one that it is compared with."""
-    library = LIBRARIES[task.framework]
-    saved, leaves = ([library.array(v, "float32") for v in normal(TREES[MLP])] for _ in range(2))
+    library, shapes = LIBRARIES[task.framework], TREES[training_steps.GRADIENTS[task.kind]]
+    saved, leaves = ([library.array(v, "float32") for v in normal(shapes)] for _ in range(2))
     made = Bench(library, EAGER, saved, leaves, math.inf, training_steps.steps(task.kind, library, leaves))
     for name in made.contenders:
-        timed(made, name, WARM_UP)
+        timed(made, name, WARM_UP if training_steps.BASES[task.kind] == GLOBAL else FEWEST)
     times = interleaved(made, effort)
     base = times[training_steps.BASES[task.kind]]
-    found = {name: {"us": quartiles(1e6 * t), "above": quartiles(1e6 * (t - base))} for name, t in times.items()}
+    found = {
+        name: {"us": quartiles(1e6 * t), "above": quartiles(1e6 * (t - base)), "times": quartiles(t / base)}
+        for name, t in times.items()
+    }
+    for name in found.keys() & {OURS, training_steps.WRAPPED}:
+        native = NATIVE if name == OURS else training_steps.CLIPNORM
+        found[name]["ratio"] = quartiles(times[native] / times[name])
     return [{**task._asdict(), "rounds": len(base), "contenders": found}]
 
 

@@ -3,216 +3,210 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
-from contenders import ALL_OURS, NATIVE, NATIVE_IN_PLACE, OURS, READ
-from gradient_trees import TREES, entries
-from targets import COUNTS, Row, Verdict, case, judged, per_leaf, tree_of
-from training_steps import BASES
+from speed_answers import KERAS_NETS, NETS, WAYS, answers, headline
+from speed_format import TITLES, duration, durations, percent, spread, table
 
-TITLES = {"numpy": "NumPy", "torch": "PyTorch", "tensorflow": "TensorFlow", "jax": "JAX"}
+from contenders import ALL_OURS, BY_NORM, NATIVE, NATIVE_IN_PLACE, OURS, OURS_IN_PLACE, READ, native_of
+from gradient_trees import RESNET, TREES, entries
+from targets import COUNTS, Row, Verdict, judged, per_leaf, tree_of
+from training_steps import ATTACH, ATTACHED, BASES, CLIPNORM, CLIPPER, FUSED, PLAIN, WRAPPED
+
+__all__ = ["headline", "parts", "report"]
 ORDER = [NATIVE, NATIVE_IN_PLACE, *ALL_OURS, READ]
-CASE = ["called", "gradients", "clipped"]
+NOT_YET = "*Not measured yet.*"
+MINUTE = 60
+PAIRS = ((OURS, WRAPPED), (NATIVE, CLIPNORM))
+"""The names of the contenders in steps of training: uniclip's, then the native ones."""
 Results = dict[str, Any]
 
 
 def report(results: Results) -> str:
-    """Return everything that was measured."""
-    return "\n\n".join(f"## {name.capitalize()}\n\n{text}" for name, text in parts(results).items() if text)
+    """Return everything that was measured, and which targets were missed."""
+    found = parts(results) | {"targets": missed(list(judged(results)))}
+    texts = {name: text for name, text in found.items() if text and text != NOT_YET}
+    return "\n\n".join(f"## {name.capitalize()}\n\n{text}" for name, text in texts.items())
 
 
 def parts(results: Results) -> dict[str, str]:
-    """Return the parts of the page on performance, by name; one that was not measured is empty."""
-    rows = results.get("rows", [])
-    verdicts = list(judged(results))
-    return {
+    """Return the parts of the page on performance, by name; one that was not measured says so."""
+    rows, steps = results.get("rows", []), results.get("steps", [])
+    found = {
         "versions": versions(results["about"]),
-        "ratios": by_framework(rows, speeds),
-        "memory": by_framework(rows, memory),
-        "compiling": by_framework(rows, compiling),
-        "targets": by_framework(verdicts, aims),
-        "missed": missed(verdicts) if verdicts else "",
-        "slower": slower(rows),
-        "steps": by_framework(results.get("steps", []), training),
+        "took": took(results["about"]),
+        **{f"ratios-{f}": "\n\n".join(speeds([row for row in rows if row["framework"] == f])) for f in TITLES},
+        "memory": memory(rows),
+        "compiling": compiling(rows),
+        "steps": "\n\n".join(learning(steps)),
+        "fused": fused(steps),
+        "training": training(steps),
         "rules-compiling": rules_compiling(results.get("compiling", [])),
         "per-leaf": growth(results.get("scaling", [])),
-        "scaling": by_framework(results.get("scaling", []), curves),
+        **answers(results),
     }
+    return {name: text or NOT_YET for name, text in found.items()}
 
 
 def versions(about: dict[str, Any]) -> str:
-    """Return what was installed, where and when."""
-    heads = ["versions", "CPU", "cores", "date"]
-    texts = [", ".join(f"{name} {number}" for name, number in a["versions"].items()) for a in about.values()]
-    return table(heads, ([t, a["cpu"], str(a["cores"]), a["date"]] for t, a in zip(texts, about.values(), strict=True)))
+    """Return what was installed, where and when, in a sentence."""
+    packages: dict[str, None] = {}
+    for one in about.values():
+        packages |= dict.fromkeys(f"{name} {number}" for name, number in one["versions"].items())
+    machines = " and ".join(dict.fromkeys(f"{a['cores']} cores of an {a['cpu']}" for a in about.values()))
+    dates = sorted({a["date"] for a in about.values()})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"Measured on {machines}, {when}, with {', '.join(packages)}."
 
 
-def by_framework(items: list[Any], make: Any) -> str:
-    """Return a table for each framework, under its name."""
-    blocks = []
-    for framework, title in TITLES.items():
-        text = make([item for item in items if framework_of(item) == framework])
-        blocks += [f"### {title}", text] if text else []
-    return "\n\n".join(blocks)
+def took(about: dict[str, Any]) -> str:
+    """Return how long the parts of the measurement took."""
+    found = {f: about[f].get("took", {}) for f in TITLES if f in about}
+    names = list(dict.fromkeys(name for parts in found.values() for name in parts))
+    if not names:
+        return ""
+    total = sum(sum(parts.values()) for parts in found.values())
+    lines = [[name, minutes(sum(parts.get(name, 0.0) for parts in found.values()))] for name in names]
+    return f"All of it took {minutes(total)}:\n\n" + table(["part", "time"], lines)
 
 
-def framework_of(item: Row | Verdict) -> str:
-    """Return the framework that something was measured on."""
-    return item.framework if isinstance(item, Verdict) else item["framework"]
+def minutes(seconds: float) -> str:
+    """Return a long time."""
+    return f"{seconds / MINUTE:.1f} min"
 
 
-def present(rows: list[Row]) -> list[str]:
-    """Return the contenders of some rows."""
-    return [name for name in ORDER if any(name in row["contenders"] for row in rows)]
+def speeds(rows: list[Row]) -> Iterator[str]:
+    """Yield a table for each way of calling each of uniclip's functions."""
+    for way, name in ((way, name) for way in ways(rows) for name in ALL_OURS):
+        found = [row for row in rows if row["way"] == way and name in row["contenders"]]
+        cells = {(tree_of(row), row["clipped"]): speed(row, name) for row in found}
+        trees = dict.fromkeys(map(tree_of, found))
+        lines = [[tree, *(cells.get((tree, clipped), "") for clipped in (False, True))] for tree in trees]
+        if lines:
+            title = WAYS[rows[0]["framework"], way] + f", {name}"
+            yield f"**{title}**\n\n" + table(["gradients", "not clipped", "clipped"], lines)
 
 
-def speeds(rows: list[Row]) -> str:
-    """Return the ratios, then the times."""
-    names = present(rows)
-    ours = [name for name in ALL_OURS if name in names]
-    heads = [*CASE, *(f"native / {name}" for name in ours), *names]
-    return table(heads, (case(row) + ratios(row, ours) + times(row, names) for row in rows))
+def ways(rows: list[Row]) -> list[str]:
+    """Return the ways of calling in some rows."""
+    return list(dict.fromkeys(row["way"] for row in rows))
 
 
-def ratios(row: Row, names: list[str]) -> list[str]:
-    """Return how far uniclip is ahead; nothing for a contender that the row lacks."""
+def speed(row: Row, name: str) -> str:
+    """Return a ratio, bold where uniclip is slower, and below it the times."""
     found = row["contenders"]
-    return [spread(found[name]["ratio"]) if name in found else "" for name in names]
-
-
-def times(row: Row, names: list[str]) -> list[str]:
-    """Return the medians of the times."""
-    found = row["contenders"]
-    return [duration(found[name]["us"]) if name in found else "" for name in names]
+    ours, native = (duration(found[n]["us"]) for n in (name, native_of(name, found)))
+    ratio = spread(found[name]["ratio"])
+    marked = f"**{ratio}**" if round(found[name]["ratio"][1], 2) < 1 else ratio
+    return f"{marked}<br>{ours}, native {native}"
 
 
 def memory(rows: list[Row]) -> str:
-    """Return the peaks of extra memory, in sizes of the gradients and in MiB."""
+    """Return the peaks of extra memory on ResNet-50's gradients, in times of their size."""
+    rows = [row for row in rows if (row["tree"], row["dtype"]) == (RESNET, "float32")]
     rows = [row for row in rows if row["contenders"][READ].get("extra_bytes") is not None]
-    names = present(rows)
-    return table([*CASE, *names], (case(row) + [extra(row, name) for name in names] for row in rows))
-
-
-def extra(row: Row, name: str) -> str:
-    """Return the extra memory of one contender, if the row has it."""
-    if name not in row["contenders"]:
-        return ""
-    size = entries(TREES[row["tree"]]) * (4 if row["dtype"] == "float32" else 2)
-    count = row["contenders"][name]["extra_bytes"]
-    return f"{count / size:.2f} × ({count / 2**20:,.1f} MiB)"  # noqa: RUF001 - times
+    cells: dict[tuple[str, str], dict[bool, str]] = {}
+    for row, name in ((row, name) for f in TITLES for row in rows if row["framework"] == f for name in ORDER[:-1]):
+        if name in row["contenders"]:
+            count = row["contenders"][name]["extra_bytes"] / (4 * entries(TREES[RESNET]))
+            where = WAYS[row["framework"], row["way"]]
+            where = (
+                where if row["framework"] == "numpy" else f"{TITLES[row['framework']]}, {where[0].lower()}{where[1:]}"
+            )
+            cells.setdefault((where, name), {})[row["clipped"]] = f"{count:.2f}"
+    lines = ([f"{where}: {name}", found.get(False, ""), found.get(True, "")] for (where, name), found in cells.items())
+    return table(["function", "not clipped", "clipped"], lines)
 
 
 def compiling(rows: list[Row]) -> str:
     """Return the seconds of the first calls."""
-    rows = [row for row in rows if "first_call_s" in row["contenders"][READ]]
-    names = present(rows)
-    lines = (case(row)[:2] + [f"{row['contenders'][name]['first_call_s']:.1f} s" for name in names] for row in rows)
-    return table([*CASE[:2], *names], lines)
+    rows = [row for row in rows if "first_call_s" in row["contenders"][READ] and row["dtype"] == "float32"]
+    blocks = []
+    for framework, way in WAYS:
+        found = [row for row in rows if (row["framework"], row["way"]) == (framework, way)]
+        names = [name for name in (NATIVE, OURS, OURS_IN_PLACE) if found and name in found[0]["contenders"]]
+        lines = ([tree_of(row), *(first_call(row, name) for name in names)] for row in found)
+        if found:
+            title = f"**{TITLES[framework]}, `{way.partition(',')[0]}`{''.join(way.partition(',')[1:])}**"
+            blocks.append(f"{title}\n\n{table(['gradients', *(n.removeprefix('uniclip ') for n in names)], lines)}")
+    return "\n\n".join(blocks)
+
+
+def first_call(row: Row, name: str) -> str:
+    """Return the time of the first call."""
+    return f"{row['contenders'][name]['first_call_s']:.2g} s"
 
 
 def rules_compiling(rows: list[Row]) -> str:
     """Return how long each rule takes to compile, in seconds and in times of the native loop."""
     lines = (
         [
-            TITLES[row["framework"]],
-            row["way"],
-            name,
-            spread(found["s"]),
+            f"`{row['way']}`, {row['leaves']} leaves: {name if name == NATIVE else f'`{name}`'}",
+            f"{found['s'][1]:.2g} s",
             spread(found["times"]) if name != NATIVE else "",
         ]
         for row in rows
         for name, found in row["contenders"].items()
     )
-    return table(["framework", "called", "what", "seconds", "times the native loop"], lines)
+    return table(["program", "time", "times the loop"], lines)
 
 
-def training(rows: list[Row]) -> str:
-    """Return the times of steps of training."""
-    lines = (
-        [
-            row["kind"],
-            name,
-            spread(in_ms(found["us"])),
-            spread(in_ms(found["above"])) if name != BASES[row["kind"]] else "",
-        ]
-        for row in rows
-        for name, found in row["contenders"].items()
-    )
-    return table(["step", "rule", "ms", "ms more"], lines)
+def learning(steps: list[Row]) -> Iterator[str]:
+    """Yield a table of the steps of rules that learn for each framework, and for `attach`."""
+    for kind, title in ((CLIPPER, "`uc.Clipper`"), (ATTACH, "`attach`, a step of SGD")):
+        for row in (row for f in TITLES for row in steps if (row["framework"], row["kind"]) == (f, kind)):
+            more = {name: f"<br>{duration(found['above'][1])} more" for name, found in row["contenders"].items()}
+            more[BASES[kind]] = ""
+            lines = [[name, durations(found["us"]) + more[name]] for name, found in row["contenders"].items()]
+            yield f"**{TITLES[row['framework']]}, {title}**\n\n" + table(["rule", "a step"], lines)
+
+
+def fused(steps: list[Row]) -> str:
+    """Return how much longer a step of a fused optimizer takes with clipping."""
+    found = {row["kind"]: row["contenders"] for row in steps}
+    if not all(kind in found for kind in FUSED.values()):
+        return ""
+    names = [name for name in found[FUSED[False]] if name != PLAIN]
+    texts = ([f"`{name}`", *(percent(found[kind][name]["times"]) for kind in FUSED.values())] for name in names)
+    plain = durations(found[FUSED[False]][PLAIN]["us"])
+    return f"A step without clipping takes {plain}.\n\n" + table(["added by", "not clipped", "clipped"], texts)
+
+
+def training(steps: list[Row]) -> str:
+    """Return what clipping adds to a step of training a network, on each framework."""
+    lines = []
+    for row in (row for f in TITLES for row in steps if row["framework"] == f and row["kind"] in NETS):
+        found = row["contenders"]
+        title = "Keras" if row["kind"] in KERAS_NETS else TITLES[row["framework"]]
+        about = f"{title}, {NETS[row['kind']]}, {duration(found[PLAIN]['us'][1])}"
+        ours, native = (percent(next(found[n] for n in names if n in found)["times"]) for names in PAIRS)
+        extra = f"; `attach` {percent(found[ATTACHED]['times'])}" if ATTACHED in found else ""
+        lines.append([about, native, ours + extra])
+    return table(["a step", "native adds", "uniclip adds"], lines)
 
 
 def growth(rows: list[Row]) -> str:
-    """Return the times per leaf."""
+    """Return the microseconds per leaf."""
     lines = (
-        [TITLES[framework], rule, name, *map(duration, times)]
+        [
+            f"{TITLES[framework]}, {'per tensor' if rule == BY_NORM else 'global norm'}, {name}",
+            *(f"{t:.3g}" for t in times),
+        ]
         for (framework, rule), found in per_leaf(rows).items()
         for name, times in found.items()
     )
-    return table(["framework", "rule", "what", *(f"{count:,} leaves" for count in COUNTS)], lines)
-
-
-def aims(verdicts: list[Verdict]) -> str:
-    """Return each target beside what was measured."""
-    heads = [*CASE, "what", "wanted", "measured", "reached"]
-    return table(heads, map(aim, verdicts))
+    return table(["leaves", *(f"{count:,}" for count in COUNTS)], lines)
 
 
 def missed(verdicts: list[Verdict]) -> str:
     """Return how many targets were reached, and those that were not."""
     far = [verdict for verdict in verdicts if not verdict.reached]
-    count = f"{len(verdicts) - len(far)} of {len(verdicts)} are reached"
-    return f"{count}; these are not:\n\n{by_framework(far, aims)}" if far else f"{count}."
+    lines = ([", ".join([TITLES[v.framework], *v.case, v.what]), wanted(v), spread(v.quartiles)] for v in far)
+    count = f"{len(verdicts) - len(far)} of {len(verdicts)} are reached."
+    return f"{count}\n\n{table(['missed', 'wanted', 'measured'], lines)}" if verdicts else ""
 
 
-def aim(verdict: Verdict) -> list[str]:
-    """Return a target as texts."""
-    wanted = f"{'at least' if verdict.sign > 0 else 'at most'} {verdict.bound:g}"
-    reached = "yes" if verdict.reached else "**no**"
-    return [*verdict.case, verdict.what, wanted, spread(verdict.quartiles), reached]
-
-
-def slower(rows: list[Row]) -> str:
-    """Return where uniclip takes longer than what it is compared with."""
-    found: dict[str, list[str]] = {}
-    for row, name in ((row, name) for row in rows for name in ALL_OURS if name in row["contenders"]):
-        ratio = row["contenders"][name]["ratio"]
-        if round(ratio[1], 2) < 1:
-            state = "clipped" if row["clipped"] else "not clipped"
-            where = f"{TITLES[row['framework']]}, {row['way']}{name.removeprefix(OURS)}"
-            found.setdefault(where, []).append(f"{tree_of(row)}, {state}: {spread(ratio)}")
-    return "\n".join(f"- **{where}:** {'; '.join(cases)}" for where, cases in found.items()) or "None." * bool(rows)
-
-
-def curves(rows: list[Row]) -> str:
-    """Return the times over leaves and entries."""
-    heads = ["called", "rule", "leaves", "entries", NATIVE, OURS]
-    counts = ([f"{row['leaves']:,}", f"{row['entries']:,}"] for row in rows)
-    lines = ([r["way"], r["rule"], *n, *map(duration, r["us"].values())] for r, n in zip(rows, counts, strict=True))
-    return table(heads, lines)
-
-
-def spread(quartiles: list[float]) -> str:
-    """Return a median and the quartiles around it."""
-    low, middle, high = (f"{x:.2f}" for x in quartiles)
-    return f"{middle} ({low}-{high})" if low != high else middle
-
-
-def in_ms(us: list[float]) -> list[float]:
-    """Return microseconds in milliseconds."""
-    return [x / 1e3 for x in us]
-
-
-def duration(us: float) -> str:
-    """Return a time to three digits."""
-    unit, size = next(((u, s) for u, s in [("s", 1e6), ("ms", 1e3)] if us >= s), ("µs", 1))
-    return f"{us / size:.3g} {unit}"
-
-
-def table(heads: list[str], rows: Iterable[list[str]]) -> str:
-    """Return a Markdown table, aligned, or nothing if there are no rows."""
-    lines = [heads, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    text = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-    return text if len(lines) > 2 else ""  # noqa: PLR2004 - the heads and the line below
+def wanted(verdict: Verdict) -> str:
+    """Return a bound in words."""
+    return f"{'at least' if verdict.sign > 0 else 'at most'} {verdict.bound:g}"
