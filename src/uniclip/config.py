@@ -93,6 +93,14 @@ def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Cal
     ------
     ValueError
         If the config names something else, or is none.
+
+    Examples
+    --------
+    >>> import json
+    >>> from uniclip.config import from_config, to_config
+    >>> text = json.dumps(to_config(uc.zclip(z=3.0)))
+    >>> from_config(json.loads(text))
+    uc.Rule(uc.limits.ZScore(3.0, 0.97))
     """
     names = dict(own or {}) | _NAMED
 

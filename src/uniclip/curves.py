@@ -36,36 +36,77 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
     -------
     array
         The factor, between 0 and 1; NaN where the norm is NaN.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.hard(np, norms, 1.0)
+    array([1.  , 1.  , 1.  , 0.25])
     """
     below, one = norm <= limit, xp.ones_like(norm)
     return xp.where(below, one, limit / xp.where(below, one, norm))
 
 
 def normalize(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zeros."""
+    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zeros.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.normalize(np, norms, 1.0).round(3)
+    array([1.  , 2.  , 1.  , 0.25])
+    """
     zero, one = xp.equal(norm, 0.0), xp.ones_like(norm)
     return xp.where(zero, one, limit / xp.where(zero, one, norm))
 
 
 def reject(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return 1 up to the limit, 0 above it: what is too large is rejected, each norm by itself."""
+    """Return 1 up to the limit, 0 above it: what is too large is rejected, each norm by itself.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.reject(np, norms, 1.0)
+    array([1., 1., 1., 0.])
+    """
     return xp.astype(norm <= limit, norm.dtype)
 
 
 def soft(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit/(limit + norm)``: the norm stays below the limit, and small ones shrink a little."""
+    """Return ``limit/(limit + norm)``: the norm stays below the limit, and small ones shrink a little.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.soft(np, norms, 1.0).round(3)
+    array([1.   , 0.667, 0.5  , 0.2  ])
+    """
     above, ratio = _ratio(xp, norm, limit)
     return xp.where(above, ratio, 1.0) / (1 + ratio)
 
 
 def smooth(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``1/√(1 + (norm/limit)²)``: the norm stays below the limit, small ones hardly change."""
+    """Return ``1/√(1 + (norm/limit)²)``: the norm stays below the limit, small ones hardly change.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.smooth(np, norms, 1.0).round(3)
+    array([1.   , 0.894, 0.707, 0.243])
+    """
     above, ratio = _ratio(xp, norm, limit)
     return xp.where(above, ratio, 1.0) / xp.sqrt(1 + ratio * ratio)
 
 
 def tanh(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change."""
+    """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.tanh(np, norms, 1.0).round(3)
+    array([1.   , 0.924, 0.762, 0.25 ])
+    """
     above, ratio = _ratio(xp, norm, limit)
     # Elsewhere it is the ratio, or 1, to the last place, and the derivative of this would leave the range.
     usual = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
@@ -86,6 +127,12 @@ class Regularized(Printed):
     ----------
     gamma : float
         Above 0.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.Regularized(0.1)(np, norms, 1.0).round(3)
+    array([10.   ,  1.667,  0.909,  0.244])
     """
 
     gamma: float
@@ -108,6 +155,12 @@ class NonMonotonic(Printed):
     ----------
     r : float
         Above 0.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.NonMonotonic(0.1)(np, norms, 1.0).round(3)
+    array([1.   , 1.5  , 0.917, 0.248])
     """
 
     r: float

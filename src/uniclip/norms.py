@@ -109,10 +109,40 @@ def _power(xp: Any, size: Any, p: float) -> Any:
 
 
 L1 = Norm(1)
+"""Sum the moduli, ``Σ|x|``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.L1))
+>>> float(report.norms)
+7.0
+"""
 L2 = Norm(2)
+"""Take the Euclidean norm, ``√(Σ|x|²)``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.L2))
+>>> float(report.norms)
+5.0
+"""
 Linf = Norm(math.inf)
+"""Take the largest modulus, ``max |x|``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.Linf))
+>>> float(report.norms)
+4.0
+"""
 RMS = Norm(2, size_power=0.5)
+"""Take the root mean square, ``√(Σ|x|²/N)``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.RMS))
+>>> round(float(report.norms), 4)
+3.5355
+"""
 MEAN = Norm(1, size_power=1)
+"""Take the mean modulus, ``Σ|x|/N``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.MEAN))
+>>> float(report.norms)
+3.5
+"""
 
 
 def __dir__() -> list[str]:

@@ -72,6 +72,14 @@ class Report:
     thresholds
         Above which norms the rule clips, where it then clips to less, as `uniclip.zclip` does; ``None`` where these are
         the limits.
+
+    Examples
+    --------
+    >>> clipped, report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.5])], uc.by_norm(1.0))
+    >>> report
+    <Report: norm 5 (largest of 2), clipped 50 %, finite>
+    >>> report.norms, bool(report.clipped)
+    ([np.float64(5.0), np.float64(0.5)], True)
     """
 
     __slots__ = ()

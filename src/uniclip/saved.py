@@ -91,6 +91,16 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
         If it is no dict.
     ValueError
         If it is that of another rule, of other leaves or of other shapes, or holds what is no finite number.
+
+    Examples
+    --------
+    >>> import json
+    >>> from uniclip.saved import from_dict, to_dict
+    >>> rule, grads = uc.norm_growth(), {"w": np.asarray([3.0, 4.0])}
+    >>> _, state, _ = rule.update(grads, rule.init(grads))
+    >>> text = json.dumps(to_dict(rule, state, grads))
+    >>> from_dict(rule, json.loads(text), grads)
+    Averages(averages=array([5.]), count=array(1, dtype=int32))
     """
     rule = as_rule(rule)
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")

@@ -133,19 +133,52 @@ class FanIn:
 
 
 each_entry = Scope(axes=())
-"""Every entry has its own norm, its modulus."""
+"""Give every entry its own norm, its modulus.
+
+>>> uc.clip(np.asarray([-3.0, 0.5]), uc.Rule(1.0, scope=uc.scopes.each_entry))[0]
+array([-1. ,  0.5])
+"""
 each_leaf = Scope()
-"""Every leaf has one norm."""
+"""Give every leaf one norm.
+
+>>> grads = [np.asarray([3.0, 4.0]), np.asarray([0.5])]
+>>> uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.each_leaf))[0]
+[array([0.6, 0.8]), array([0.5])]
+"""
 each_row = Scope(axes=all_but_first)
-"""Every index of a leaf's first axis has one norm, in that leaf: a row of an embedding table, or an example's layer."""
+"""Give every index of a leaf's first axis one norm, such as a row of an embedding table.
+
+>>> table = np.asarray([[3.0, 4.0], [0.3, 0.4]])
+>>> uc.clip(table, uc.Rule(1.0, scope=uc.scopes.each_row))[0]
+array([[0.6, 0.8],
+       [0.3, 0.4]])
+"""
 each_example = Scope(axes=all_but_first, label=everything)
-"""Every index of the first axis has one norm, over all leaves: an example."""
+"""Give every index of the first axis one norm over all leaves, such as an example.
+
+>>> grads = [np.asarray([[3.0], [0.3]]), np.asarray([[4.0], [0.4]])]
+>>> uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.each_example))[1].norms
+array([5. , 0.5])
+"""
 all_leaves = Scope(label=everything)
-"""All leaves share one norm."""
+"""Give all leaves together one norm.
+
+>>> grads = [np.asarray([3.0, 4.0]), np.asarray([12.0])]
+>>> uc.clip(grads, uc.Rule(6.5, scope=uc.scopes.all_leaves))[0]
+[array([1.5, 2. ]), array([6.])]
+"""
 
 
 def axes(*axis: int) -> Scope:
-    """Give one norm to the entries along the axes ``axis`` of each leaf; negative ones count from the end."""
+    """Give one norm to the entries along the axes ``axis`` of each leaf; negative ones count from the end.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(1.0, scope=uc.scopes.axes(1))
+    >>> uc.clip(np.asarray([[3.0, 4.0], [0.3, 0.4]]), rule)[0]
+    array([[0.6, 0.8],
+           [0.3, 0.4]])
+    """
     return Scope(axes=axis)
 
 
@@ -159,6 +192,12 @@ def unit(axis: int | None = None) -> Scope:
 
     Without ``axis`` it is the backend's ``output_axis``, which follows the framework's convention.
     A vector or a scalar is one unit.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(1.0, scope=uc.scopes.unit(0))
+    >>> uc.clip(np.asarray([[3.0, 4.0], [0.3, 0.4]]), rule)[1].norms
+    array([5. , 0.5])
     """
     return Scope(axes=FanIn(axis))
 
@@ -168,6 +207,14 @@ def groups(label: Label) -> Scope:
 
     ``path`` is the tuple of keys that leads to the leaf, and the label must be hashable. A rule that remembers asks for
     the groups of absent gradients, too: there the leaf is ``None``, so that their labels have to follow from the path.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0]))
+    >>> grads = {"body": [np.asarray([3.0]), np.asarray([4.0])], "head": np.asarray([12.0])}
+    >>> norms = uc.clip(grads, rule)[1].norms
+    >>> float(norms["body"]), float(norms["head"])
+    (5.0, 12.0)
     """
     check("label", label, callable(label), "a function of (path, leaf) that names the group of a leaf")
     return Scope(label=label)

@@ -96,9 +96,10 @@ def page(record: Record, path: str | PathLike[str] | None = None) -> str | Path:
 
     Examples
     --------
-    ::
-
-        insight.page(insight.read("run.jsonl"), "run.html")
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> print(insight.page(record, "run.html"))
+    run.html
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("path", path, path is None or isinstance(path, (str, PathLike)), "the path of a file, or None")

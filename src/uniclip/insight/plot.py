@@ -44,18 +44,18 @@ def plot(record: Record, ax: Any = None) -> Any:
     ModuleNotFoundError
         If matplotlib is not installed.
 
-    Examples
-    --------
-    ::
-
-        ax = insight.plot(insight.read("run.jsonl"))
-        ax.figure.savefig("run.png")
-
     Notes
     -----
     Text, ticks and frames have the colors of ``matplotlib.rcParams``, so that any style applies; those of the data are
     of the palette of Okabe and Ito (2008), which people of all kinds of color vision can tell apart, and have a
     contrast of at least 3 on white and on black. Characters of labels that the fonts lack are drawn as U+FFFD.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> ax = insight.plot(record)
+    >>> ax.figure.savefig("run.png")
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("ax", ax, ax is None or hasattr(ax, "get_xaxis_transform"), "one Axes of matplotlib, or None")

@@ -57,6 +57,13 @@ def read(path: str | os.PathLike[str]) -> Record:
     the steps since the log before, and ``clip/skipped`` counts as skipped where all of these were. It does not say what
     ``clip/norm`` is the norm of: without a ``grad_norm`` it is taken for the Euclidean norm of all leaves. Write
     ``record._replace(scope="each_leaf")`` if it is the largest norm of a leaf.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> len(record.steps), record.rule, float(record.norms.max())
+    (400, 'uc.Rule(1.0)', 20.0)
     """
     text = Path(path).read_bytes().decode("utf-8-sig", "replace")  # the end may be torn in the middle of a character
     name, first = os.fspath(path), text.partition("\n")[0]

@@ -70,6 +70,15 @@ class Record(NamedTuple):
         The order of the norms, 2 for Euclidean ones; ``None`` where it is none.
     extra : dict of str to (n,) array of float64
         What else was recorded.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> record.steps[record.norms > 10]
+    array([300])
+    >>> round(float(record.shares.mean()), 2)  # the share of steps that were clipped
+    0.47
     """
 
     steps: np.ndarray[Any, Any]

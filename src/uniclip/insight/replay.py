@@ -45,6 +45,14 @@ class Replay(NamedTuple):
         of this part it differs so. At least 0, at most 1; NaN if there are too few steps to tell.
     skipped : (n,) array of bool
         Whether the rule would have left out the step.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> replayed = insight.replay(record, uc.by_global_norm(2.0))
+    >>> replayed.steps[replayed.factors < 1]
+    array([220, 248, 260, 271, 300])
     """
 
     steps: Array
@@ -74,6 +82,13 @@ class WhatIf(NamedTuple):
     max_norms, shares, errors, factors : (n,) array of float64
         The limits; the share of the steps that each would have clipped, and its error, as in `Replay`; the smallest
         factor.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> insight.what_if(record, [0.5, 1.0, 2.0]).shares.round(3)
+    array([0.985, 0.472, 0.012])
     """
 
     max_norms: Array
@@ -150,6 +165,13 @@ def replay(record: Record, rule: AnyRule) -> Replay:
 
     A rule that remembers takes about a second for 8,000 steps, and shows a progress bar on the standard error if it
     takes longer; a constant limit takes a second for millions.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> print(insight.replay(record, uc.zclip()))
+    clipped 3.25 ± 5.2 % of 400 steps, smallest factor 0.049
     """
     own = _norm_rule(rule)
     seen = measured(record, own)
@@ -220,6 +242,16 @@ def what_if(record: Record, max_norms: Iterable[float] | None = None) -> WhatIf:
     -------
     WhatIf
         Of as many rows as there are limits; without any norm of none.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> print(insight.what_if(record, [0.5, 1.0, 2.0]))
+     max_norm        clipped  smallest factor
+          0.5   98.5 ± 1.9 %            0.025
+            1    47.2 ± 15 %             0.05
+            2   1.25 ± 4.8 %              0.1
     """
     usable = record.norms[np.isfinite(record.norms) & (record.norms > 0)]
     if max_norms is None:

@@ -42,6 +42,14 @@ class Spike(NamedTuple):
     leaves : list of (str, float)
         The leaves whose norms are the most times their own median so far, at most five, the largest ratio first; ∞
         where the leaf's norm is not finite. Empty where the leaves of this step or of earlier ones were not recorded.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> spike = insight.spikes(record)[0]
+    >>> spike.step, round(spike.norm), round(spike.ratio), spike.skipped
+    (300, 20, 22, False)
     """
 
     step: int
@@ -91,9 +99,10 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
     Examples
     --------
-    ::
-
-        [spike.step for spike in insight.spikes(insight.read("run.jsonl"))]  # [8214]
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> [spike.step for spike in insight.spikes(record)]
+    [300]
     """
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
     z, window = positive("z", z), whole("window", window, FEWEST)

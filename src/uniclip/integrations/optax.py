@@ -34,6 +34,16 @@ class ClipState(NamedTuple):
 
     Those after ``inner`` and before ``leaves`` are 0-d arrays, zeros before the first step, and ``None`` of a rule that
     measures no norm; see `uniclip.Report.scalars`. Structure, shapes and dtypes are those of ``init`` from then on.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from uniclip.integrations.optax import to_optax
+    >>> clip = to_optax(uc.by_global_norm(1.0))
+    >>> _, state = clip.update(jnp.asarray([3.0, 4.0]), clip.init(jnp.zeros(2)))
+    >>> type(state).__name__, float(state.norm), round(float(state.factor), 3)
+    ('ClipState', 5.0, 0.2)
     """
 
     memory: Any
@@ -256,6 +266,19 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
     ValueError
         If there is no clip state, or several; if ``saved`` is that of another rule or of other leaves, or holds what is
         no finite number.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from uniclip.integrations.optax import from_dict, to_dict, to_optax
+    >>> rule, params = uc.norm_growth(), {"w": jnp.zeros(2)}
+    >>> optimizer = optax.chain(to_optax(rule), optax.adam(0.1))
+    >>> _, state = optimizer.update({"w": jnp.asarray([3.0, 4.0])}, optimizer.init(params))
+    >>> saved = to_dict(rule, state, params)
+    >>> state = from_dict(rule, saved, optimizer.init(params), params)
+    >>> float(state[0].memory.averages[0])
+    5.0
     """
     state = _only(opt_state)
     memory = state_from_dict(rule_for_steps(rule), saved, _all_zeros(params))

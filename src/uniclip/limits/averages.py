@@ -57,6 +57,12 @@ class Ema(Remembers):
     Notes
     -----
     The average begins with the first norm above 0: many a layer's first gradients are zeros.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.Ema(1.5, decay=0.5)))
+    >>> [clipper(np.asarray([n])).item() for n in (1.0, 10.0, 10.0)]
+    [1.0, 1.5, 1.875]
     """
 
     ratio: float
@@ -122,6 +128,12 @@ class SecondMoment(Remembers):
     Notes
     -----
     A mean square of 0 limits nothing, or an entry that begins with zeros could never grow.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.SecondMoment(4.0, decay=0.5)))
+    >>> [round(clipper(np.asarray([n])).item(), 3) for n in (1.0, 10.0, 10.0)]
+    [1.0, 1.414, 2.236]
     """
 
     factor: float
@@ -159,6 +171,13 @@ class MeanOverRms(Remembers):
         From 0 to below 1, of the mean and of the mean square.
     eps : float, default 1e-8
         Added to the root mean square.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(uc.limits.MeanOverRms(0.7, 0.9), curve=uc.curves.normalize)
+    >>> clipper = uc.Clipper(rule)
+    >>> [round(clipper(np.asarray([n])).item(), 3) for n in (5.0, 5.0, 100.0, 5.0)]
+    [1.0, 1.0, 0.795, 0.609]
     """
 
     mean_decay: float

@@ -21,7 +21,13 @@ LARGEST = 1e18
 
 
 class NoState(NamedTuple):
-    """The state of a rule that remembers nothing."""
+    """The state of a rule that remembers nothing.
+
+    Examples
+    --------
+    >>> uc.by_global_norm(1.0).init([np.asarray([3.0])])
+    NoState()
+    """
 
 
 class Block(NamedTuple):
@@ -43,6 +49,16 @@ class Context:
     """What a limit may ask for beside the norms of a block.
 
     Most steps have one block; a limit is called once for each, and ``total`` and ``largest`` look at all of them.
+
+    Examples
+    --------
+    >>> class Mean(uc.Limit):
+    ...     def __call__(self, norms, state, context):
+    ...         return context.total(lambda block: block.norms) / context.count, state
+    ...
+    >>> rule = uc.Rule(Mean(), scope=uc.scopes.each_leaf)
+    >>> uc.clip([np.asarray([1.0]), np.asarray([3.0])], rule)[0]
+    [array([1.]), array([2.])]
     """
 
     threshold: Array | None = None

@@ -25,6 +25,13 @@ class Constant(Vectorized):
     ----------
     value : float or array
         At least 0; a 0-d array may be traced, so that changing it recompiles nothing.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([3.0, 4.0]), uc.Rule(uc.limits.Constant(1.0)))[0]
+    array([0.6, 0.8])
+    >>> uc.Rule(uc.limits.Constant(1.0)) == uc.Rule(1.0)
+    True
     """
 
     value: Number
@@ -91,6 +98,12 @@ class Relative(Vectorized):
         The least norm of a parameter that counts, or one that is zero could never change.
     counts : array, optional
         One number for each norm of a group, of these norms' shape, to multiply its limit by.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_leaf)
+    >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 10.0]))[0]
+    array([0.6, 0.8])
     """
 
     ratio: Number
@@ -131,6 +144,13 @@ class TrustRatio(Vectorized):
         How long a step may be beside its parameter.
     weight_decay : float
         What the optimizer adds to the gradient: the factor is for both together.
+
+    Examples
+    --------
+    >>> limit = uc.limits.TrustRatio(lr=0.1, trust_coefficient=0.02, weight_decay=0.0)
+    >>> rule = uc.Rule(limit, scope=uc.scopes.each_leaf)
+    >>> uc.clip(np.asarray([30.0, 40.0]), rule, params=np.asarray([3.0, 4.0]))[0]
+    array([0.6, 0.8])
     """
 
     lr: Number
@@ -161,6 +181,12 @@ class Split(Vectorized):
         The largest joint norm.
     by_size : bool, default False
         Give each norm ``total·√(D/ΣD)``, D its number of entries, instead of ``total/√K``.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(uc.limits.Split(2.0), scope=uc.scopes.each_leaf)
+    >>> uc.clip([np.asarray([float(n)]) for n in (1, 2, 3, 4)], rule)[0]
+    [array([1.]), array([1.]), array([1.]), array([1.])]
     """
 
     total: Number
@@ -190,6 +216,13 @@ class PerGroup(Printed, Limit):
     ----------
     limits : mapping of label to float, array or Limit
         One for each label that occurs; ``math.inf`` leaves a group alone.
+
+    Examples
+    --------
+    >>> limit = uc.limits.PerGroup({"body": 1.0, "head": 6.0})
+    >>> rule = uc.Rule(limit, scope=uc.scopes.groups(lambda path, leaf: path[0]))
+    >>> uc.clip({"body": np.asarray([3.0, 4.0]), "head": np.asarray([12.0])}, rule)[0]
+    {'body': array([0.6, 0.8]), 'head': array([6.])}
     """
 
     limits: Any

@@ -45,6 +45,12 @@ class Percentile(Remembers):
         How many norms are kept.
     filled : bool, default False
         Whether the first norm fills the window, as if it had been there all along.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.Percentile(50, window=3)))
+    >>> [clipper(np.asarray([n])).item() for n in (1.0, 2.0, 9.0, 9.0)]
+    [1.0, 1.5, 2.0, 9.0]
     """
 
     percentile: float
@@ -88,6 +94,12 @@ class PercentileOfAll(Remembers):
     Notes
     -----
     Source of the way of counting: Masson, Rim and Lee, *DDSketch*, arXiv:1908.10693.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.PercentileOfAll(50)))
+    >>> [round(clipper(np.asarray([n])).item(), 1) for n in (1.0, 2.0, 9.0, 9.0)]
+    [1.0, 1.5, 2.0, 5.5]
     """
 
     percentile: float
@@ -156,6 +168,14 @@ class TrackedQuantile(Remembers):
     -----
     The share is counted exactly, and on each device by itself: differential privacy needs noise, and several
     devices need a share that they agree on.
+
+    Examples
+    --------
+    >>> limit = uc.limits.TrackedQuantile(0.5, rate=0.2, start=1.0)
+    >>> clipper = uc.Clipper(uc.Rule(limit, scope=uc.scopes.each_example))
+    >>> grads = clipper(np.asarray([[0.5], [0.1]]))
+    >>> round(clipper.state.limits.item(), 3)  # it falls: both norms were within 1
+    0.905
     """
 
     quantile: float

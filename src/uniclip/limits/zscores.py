@@ -64,6 +64,12 @@ class ZScore(Remembers):
         What the target ``"reciprocal"`` is multiplied by.
     skip_update_on_spike : bool, default False
         Whether mean and variance stay as they were at a spike, instead of learning from its target.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.ZScore(2.5, 0.97, warmup=4)))
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 100.0)]
+    [1.0, 2.0, 1.0, 2.0, 1.52]
     """
 
     z: float
@@ -134,6 +140,12 @@ class LogZScore(Remembers):
     -----
     Since this step's norm counts, no z-score is above ``√(decay/(1 - decay))``, 4.4 for a decay of 0.95. A norm of
     0, which has no logarithm, is not learned from.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.LogZScore(2.0, 0.95)))
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 50.0)]
+    [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 2.35]
     """
 
     z: float
@@ -182,6 +194,12 @@ class RollingZScore(Remembers):
     Notes
     -----
     The standard deviation is the unbiased one. After the warm-up a loss of NaN or ∞ is a spike; it is not kept.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.RollingZScore(6.0, window=128, warmup=3)))
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 1.1, 0.9, 100.0)]
+    [1.0, 1.1, 0.9, 1.6]
     """
 
     z: float

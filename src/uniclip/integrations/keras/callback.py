@@ -36,6 +36,18 @@ class LogClipping(keras.callbacks.Callback):
     -----
     UserWarning
         When the training begins, if a callback that writes the logs comes before.
+
+    Examples
+    --------
+    >>> import keras
+    >>> from uniclip.integrations.keras import ClippedOptimizer, LogClipping
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1), uc.by_global_norm(1.0))
+    >>> model.compile(optimizer, "mse")
+    >>> x, y = np.ones((4, 2)), np.ones((4, 1))
+    >>> history = model.fit(x, y, verbose=0, callbacks=[LogClipping()])
+    >>> sorted(history.history)
+    ['clip/factor', 'clip/limit', 'clip/norm', 'clip/norm_max', 'clip/share', 'loss']
     """
 
     def __repr__(self) -> str:

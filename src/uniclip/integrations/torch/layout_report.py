@@ -66,6 +66,16 @@ class LayoutCheck:
         it counts.
     problems : tuple of str
         What is wrong, and what to do.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import check_layout
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> check = check_layout(torch.optim.SGD([("w", w)]), uc.by_global_norm(1.0))
+    >>> check.ok, check.norm, check.problems
+    (True, 5.0, ())
     """
 
     ok: bool

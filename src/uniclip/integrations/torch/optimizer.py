@@ -155,7 +155,21 @@ def attached(
 
 
 class Attached(Memory):
-    """What `attach` returns."""
+    """What `attach` returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import attach
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = torch.optim.SGD([w], lr=1.0)
+    >>> handle = attach(optimizer, uc.by_global_norm(1.0))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> optimizer.step()
+    >>> handle.report
+    <Report: norm 5, limit 1, clipped, finite>
+    >>> handle.remove()
+    """
 
     report: Report | None = None
     """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
