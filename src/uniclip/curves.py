@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Fourth choice, the curve: the factor a gradient is multiplied by, given its norm and its limit.
+"""Fourth choice, the curve: the factor that multiplies a gradient, given its norm and its limit.
 
 A curve is a function of the array API namespace, the norm and the limit: real floating-point arrays
 whose shapes broadcast together. The factor of a norm of 0 is finite, as are all derivatives.
@@ -21,7 +21,7 @@ Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 def hard(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``min(1, limit/norm)``: leave alone what is within the limit, scale the rest onto it.
+    """Return ``min(1, limit/norm)``: nothing changes up to the limit, larger norms are scaled to it.
 
     There is no epsilon: the factor is exactly 1 up to the limit, and neither it nor its derivative
     divides by zero.
@@ -48,7 +48,7 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 def normalize(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zeros.
+    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zero.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def normalize(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 def reject(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return 1 up to the limit, 0 above it: what is too large is rejected, each norm by itself.
+    """Return 1 up to the limit, 0 above it: gradients with larger norms are dropped.
 
     Examples
     --------
@@ -73,7 +73,7 @@ def reject(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 def soft(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit/(limit + norm)``: the norm stays below the limit, and small ones shrink a little.
+    """Return ``limit/(limit + norm)``: norms stay below the limit, and small ones shrink a little.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def soft(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 def smooth(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``1/√(1 + (norm/limit)²)``: the norm stays below the limit, small ones hardly change.
+    """Return ``1/√(1 + (norm/limit)²)``: norms stay below the limit, and small ones hardly change.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def smooth(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 def tanh(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change.
+    """Return ``limit·tanh(norm/limit)/norm``: norms stay within the limit, and small ones hardly change.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     array([1.   , 0.924, 0.762, 0.25 ])
     """
     above, ratio = _ratio(xp, norm, limit)
-    # Elsewhere it is the ratio, or 1, to the last place, and the derivative of this would leave the range.
+    # Elsewhere the result is the ratio, or 1, to rounding, and this formula's derivative would overflow.
     usual = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
     safe = xp.where(usual, ratio, 1.0)
     x = xp.where(above, 1 / safe, safe)
@@ -116,7 +116,7 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 for _curve in (hard, normalize, reject, soft, smooth, tanh):
-    setattr(_curve, "host", True)  # noqa: B010 - arrays of the host will do for them
+    setattr(_curve, "host", True)  # noqa: B010 - NumPy arrays will do
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,7 +139,7 @@ class Regularized(Printed):
     host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse what would divide by zero."""
+        """Refuse values that would divide by zero."""
         settle(self, gamma=positive("gamma", self.gamma))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
@@ -149,7 +149,7 @@ class Regularized(Printed):
 
 @dataclass(frozen=True, repr=False)
 class NonMonotonic(Printed):
-    """Return ``limit/(norm + r/(norm + r))``: `normalize`, but the tiniest are multiplied by ``limit`` (PSAC).
+    """Return ``limit/(norm + r/(norm + r))``: `normalize`, but tiny gradients get the factor ``limit`` (PSAC).
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ class NonMonotonic(Printed):
     host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse what would divide by zero."""
+        """Refuse values that would divide by zero."""
         settle(self, r=positive("r", self.r))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
@@ -176,21 +176,21 @@ class NonMonotonic(Printed):
 
 
 RATIOS = (hard, normalize, soft, smooth, tanh)
-"""The curves whose factor is the limit divided by the norm, or nearly, where the norm is far above the limit."""
+"""The curves whose factor approaches limit/norm where the norm is far above the limit."""
 LINEAR = (Regularized, NonMonotonic)
-"""The curves whose factor is so many times the limit."""
+"""The curves whose factor is proportional to the limit."""
 WITHIN = (hard, reject)
 """The curves whose factor is 1 up to the limit."""
 AT_MOST_ONE = (hard, reject, soft, smooth, tanh)
-"""The curves whose factor is 1 at most."""
+"""The curves whose factor is at most 1."""
 
 
 _TINY = 1e-8
-"""Whose square is lost beside 1."""
+"""A number whose square is lost when added to 1."""
 
 
 def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
-    """Return whether the norm is above the limit, and the smaller of them divided by the larger (0/0 is 0)."""
+    """Return whether the norm is above the limit, and the smaller of the two divided by the larger (0/0 is 0)."""
     above = norm > limit
     larger = xp.where(above, norm, limit)
     return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, 1.0)

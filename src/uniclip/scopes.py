@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """First choice, the scope: which entries of the gradients share one norm.
 
-A scope is two choices of its own: which axes of a leaf one norm covers, and which leaves are joined.
+A scope says which axes of a leaf one norm covers, and which leaves share a norm.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Scope(Printed):
     Parameters
     ----------
     axes : None, tuple of int, or callable
-        The axes of a leaf that one norm covers: ``None`` all of them, ``()`` none (each entry by
-        itself), or a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
+        The axes of a leaf that one norm covers: ``None`` for all, ``()`` for none (each entry has its own norm), or
+        a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
     label : callable, optional
-        ``label(path, leaf)`` names the group a leaf belongs to; leaves of one group share their
-        norm. ``None`` keeps every leaf by itself. ``path`` is the tuple of keys that leads to the
-        leaf, for example ``("encoder", 0, "weight")``.
+        ``label(path, leaf)`` returns the group of a leaf; leaves of one group share a norm. With ``None`` every
+        leaf is its own group. ``path`` is the tuple of keys that leads to the leaf, for example
+        ``("encoder", 0, "weight")``.
 
     Examples
     --------
@@ -46,9 +46,9 @@ class Scope(Printed):
     axes: Axes = None
     label: Label | None = None
     layouts: ClassVar[dict[Any, Any]]
-    """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own, which ends with it."""
+    """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own cache."""
     agreed: ClassVar[dict[Any, Any]]
-    """What processes found out of each other, see `uniclip.agree`."""
+    """What the processes of a run have told each other, see `uniclip.agree`."""
 
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
@@ -58,11 +58,11 @@ class Scope(Printed):
         check("label", self.label, self.label is None or callable(self.label), "a function of (path, leaf)")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: not the layouts."""
+        """Return the state of a copy or a pickle, without the layouts."""
         return {"axes": self.axes, "label": self.label}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
-        """Go on from a copy or a pickle."""
+        """Restore from a copy or a pickle."""
         settle(self, layouts={}, agreed={}, **held)
 
     def _printed(self, show: Callable[[object], str]) -> str:
@@ -91,7 +91,7 @@ class Scope(Printed):
 
 
 def _numbers(axes: Any) -> tuple[int, ...]:
-    """Return one axis, or several in any sequence, as a tuple of Python's whole numbers."""
+    """Return one axis, or a sequence of axes, as a tuple of Python integers."""
     fits = isinstance(axes, (list, tuple, range)) or hasattr(axes, "__index__")
     check("axis", axes, fits, "a whole number or a tuple of them")
     return tuple(whole("axis", axis) for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,)))
@@ -122,7 +122,7 @@ class FanIn:
             settle(self, axis=whole("axis", self.axis))
 
     def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
-        """Return every axis but the output's."""
+        """Return all axes but the output axis."""
         if ndim <= 1:
             return tuple(range(ndim))
         kept = output_axis if self.axis is None else self.axis
@@ -170,7 +170,7 @@ all_leaves = Scope(label=everything)
 
 
 def axes(*axis: int) -> Scope:
-    """Give one norm to the entries along the axes ``axis`` of each leaf; negative ones count from the end.
+    """Let one norm cover the axes ``axis`` of each leaf, as ``axis=`` in NumPy; negative axes count from the end.
 
     Examples
     --------
@@ -183,15 +183,15 @@ def axes(*axis: int) -> Scope:
 
 
 def along(axis: Any) -> Scope:
-    """Give one norm to the entries along one axis or several."""
+    """Let one norm cover one axis or several."""
     return Scope(axes=_numbers(axis))
 
 
 def unit(axis: int | None = None) -> Scope:
-    """Give one norm to each output unit's fan-in: all axes of a leaf but the output axis ``axis``.
+    """Give each output unit one norm, over all axes of a leaf but the output axis ``axis``.
 
-    Without ``axis`` it is the backend's ``output_axis``, which follows the framework's convention.
-    A vector or a scalar is one unit.
+    By default the output axis is the framework's: the first in PyTorch, the last elsewhere. A vector or a scalar is
+    one unit.
 
     Examples
     --------
@@ -203,10 +203,10 @@ def unit(axis: int | None = None) -> Scope:
 
 
 def groups(label: Label) -> Scope:
-    """Give one norm to the leaves for which ``label(path, leaf)`` is equal.
+    """Give the leaves with equal ``label(path, leaf)`` one norm.
 
-    ``path`` is the tuple of keys that leads to the leaf, and the label must be hashable. A rule that remembers asks for
-    the groups of absent gradients, too: there the leaf is ``None``, so that their labels have to follow from the path.
+    ``path`` is the tuple of keys that leads to the leaf; the label must be hashable. A rule with memory also labels
+    absent gradients, whose leaf is ``None``, so their labels must follow from the path.
 
     Examples
     --------
