@@ -115,7 +115,7 @@ class Column(NamedTuple):
 
 
 class Share(NamedTuple):
-    """This process's contribution to rows of a block."""
+    """The contribution of this process to rows of a block."""
 
     array: Any
     """Of shape ``(rows, *kept)``."""
