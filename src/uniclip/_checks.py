@@ -118,7 +118,7 @@ def _read(value: Any) -> Any:
             return integer if abs(integer) <= _EXACT else float(integer)
         if isinstance(value, (Real, Decimal)):
             wide = hasattr(value, "dtype") and value.dtype.itemsize > _BYTES
-            return value if wide else float(value)  # NumPy's longdouble keeps its digits
+            return value if wide else float(value)  # a longdouble keeps its digits
         if getattr(value, "shape", None) == () and holds_reals(value):
             return float(value)
     except OverflowError:

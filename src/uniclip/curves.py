@@ -116,7 +116,7 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 for _curve in (hard, normalize, reject, soft, smooth, tanh):
-    setattr(_curve, "host", True)  # noqa: B010 - NumPy arrays will do
+    setattr(_curve, "host", True)  # noqa: B010 - the host's arrays will do
 
 
 @dataclass(frozen=True, repr=False)

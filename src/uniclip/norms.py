@@ -27,7 +27,7 @@ class Norm(Printed):
         The order, at least 1; ``math.inf`` is the largest modulus.
     size_power : float, default 0
         The norm is divided by N to this power: 1/2 with ``ord=2`` gives the root mean square, 1 with ``ord=1``
-        the mean modulus, 1 with ``ord=2`` TensorFlow 1's average norm.
+        the mean modulus, 1 with ``ord=2`` TF 1's average norm.
 
     Raises
     ------

@@ -170,7 +170,7 @@ all_leaves = Scope(label=everything)
 
 
 def axes(*axis: int) -> Scope:
-    """Let one norm cover the axes ``axis`` of each leaf, as ``axis=`` in NumPy; negative axes count from the end.
+    """Let one norm cover the axes ``axis`` of each leaf; negative axes count from the end.
 
     Examples
     --------
@@ -190,8 +190,8 @@ def along(axis: Any) -> Scope:
 def unit(axis: int | None = None) -> Scope:
     """Give each output unit one norm, over all axes of a leaf but the output axis ``axis``.
 
-    By default the output axis is the framework's: the first in PyTorch, the last elsewhere. A vector or a scalar is
-    one unit.
+    By default the output axis follows the convention of the framework, see `uniclip.agc`. A vector or a scalar is one
+    unit.
 
     Examples
     --------

@@ -105,7 +105,7 @@ class Context:
 
     @property
     def sizes(self) -> Array:
-        """The number of entries of each norm, at least 1: ``(k, 1, ...)``; requires ``"sizes"`` in ``needs``."""
+        """The number of entries of each norm, at least 1, as ``(k, 1, ...)``; requires ``"sizes"`` in ``needs``."""
         self._refuse_unless_needed("sizes")
         return self._blocks[self._number].sizes
 
