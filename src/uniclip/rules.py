@@ -101,6 +101,8 @@ class Rule(Printed):
     --------
     >>> uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
     uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
+    >>> uc.clip(np.asarray([7.0, 1.0]), uc.Rule(1.0, norm=uc.norms.RMS))[0]
+    array([1.4, 0.2])
     """
 
     if TYPE_CHECKING:

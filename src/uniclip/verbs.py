@@ -104,7 +104,7 @@ def clip_(
     ValueError
         As `clip`; and if two arrays overlap.
     FloatingPointError
-        As `clip`. No array is changed before an error is raised, except by earlier rules of a `chain`.
+        As `clip`. After an error raised by uniclip no array has changed, except by earlier rules of a `chain`.
 
     Notes
     -----
