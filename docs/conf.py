@@ -40,6 +40,7 @@ extensions = [
     "myst_parser",
     "notfound.extension",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -125,16 +126,20 @@ if not tags.has("generated"):  # noqa: F821 - of Sphinx; a second builder takes 
 
 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
-    """Warn of public names that are not documented, and of documented names that are not public."""
+    """Warn of public names that are not documented or have no example, and of documented names that are not public."""
+    warning = logging.getLogger(__name__).warning
     objects = [name.split(".") for name, entry in env.domaindata["py"]["objects"].items() if not entry.aliased]
-    homes = [uniclip, uniclip.scopes, uniclip.norms, uniclip.limits, uniclip.curves, insight]
-    for home in homes:
+    for home in (uniclip, uniclip.scopes, uniclip.norms, uniclip.limits, uniclip.curves, insight):
         path = home.__name__.split(".")
         documented = {parts[len(path)] for parts in objects if parts[: len(path)] == path and len(parts) > len(path)}
         public = set(home.__all__) - ({"Limit", "Norm", "Scope"} if home is not uniclip else set())
         for name in sorted((documented - {"config", "insight", "integrations", "saved"}) ^ public):
-            where = "docs/api.md" if name in public else f"{home.__name__}.__all__"
-            logging.getLogger(__name__).warning("%s.%s is missing from %s", home.__name__, name, where)
+            where = "docs/api/" if name in public else f"{home.__name__}.__all__"
+            warning("%s.%s is missing from %s", home.__name__, name, where)
+        for name in sorted(public):
+            value = getattr(home, name)
+            if callable(value) and ">>>" not in (value.__doc__ or ""):
+                warning("%s.%s has no example in its docstring", home.__name__, name)
 
 
 def inline_math(translator: Any, node: Any) -> None:

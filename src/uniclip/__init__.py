@@ -10,17 +10,17 @@ Familiar functions, which return clipped gradients
 
 Run any rule
     ``clipped, report = uc.clip(grads, rule)``, `clip_` in place, `clip_and_sum` over the gradients of examples.
-    ``clipper = uc.Clipper(rule)`` remembers for rules that learn: ``clipped = clipper(grads)``.
-    With an optimizer, one line does it: ``from uniclip.integrations.torch import attach``; as ``.torch`` there are
-    ``.keras``, ``.optax``, ``.lightning``, ``.transformers`` and ``.tensorflow``.
+    ``clipper = uc.Clipper(rule)`` holds the memory of adaptive rules: ``clipped = clipper(grads)``.
+    Inside an optimizer: ``uniclip.integrations.torch``, ``.keras``, ``.optax``, ``.lightning``, ``.transformers`` and
+    ``.tensorflow``.
 
 Published rules
-    Given limits: `by_value`, `by_norm`, `by_average_norm`, `by_global_norm`, `by_group_norm`, `by_block_rms`,
+    Fixed limits: `by_value`, `by_norm`, `by_average_norm`, `by_global_norm`, `by_group_norm`, `by_block_rms`,
     `to_global_norm`.
-    Beside the parameters: `agc`, `larc`, `cowclip`.
-    Learned from earlier steps: `autoclip`, `percentile_clipping`, `zclip`, `log_zscore`, `skip_spikes`, `adagc`,
-    `adagn`, `norm_growth`, `spam`.
-    For gradients of examples: `by_example_norm`, `by_example_layer_norm`, `by_example_quantile`, `auto_s`, `psac`.
+    Relative to the parameters: `agc`, `larc`, `cowclip`.
+    Adaptive, learned from earlier steps: `autoclip`, `percentile_clipping`, `zclip`, `log_zscore`, `skip_spikes`,
+    `adagc`, `adagn`, `norm_growth`, `spam`.
+    Per example: `by_example_norm`, `by_example_layer_norm`, `by_example_quantile`, `auto_s`, `psac`.
     Rules of rules: `chain`, `masked`.
 
 Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, put together by `Rule`
@@ -128,7 +128,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names; uniclip's own modules are none of them."""
+    """Return the public names, without uniclip's private modules."""
     return [*__all__, "__version__"]
 
 
@@ -137,5 +137,5 @@ if TYPE_CHECKING:
 else:  # for which every name would be there
 
     def __getattr__(name: str) -> str:
-        """Look the version up when asked (PEP 562), and say of another name where it is or what it is called."""
+        """Look the version up when asked (PEP 562), and say where another name is, or what it is called."""
         return _version() if name == "__version__" else _hints(__name__)(name)

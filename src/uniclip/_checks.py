@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Validate arguments; each error names the argument, what is allowed, and what it got.
+"""Validate arguments; each error names the argument, what is allowed, and the value.
 
-The functions for numbers return them as Python's own, whatever they were: every framework can work with those.
+Functions for numbers return Python numbers, which work with every framework.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from uniclip._repr import holds_arrays, short
 from uniclip.backends import DEFAULT, backend_of, compiling
 
 LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
-"""What there is to know about the range of a limit."""
+"""The valid range of a limit, for errors."""
 
 
 def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
-    """Raise a ``TypeError`` unless an argument fits."""
+    """Raise a ``TypeError`` unless an argument is valid."""
     if not fits:
         msg = f"{name} must be {wanted}, got {short(value)}"
         raise TypeError(msg)
@@ -55,7 +55,7 @@ def nonnegative(name: str, value: Any, hint: str = "") -> Any:
 
 def nonnegatives(name: str, value: Any, hint: str = "") -> Any:
     """Validate a nonnegative number, returned as a Python number, or a real array, returned as it is."""
-    if type(value) is float and value >= 0:  # of Python's own; there are others
+    if type(value) is float and value >= 0:  # Python's own; other types of numbers follow
         return value
     value = real(name, value, f"a number or a 0-d array{hint}")
     if isinstance(value, Real) and not float(value) >= 0:
@@ -73,7 +73,7 @@ def real(name: str, value: Any, wanted: str) -> Any:
 
 
 def holds_reals(array: Any) -> bool:
-    """Whether an array is one of floating-point numbers or integers, by the name of its dtype."""
+    """Whether an array holds floating-point numbers or integers, by the name of its dtype."""
     if compiling():
         return True
     dtype = str(array.dtype)
@@ -105,9 +105,9 @@ def number(name: str, value: Any, wanted: str = "a number") -> Any:
 
 _LARGEST = 1.7976931348623157e308
 _EXACT = 2**53
-"""Up to where floats hold all whole numbers; beyond, not every framework has whole ones."""
+"""The largest float up to which all integers are exact; not every framework has larger integers."""
 _BYTES = 8
-"""How long a float is."""
+"""The size of a float in bytes."""
 
 
 def _read(value: Any) -> Any:
@@ -118,12 +118,12 @@ def _read(value: Any) -> Any:
             return integer if abs(integer) <= _EXACT else float(integer)
         if isinstance(value, (Real, Decimal)):
             wide = hasattr(value, "dtype") and value.dtype.itemsize > _BYTES
-            return value if wide else float(value)  # a wider float of the host's keeps its digits
+            return value if wide else float(value)  # a longdouble keeps its digits
         if getattr(value, "shape", None) == () and holds_reals(value):
             return float(value)
     except OverflowError:
         return int(value)
-    except Exception:  # noqa: BLE001 - whatever a framework raises for an array that has no value yet
+    except Exception:  # noqa: BLE001 - any error of a framework for an array without a value
         return None
     return None
 
@@ -135,7 +135,7 @@ def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> Non
     scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # with one it may be a parameter
     check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
     if all_reduce is not None:
-        own = getattr(all_reduce, "all_reduce", all_reduce)  # a rule of rules passes on what it was given
+        own = getattr(all_reduce, "all_reduce", all_reduce)  # a rule of rules passes on a validated one
         wanted = "a function of (array, op), a process group, a device mesh, or the name of an axis"
         check("all_reduce", own, all_reduce_fits(own), wanted)
     if loss is not None:
@@ -145,7 +145,7 @@ def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> Non
 
 
 def all_reduce_fits(value: Any) -> bool:
-    """Whether a value may be what joins processes, as far as can be told without a framework."""
+    """Whether a value may be an ``all_reduce``, as far as can be told without a framework."""
     names = isinstance(value, str) or (type(value) is tuple and all(isinstance(name, str) for name in value))
     return names or callable(value) or any(hasattr(value, name) for name in ("allreduce", "get_all_groups"))
 
@@ -170,7 +170,7 @@ def within(name: str, value: Any, low: float, high: float, hint: str = "") -> An
 
 
 def below_one(name: str, value: Any) -> Any:
-    """Validate a decay: below 1, or nothing would ever be learned."""
+    """Validate a decay, which must be below 1, or an average would never change."""
     value = number(name, value)
     if not 0 <= value < 1:
         percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""  # noqa: PLR2004
@@ -183,7 +183,7 @@ def whole(name: str, value: Any, low: float = -math.inf) -> int:
     """Validate an integer of any type, at least ``low``; return a Python int."""
     try:
         result = operator.index(value)
-    except Exception:  # noqa: BLE001 - whatever a framework raises for an array that is none
+    except Exception:  # noqa: BLE001 - any error of a framework for an array that is not one integer
         result = None
     fits = result is not None and not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", ""))
     check(name, value, fits, "a whole number")

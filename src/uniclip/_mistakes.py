@@ -40,7 +40,7 @@ _OTHER_NAMES = {
     "clip_and_mean": "clip_and_sum, whose result you divide by the number of examples",
     "skip": "curves.reject",
 }
-"""What people may look for, and what it is called here."""
+"""Names that people may look for, and what they are called here."""
 _F = TypeVar("_F", bound=Callable[..., Any])
 _CHOICES = {
     "limits": "a limit is only one of its choices: uc.Rule(limit)",
@@ -52,7 +52,7 @@ _CHOICES = {
 
 
 def home_of(name: str) -> str:
-    """Return where a name is that the package has not itself, or what it is called; nothing if that is not known."""
+    """Return where a name that the package lacks is, or what it is called here; an empty text if unknown."""
     if name == "integrations" or name in _ADAPTERS:
         return f": write from uniclip.integrations.{name if name in _ADAPTERS else 'torch'} import ..."
     if name in _ELSEWHERE:
@@ -65,7 +65,7 @@ def home_of(name: str) -> str:
 
 
 def hints(module: str) -> Callable[[str], NoReturn]:
-    """Return what says of a name that a module has not where it is, or what it is called (PEP 562)."""
+    """Return a module ``__getattr__`` (PEP 562) whose errors say where a missing name is, or what it is called."""
 
     def refuse(name: str) -> NoReturn:
         msg = f"module {module!r} has no attribute {name!r}{home_of(name)}"
@@ -75,7 +75,7 @@ def hints(module: str) -> Callable[[str], NoReturn]:
 
 
 def keywords_known(function: _F) -> _F:
-    """Refuse a keyword that a function has not by an error that says which ones it has."""
+    """Refuse an unknown keyword by an error that lists the known ones."""
     known = signature(function).parameters
 
     @wraps(function)
@@ -86,7 +86,7 @@ def keywords_known(function: _F) -> _F:
             raise TypeError(msg)
         return function(*args, **named)
 
-    return checked  # type: ignore[return-value]  # its signature is that of the function
+    return checked  # type: ignore[return-value]  # it has the signature of the function
 
 
 def is_rule(value: Any) -> bool:
@@ -95,7 +95,7 @@ def is_rule(value: Any) -> bool:
 
 
 def own_module(value: Any) -> str:
-    """Return the name of the module of uniclip that a function, a class or an object is from, else nothing."""
+    """Return the name of the uniclip module that a function, class or object is from, else an empty text."""
     if isinstance(value, ModuleType) or compiling():  # a compiler does not know the modules of builtin functions
         return ""
     known = value if hasattr(value, "__qualname__") else type(value)
@@ -104,7 +104,7 @@ def own_module(value: Any) -> str:
 
 
 def refuse_as_rule(value: Any) -> NoReturn:
-    """Raise a ``TypeError`` that says what to write instead of something that is not a rule."""
+    """Raise a ``TypeError`` that says what to write instead of an object that is not a rule."""
     module = own_module(value).partition(".")[0]
     if module in _CHOICES:
         advice = f"and {_CHOICES[module]}"
@@ -127,7 +127,7 @@ def refuse_swapped(grads: Any, rule: Any, call: str) -> None:
 
 
 def refuse_as_transformation(rule: Any) -> None:
-    """Refuse to be initialized by a library of transformations, which take whatever has ``init`` and ``update``."""
+    """Refuse calls by libraries of transformations, which accept any object with ``init`` and ``update``."""
     caller = "" if compiling() else sys._getframe(2).f_globals.get("__name__", "")  # noqa: SLF001 - who asks
     if caller.partition(".")[0] in {"optax", "flax"}:
         msg = (
@@ -144,8 +144,8 @@ def _is_own(value: Any) -> bool:
 
 
 def refuse_as_grads(value: Any, name: str) -> None:
-    """Refuse a rule, or the state of one, in the place of gradients: a state is a tree of arrays, too."""
-    first = value[0] if isinstance(value, (tuple, list)) and value else None  # the state of a chain is a tuple of them
+    """Refuse a rule, or its state, in the place of gradients; a state is a tree of arrays too."""
+    first = value[0] if isinstance(value, (tuple, list)) and value else None  # a chain's state is a tuple of states
     if _is_own(value) or _is_own(first):
         msg = f"{name} must be gradients, got {short(value)}: write rule.update(grads, state), or uc.clip(grads, rule)"
         raise TypeError(msg)

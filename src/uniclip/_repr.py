@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Print a choice as the source that makes it, and any value in a few words for an error."""
+"""Print a choice as the source that makes it, and describe any value in a few words for an error."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import Any
 import optree
 
 _LONGEST = 200
-"""How many characters of a text, a rule or a key an error shows."""
+"""The number of characters of a text, a rule or a key in an error."""
 _CHOICES = {"curves", "limits", "norms", "scopes"}
-"""The modules of the four choices, whose names are found in them,"""
+"""The modules of the four choices, searched for names,"""
 _BASES = {"Limit", "Norm", "Scope"}
-"""but for these."""
+"""except these."""
 _FEW = 8
-"""How many values of a tuple, such as axes, an error shows."""
+"""The number of values of a tuple, such as axes, in an error."""
 
 
 def source(value: object) -> str:
-    """Return the name of a function or class, else what the value prints as."""
+    """Return the name of a function or class, else the repr of the value."""
     return public(value.__module__, value.__qualname__) if hasattr(value, "__qualname__") else repr(value)
 
 
 def public(module: str | None, name: str) -> str:
-    """Return the name under which users find a class, function or constant of a module, with ``uniclip`` as ``uc``."""
+    """Return the public name of a class, function or constant of a module, with ``uniclip`` as ``uc``."""
     root, home = f"{module}..".split(".")[:2]
     if root != "uniclip" or home == "integrations":
         return name
@@ -53,28 +53,28 @@ def describe(leaf: Any) -> str:
 
 
 def printed(key: object) -> str:
-    """Return a key of a tree as source text, one that holds an array in a few words."""
+    """Return a key of a tree as source text; one that holds an array is described in a few words."""
     text = "" if hasattr(key, "shape") else repr(key)
     return text if 0 < len(text) <= _LONGEST else short(key)
 
 
 def stable(text: str) -> str:
-    """Return what a value prints as, without addresses in memory."""
+    """Return the repr of a value, without memory addresses."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def article(noun: str) -> str:
-    """Return the article of a noun."""
+    """Return the indefinite article of a noun."""
     return "an" if noun[:1].lower() in set("aeio") else "a"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things."""
+    """Return a number with its noun, in the plural if needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def holds_arrays(value: Any) -> bool:
-    """Whether a value is an array that is no single number, or a container of arrays."""
+    """Whether a value is an array with dimensions, or a container of arrays."""
     if _is_array(value):
         return bool(_shape(value) != ())
     return not isinstance(value, (Number, Printed)) and any(map(_is_array, optree.tree_leaves(value)))
@@ -83,17 +83,17 @@ def holds_arrays(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     try:
         return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type)
-    except RuntimeError:  # of tensors whose rows have several lengths, and of parameters that have no shape yet
+    except RuntimeError:  # ragged tensors, and parameters without a shape yet
         return False
 
 
 def _shape(array: Any) -> Any:
     shape = getattr(array, "shape", ())
-    return shape if getattr(shape, "rank", 0) is None else tuple(shape)  # one of unknown rank is no sequence
+    return shape if getattr(shape, "rank", 0) is None else tuple(shape)  # one of unknown rank is not a sequence
 
 
 def _named(value: Any) -> str | None:
-    """Return the repr of a number, string, named function or choice, which is short; ``None`` for anything else."""
+    """Return the short repr of a number, string, named function or choice; ``None`` for anything else."""
     text = getattr(value, "__qualname__", None)
     text = public(getattr(value, "__module__", None), text) if isinstance(text, str) else None
     if isinstance(value, int) and value.bit_length() > _LONGEST:
@@ -101,7 +101,7 @@ def _named(value: Any) -> str | None:
     elif value is None or isinstance(value, (Number, Decimal, str)):
         text = repr(value)
     elif isinstance(value, Printed):
-        text = value._printed(short)  # noqa: SLF001 - its own repr is made by it, too
+        text = value._printed(short)  # noqa: SLF001 - its own repr calls this
     elif isinstance(value, type):
         text = f"the class {text}"
     elif isinstance(value, ModuleType):
@@ -130,7 +130,7 @@ def _contained(value: Any) -> str | None:
 
 
 def _differs(value: Any, default: Any) -> bool:
-    """Whether a field differs from its default; arrays do: comparing them gives no boolean."""
+    """Whether a field differs from its default; an array always does, since comparing it gives no boolean."""
     return hasattr(value, "shape") or bool(value != default)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What may be given to uniclip, for type checkers and editors; nothing looks at these types when code runs.
+"""Types of arguments, for type checkers and editors; not used at run time.
 
-They are protocols: checkers are to find mistakes also where a framework is not installed and its classes are unknown.
-What uniclip measures is an array of the gradients' framework, and ``Any``: no type says which framework that is.
+They are protocols, so that checkers find mistakes also where a framework is not installed. Results such as norms are
+``Any``: they are arrays of the gradients' framework, which no type can express.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
-"""A tree of arrays, which comes back as it went in."""
+"""A tree of arrays, which is returned with the same structure."""
 
 
 class Array(Protocol):
@@ -19,11 +19,11 @@ class Array(Protocol):
 
     @property
     def shape(self) -> Iterable[Any]:
-        """Its lengths; of a network, which seems to have every attribute, they could not be iterated over."""
+        """The lengths of the axes. A network, which seems to have every attribute, could not be iterated over."""
 
     @property
     def dtype(self) -> Any:
-        """Its data type."""
+        """The data type."""
 
 
 Number: TypeAlias = float | Array

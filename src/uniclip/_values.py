@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The numbers of a saved state: as lists, as arrays of their own, and as arrays like those of a fresh state."""
+"""The numbers of a saved state: as lists, as NumPy arrays, and as arrays like those of a new state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from uniclip.backends import DEFAULT, Backend, backend_of
 
 _NEVER_NEGATIVE = {"below", "count", "limits", "squares", "variances"}
-"""The fields of uniclip's own states that hold counts and squares."""
+"""The fields of uniclip's states that hold counts and squares."""
 _NONE_YET = {"averages", "norms"}
-"""Those that hold norms, and -1 where there is none yet."""
+"""The fields that hold norms, and -1 where there is none yet."""
 
 
 def to_lists(array: Any) -> Any:
@@ -23,17 +23,17 @@ def to_lists(array: Any) -> Any:
 
 
 def field_of(path: tuple[Any, ...]) -> str | None:
-    """Return the field of uniclip's own states that leads to an array, ``None`` in those of others' limits."""
+    """Return the field of uniclip's states that leads to an array, ``None`` in states of other limits."""
     own = [entry.field for entry in path if hasattr(entry, "field") and entry.type.__module__.startswith("uniclip.")]
     return own[-1] if own else None
 
 
 def array_of(name: str, value: Any) -> Any:
-    """Return values as an array of its own."""
+    """Return values as a new array."""
     backend = backend_of(value)
     try:
         array = np.array(to_lists(value)) if backend is None else _twin(backend.detached(value))
-    except ValueError:  # rows of unequal lengths
+    except ValueError:  # ragged rows
         array = np.array(None)
     if backend is None and array.dtype.kind not in "biuf":
         msg = f"the saved {name} is made of {array.dtype}, and a state is made of real numbers"
@@ -48,7 +48,7 @@ def _twin(array: Any) -> Any:
 
 def array_like(backend: Backend, name: str, value: Any, like: Any, field: str | None) -> Any:
     """Return values as an array like another one."""
-    if 0 == math.prod(value.shape) == math.prod(like.shape):  # lists of nothing have neither shape nor dtype
+    if 0 == math.prod(value.shape) == math.prod(like.shape):  # empty lists have neither shape nor dtype
         return like
     if tuple(value.shape) != tuple(like.shape):
         msg = (
@@ -87,7 +87,7 @@ def _illegal(backend: Backend, value: Any, like: Any, field: str | None) -> str 
 
 
 def _not_finite(theirs: Any, ours: Any, value: Any, like: Any, field: str | None) -> str | None:
-    """Return what is wrong with numbers that are not finite, or would not be; a user's own limit may hold ∞."""
+    """Return the error in numbers that are not finite, or would not be; a user's own limit may hold ∞."""
     if bool(theirs.any(value != value)):  # noqa: PLR0124 - of integers, too
         return "it holds NaN"
     if _infinite(theirs, value):
@@ -97,7 +97,7 @@ def _not_finite(theirs: Any, ours: Any, value: Any, like: Any, field: str | None
 
 
 def _kind(array: Any) -> str:
-    """Return the kind of numbers in an array, by the name of its dtype: not every framework can say otherwise."""
+    """Return the kind of numbers in an array, by the name of its dtype, which every framework has."""
     return next((kind for kind in ("bool", "int", "complex") if kind in str(array.dtype)), "float")
 
 

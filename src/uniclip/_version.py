@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""The version that is installed."""
+"""The installed version."""
 
 
 def version() -> str:
-    """Return the installed version; a copy among the files of another package has none."""
-    from importlib import metadata  # noqa: PLC0415 - takes a third of the time that uniclip takes to import
+    """Return the installed version; a copy inside another package has none."""
+    from importlib import metadata  # noqa: PLC0415 - takes a third of uniclip's import time
 
     try:
-        return metadata.version("uniclip-gradients") or "0+unknown"  # some Pythons return None where metadata is broken
+        return metadata.version("uniclip-gradients") or "0+unknown"  # some Pythons return None for broken metadata
     except (ImportError, KeyError):
         return "0+unknown"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Gradients that are absent in one process and may be present in another: with ``all_reduce`` both take part in a step.
 
-An absent gradient is replaced by an array without entries, whose norm is 0: then every process joins as many
-norms, in the same order and in the same dtypes. What it takes to make one is known from the parameters.
+An absent gradient is replaced by an array without entries, whose norm is 0, so that every process reduces the same
+number of norms, in the same order and dtypes. Its shape and dtype come from the parameters.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Filled(NamedTuple):
-    """A tree of gradients in which none is absent that another process may have."""
+    """A tree of gradients with arrays in the place of those that only other processes have."""
 
     grads: Any
     absent: frozenset[int] = frozenset()
     """The ids of the arrays that stand for absent gradients."""
     given: Any = None
-    """The tree as it was given, if it has no place for some of these."""
+    """The tree as given, if it has no place for some of these."""
     gaps: tuple[int, ...] = ()
-    """Their numbers among the leaves, ``None`` counted."""
+    """Their positions among the leaves, counting ``None``."""
 
     def emptied(self, clipped: Any) -> Any:
-        """Return the tree that was clipped with ``None`` for what was absent."""
+        """Return the clipped tree with ``None`` for absent gradients."""
         if not self.absent:
             return clipped
         if not self.gaps:
@@ -43,14 +43,14 @@ class Filled(NamedTuple):
 
 
 def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = False) -> Filled:
-    """Put arrays without entries in the place of absent gradients.
+    """Replace absent gradients by arrays without entries.
 
-    It is ``known`` of what framework they are where a process has neither gradients nor parameters.
+    ``known`` tells that the framework is known even if a process has neither gradients nor parameters.
 
     Raises
     ------
     ValueError
-        If it is not known what they have to be like.
+        If their shapes or dtypes are unknown.
     """
     tree = flatten(grads, none_is_leaf=True)
     gaps = [number for number, leaf in enumerate(tree.leaves) if leaf is None]
@@ -64,7 +64,7 @@ def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = F
         by_path = dict(zip(params.paths(), params.leaves, strict=True))
         paths = tree.paths()
         leaves = {number: _like(scope, by_path[paths[number]]) for number in gaps if paths[number] in by_path}
-        if nothing and not leaves and params.leaves:  # a list of the gradients that there are, say
+        if nothing and not leaves and params.leaves:  # such as a list of only the gradients that exist
             every = [_like(scope, leaf) for leaf in params.leaves]
             return Filled(params.rebuild(every), frozenset(map(id, every)), tree.rebuild(tree.leaves))
         tree.leaves[:] = [leaves.get(number, leaf) for number, leaf in enumerate(tree.leaves)]
@@ -88,7 +88,7 @@ def _without_parameters(scope: Scope, tree: Tree, gaps: list[int], state: Any) -
 
 
 def _like(scope: Scope, leaf: Any) -> Any:
-    """Return an array with no entry in each norm of a parameter like ``leaf``."""
+    """Return an array without entries for each norm of a parameter like ``leaf``."""
     backend = backend_of(leaf)
     if backend is None:
         return None
@@ -104,7 +104,7 @@ def _empty(backend: Backend, leaf: Any, shape: tuple[int, ...] = (0,)) -> Any:
 
 
 def _one_kind(present: list[Any], state: Any) -> Any:
-    """Return what makes an array of the one dtype that there is, ``None`` if there are several or none."""
+    """Return a function that makes arrays of the only dtype, ``None`` if there are several or none."""
     arrays = present or [array for array in optree.tree_leaves(state) if _floats(array)]
     kinds = {array.dtype for array in arrays}
     backend = backend_of(arrays[0]) if len(kinds) == 1 else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Processes that hold parts of one tree find out, at their first step together, what each of them holds.
+"""At the first step, processes that hold parts of one tree find out what each of them holds.
 
-They compare their rules and the labels of their leaves or groups. Leaves of equal labels are parts of one leaf, whose
-sums are added; leaves of different labels are whole where they are. All of it is done by ``all_reduce`` itself.
+They compare their rules and the labels of their leaves or groups. Leaves with equal labels are parts of one leaf, whose
+sums are added; leaves with different labels are whole. The comparison uses only ``all_reduce``.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from uniclip.scopes import everything
 from uniclip.tree import flatten, place
 
 _KEPT = 64
-"""For how many layouts a scope remembers what processes agreed on."""
+"""For how many layouts a scope keeps what the processes agreed on."""
 _TOP = 2**23
-"""Below this all whole numbers are exact in float32, and so are twice these."""
+"""Integers below it, and twice as large, are exact in float32."""
 _WORDS = 3
-"""How many such numbers stand for a text."""
+"""How many such numbers encode a text."""
 
 
 class Agreed(NamedTuple):
-    """What the processes found out."""
+    """What the processes agreed on."""
 
     rows: Rows | None
-    """``None`` if all have the same rows."""
+    """``None`` if all processes have the same rows."""
     copies: list[int] | None
-    """How many processes hold each leaf; ``None`` if each leaf, or each part of one, is held once."""
+    """The number of processes that hold each leaf; ``None`` if each leaf, or each part of one, is held once."""
 
 
 def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any, theirs: Opened | None) -> Joint | None:
-    """Return how what is measured of gradients, and of parameters, is joined with that of other processes.
+    """Return how measurements of gradients and parameters are reduced over processes.
 
-    It is ``None`` if there are none.
+    ``None`` if there are no other processes.
     """
     if all_reduce is None:
         if rule.scope.axes is None and given.backend.traced(given.first):
-            given.backend.copies(given.arrays, None, None, given.tree.place)  # refuses parts that nothing joins
+            given.backend.copies(given.arrays, None, None, given.tree.place)  # refuses parts without a reduction
         whole = given.parts is None and (theirs is None or theirs.parts is None)
         return None if whole else Joint(given)
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
@@ -74,14 +74,14 @@ def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any, thei
 
 
 def _kind(rule: Choices) -> tuple[Any, ...]:
-    """Return what has to be the same in all processes."""
+    """Return what must be the same in all processes."""
     limit = rule.limit.value if type(rule.limit) is Constant else rule.limit
     return limit if isinstance(limit, (int, float)) else id(limit), rule.norm, id(rule.curve), rule.nonfinite
 
 
 @contextmanager
 def telling(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> Iterator[None]:
-    """Let the other processes of a rule's first step fail, too, if this one does: they would wait for it."""
+    """Make the other processes fail too if this one fails in a rule's first step, or they would wait for it."""
     try:
         yield
     except Exception:
@@ -93,7 +93,7 @@ def telling(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> I
 def _tell(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> None:
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
     if along_names(said) or not all_reduce_fits(said.all_reduce):
-        return  # before it is compared: what does not fit may be an array
+        return  # before it is compared: an invalid one may be an array
     if any(key[0] == said and (rule is None or key[2:] == _kind(rule)) for key in scope.agreed):
         return
     leaves = [leaf for tree in trees for leaf in optree.tree_leaves(tree) if backend_of(leaf) is not None]
@@ -107,7 +107,7 @@ def _tell(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> Non
 
 
 def _shared(given: Opened, shared: Callable[..., Any]) -> list[bool]:
-    """Return of each leaf whether the user says that it is a copy."""
+    """Return for each leaf whether the user declares it a copy."""
     answers = [shared(*pair) for pair in zip(given.tree.paths(), given.tree.leaves, strict=True)]
     for answer in answers:
         check("what shared(path, leaf) returns", answer, not holds_arrays(answer), "True or False")
@@ -115,7 +115,7 @@ def _shared(given: Opened, shared: Callable[..., Any]) -> list[bool]:
 
 
 def _over(given: Opened, reduce: Reduce) -> Callable[[Any, Op], Any]:
-    """Return the reduction for arrays of NumPy's."""
+    """Return the reduction for NumPy arrays."""
 
     def call(array: Any, op: Op) -> Any:
         flat = given.own(np.asarray(array, np.float32).reshape(-1))
@@ -137,7 +137,7 @@ def _agreed(  # noqa: PLR0913, PLR0917
     known = rule.scope.agreed
     if len(known) >= _KEPT:
         known.clear()
-    known[key] = None  # asked: an error from here on is one of all processes
+    known[key] = None  # an error from here on is raised in all processes
     same = _words(over, text, repr((sorted(counts.items()), sorted(copied))), rule=rule)
     if same and shared is None:
         return Agreed(None, None)
@@ -163,7 +163,7 @@ def _agreed(  # noqa: PLR0913, PLR0917
 
 
 def _labels(rule: Choices, given: Opened, layout: Layout) -> list[str]:
-    """Return the label of each group as a text; all leaves share one norm, whatever they are."""
+    """Return the label of each group as a text; all leaves that share one norm have one label."""
     if rule.scope.label is everything:
         return [""] * len(layout.labels)
     if rule.scope.label is not None:
@@ -173,7 +173,7 @@ def _labels(rule: Choices, given: Opened, layout: Layout) -> list[str]:
 
 
 def _counts(given: Opened, layout: Layout) -> list[int]:
-    """Return of each group how many norms it has along axes, 0 for one without."""
+    """Return for each group how many norms it has along axes, 0 for a group with one norm."""
 
     def count(group: Sequence[int]) -> int:
         axes = layout.axes_of(group[0]) if group else None
@@ -186,8 +186,8 @@ def _counts(given: Opened, layout: Layout) -> list[int]:
 
 
 def _digest(text: str, salt: int = 0) -> list[int]:
-    """Return whole numbers that stand for a text."""
-    from hashlib import blake2b  # noqa: PLC0415 - which loads a library, and most runs need none of it
+    """Return integers that encode a hash of a text."""
+    from hashlib import blake2b  # noqa: PLC0415 - it loads a library that most runs do not need
 
     data = blake2b(f"{salt} {text}".encode(), digest_size=4 * (_WORDS + 1)).digest()
     return [int.from_bytes(data[4 * n : 4 * n + 4], "big") % _TOP for n in range(_WORDS + 1)]
@@ -217,21 +217,21 @@ class _Table(NamedTuple):
     """The labels of all processes."""
 
     places: dict[str, int]
-    """Where the labels here are among all."""
+    """The places of the labels here among all labels."""
     holders: dict[str, int]
-    """How many processes have each of them."""
+    """The number of processes that have each label."""
     flat: list[int]
     """The places of all labels without axes."""
     torn: list[str]
-    """Of the labels that some processes share whose others differ: those here, or an empty text for one elsewhere."""
+    """Labels that some processes share whose other labels differ: those here, or an empty text for one elsewhere."""
     uneven: list[str]
-    """Of the labels that have several numbers of norms: likewise."""
+    """Labels with several numbers of norms, likewise."""
     cut: list[str]
-    """Of the labels with axes that some processes share: likewise."""
+    """Labels with axes that some processes share, likewise."""
 
 
 def _table(over: Any, counts: dict[str, int], sets: dict[str, str], copied: set[str]) -> _Table:
-    """Return the labels of all processes, found by hashing them into a table until no two meet.
+    """Return the labels of all processes, hashed into a table that grows until no two labels collide.
 
     ``counts`` has a number for each label here, and ``sets`` a text for the labels that have to come with it; those of
     copies come alone.
@@ -297,7 +297,7 @@ def _refuse(table: _Table) -> None:
 
 
 def _rows(places: list[int], every: list[int]) -> Rows:
-    """Return where rows are among those of all processes."""
+    """Return the places of rows among those of all processes."""
     number = {one: index for index, one in enumerate(every)}
     own = np.asarray([number[one] for one in places], np.int64)
     inverse = np.full(len(every), len(places), np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rules without a norm: each gradient array is replaced by a function of it alone."""
+"""Rules without a norm: each gradient array is replaced by a function of that array."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class EachArray(Printed):
-    """A rule that measures no norm and remembers nothing; its reports are empty."""
+    """A rule without norm and memory; its reports are empty."""
 
     memory = False
     by_leaf = False
@@ -74,12 +74,12 @@ class Function(EachArray):
 
 @dataclass(frozen=True, repr=False)
 class ByValue(EachArray):
-    """Clip each entry into ``[min, max]``: the one rule that is no norm (it runs ``xp.clip``).
+    """Clip each entry into ``[min, max]`` by ``xp.clip``: the one preset that measures no norm.
 
     Parameters
     ----------
     min, max : float or array
-        The bounds; arrays broadcast against each leaf. Integer gradients need whole bounds.
+        The bounds; arrays broadcast against each leaf. Integer gradients need whole-number bounds.
     """
 
     min: Number
@@ -104,7 +104,7 @@ class ByValue(EachArray):
         return apply(grads, self._bounds, in_place=in_place)
 
     def _bounds(self, backend: Backend, array: Any) -> tuple[Any, ...]:
-        """Return the function that clips, and the bounds that fit the array."""
+        """Return the function that clips, and the bounds in the dtype of the array."""
         xp = backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
@@ -125,7 +125,7 @@ class ByValue(EachArray):
 
 
 def apply_function(grads: T, function: Callable[[Any], Array], *, in_place: bool = False) -> tuple[T, Report]:
-    """Replace each gradient array by a function of it alone."""
+    """Replace each gradient array by a function of that array."""
     return apply(grads, partial(_of_function, function, in_place), in_place=in_place)
 
 
@@ -135,13 +135,13 @@ def _of_function(
     backend: Backend,
     array: Any,
 ) -> tuple[Any, ...]:
-    """Call a function of a whole array, and prepare to put the result in its place."""
+    """Call a function of a whole array, and return how to put the result in its place."""
     result = function(array)
     if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
         hint = f"; call {short(function)} first" if hasattr(result, "update") else ""
         msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
         raise TypeError(msg)
-    kinds = ("complex floating", "real floating")  # what holds one holds those after it, and integers
+    kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
     wide, narrow = ([backend.xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
     if in_place and wide > narrow:
         msg = f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; use uc.clip"
@@ -150,10 +150,10 @@ def _of_function(
 
 
 def apply(grads: T, prepare: Callable[[Backend, Any], tuple[Any, ...]], *, in_place: bool = False) -> tuple[T, Report]:
-    """Replace each gradient array (a sparse one's stored values) by a function of it.
+    """Replace each gradient array, or the stored values of a sparse one, by a function of it.
 
-    ``prepare(backend, array)`` returns the function, of the array entry by entry and of operands that
-    broadcast against it, and the operands.
+    ``prepare(backend, array)`` returns an elementwise function of the array and of operands that broadcast against
+    it, and these operands.
     """
     backend, tree = flatten_grads(grads, in_place=flag("in_place", in_place))
     arrays, ways = [list(some) for some in zip(*map(backend.stored, tree.leaves), strict=True)] or ([], [])
@@ -165,18 +165,18 @@ def apply(grads: T, prepare: Callable[[Backend, Any], tuple[Any, ...]], *, in_pl
 
 
 def _named(tree: Tree, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function; name the leaf where it finds fault."""
+    """Call a function, and add the place of the leaf to its errors."""
     try:
         return function(*arguments)
     except (TypeError, ValueError) as error:
         if type(error) not in {TypeError, ValueError}:
-            raise  # a framework's own error explains itself, and may not be made from a message
+            raise  # a framework's error class may not take a message
         msg = f"{tree.place(number)}: {error}"
         raise type(error)(msg) from error
 
 
 def _whole(xp: Any, bound: Any, info: Any) -> Any:
-    """Return a bound of integer gradients as an integer that their dtype can hold."""
+    """Return a bound as an integer in the range of the gradients' dtype."""
     if not isinstance(bound, Real):
         if "int" not in str(bound.dtype):
             msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Call a rule's limit: build its context, validate its state and what it returns."""
+"""Call a rule's limit: build its context, validate its state and its results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     all_reduce: AllReduce | Any = None
     loss: Any = None
     norm: Any = None
-    """The norm, if it is known already."""
+    """The norm, if it is given."""
     leaves: bool = False
     """Whether the norms of all leaves are wanted, too."""
     absent: frozenset[int] = frozenset()
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a limit may look at beside the norms of a step."""
+    """The inputs of a limit beside the norms of a step."""
 
     params: Column | None = None
     sizes: Column | None = None
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
     given: Opened
     layout: Layout
     backend: Backend
-    """That of the norms: NumPy's where the host can read them at no cost, else the gradients' own."""
+    """The backend of the norms: NumPy's where the host can read them at no cost, else the gradients' own."""
     step: Step | None = None
     """``None`` before the first step."""
     beside: Beside = Beside()
@@ -73,7 +73,7 @@ class Asked(NamedTuple):
             return [_checked(self.backend, self._constant(limit.value), n) for n in norms], state, None
         absent_everywhere = not self.given.tree.leaves and self.step is not None and self.step.all_reduce is None
         if limit.memory:
-            if absent_everywhere:  # a step without gradients teaches nothing
+            if absent_everywhere:  # a step without gradients changes no state
                 return [math.inf] * len(norms), state, None
             _check_state(rule, self.given, self.layout, state)
         states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
@@ -108,7 +108,7 @@ class Asked(NamedTuple):
     def _of_block(self, context: Context, state: Any) -> tuple[Any, Any]:
         """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
         limit, rows = self.rule.limit, context.absent
-        if limit.memory and rows and all(rows):  # whose norms' shape is not known
+        if limit.memory and rows and all(rows):  # the shape of its norms is unknown
             return math.inf, None
         old = optree.tree_map(self._remembered, state)
         limits, new = _answer(self.rule, limit(context.norms, old, context), context.norms)
@@ -118,7 +118,7 @@ class Asked(NamedTuple):
         return limits, optree.tree_map(self._back, new)
 
     def _constant(self, value: Any) -> Any:
-        """Return the value of a constant limit, of NumPy where the norms are."""
+        """Return the value of a constant limit, as a NumPy array where the norms are."""
         own = self.given.backend
         return own.viewed(own.xp.asarray(value)) if self.backend is not own and hasattr(value, "dtype") else value
 
@@ -147,7 +147,7 @@ def on_host(own: Backend, limit: Any) -> bool:
 
 
 def opened_params(rule: Choices, given: Opened, layout: Layout, step: Step) -> Opened:
-    """Open the parameters that a limit compares the gradients with."""
+    """Open the parameters for a limit relative to them; refuse stored rows beside all rows."""
     for number, axes in enumerate(layout.axes or ()):
         if axes is not None and 0 not in axes and given.backend.sparse(given.tree.leaves[number]):
             msg = (
@@ -162,7 +162,7 @@ def opened_params(rule: Choices, given: Opened, layout: Layout, step: Step) -> O
 
 
 def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
-    """Validate what a limit returned; return its limits and state."""
+    """Validate the results of a limit; return its limits and state."""
     if not (isinstance(answer, tuple) and len(answer) == 2):  # noqa: PLR2004
         msg = f"{short(rule.limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
         raise TypeError(msg)
@@ -174,7 +174,7 @@ def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
 
 
 def _thresholds(contexts: list[Context], limits: list[Any], norms: list[Any]) -> list[Any] | None:
-    """Return the thresholds of each block; those of a limit without any are its limits."""
+    """Return the thresholds of each block; a limit without any has its limits as thresholds."""
     known = [context.threshold for context in contexts]
     if all(one is None for one in known):
         return None
@@ -189,11 +189,11 @@ def _checked(backend: Backend, value: Any, norms: Any) -> Any:
     xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
-        value = min(value, top)  # the other way round NaN would become top
+        value = min(value, top)  # in the other order NaN would become top
     else:
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
-        # Below 0 it is refused where it can be read; a compiler's must not be -∞.
+        # Negative limits are refused where they can be read; in compiled code they must not be -∞.
         value = xp.minimum(value, top) if isinstance(value, np.ndarray) else xp.clip(value, -top, top)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
@@ -206,7 +206,7 @@ def _checked(backend: Backend, value: Any, norms: Any) -> Any:
 
 
 def refuse_shape(name: str, array: Any, norms: Any) -> None:
-    """Refuse limits, or a known norm, whose shape does not fit the norms."""
+    """Refuse limits, or a given norm, whose shape does not fit the norms."""
     if len(array.shape) and not broadcasts(array.shape, norms.shape):
         shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
         msg = f"a {name} of shape {shapes}; give one number"
@@ -254,21 +254,21 @@ def _refuse_unfit(rule: Choices, given: Opened, block: Any, state: Any) -> None:
 
 @lru_cache(maxsize=256)
 def _state_of(limit: Any, kept: int, dtype: Any) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    """Return the fields of the state of one norm that keeps so many axes of length 1, and their shapes."""
+    """Return the fields of the state of one norm with a number of kept axes of length 1, and their shapes."""
     context = Context(DEFAULT, [Block(np.zeros((1,) * (1 + kept), dtype), [None])], 0)
     state = limit.init(context.norms, context)
     return state._fields, [array.shape for array in state]
 
 
 def _fits(shape: tuple[Any, ...], of_one: tuple[int, ...]) -> bool:
-    """Whether a shape is that of an array for more norms, or longer axes, than one."""
+    """Whether a shape equals that for one norm, up to the number of norms and the lengths of axes."""
     return len(shape) == len(of_one) and all(one in {1, n} for n, one in zip(shape, of_one, strict=True))
 
 
 def _with_absent(backend: Backend, limit: Any, new: list[Any], old: Sequence[Any]) -> list[Any]:
-    """Return the states of all blocks; one whose gradients are all absent (``None``) keeps its rows.
+    """Return the states of all blocks; a block whose gradients are all absent (``None``) keeps its rows.
 
-    What is shared by all rows, such as a count of steps, goes on as in the other blocks.
+    Values shared by all rows, such as a count of steps, change as in the other blocks.
     """
     taken = [state for state in new if state is not None]
     if len(taken) == len(new):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A rule and its memory in one object, for training loops that are not compiled."""
+"""A rule together with its memory, for training loops that are not compiled."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _ANEW = "begin anew by load_state_dict({})"
 
 
 class _Last(NamedTuple):
-    """What a clipper holds after a step, in one tuple: other threads see that of one step."""
+    """What a clipper holds after a step, in one tuple, so that other threads never see half a step."""
 
     state: Any = None
     report: Report | None = None
     leaves: Leaves | None = None
-    """Whose norms the state holds; ``None`` if that is not known yet."""
+    """The leaves of the norms in the state; ``None`` if not known yet."""
     loaded: Saved | None = None
-    """What was loaded, until there is a state."""
+    """The loaded state, until the first step."""
 
 
 class _Holder:
-    """What tells one clipper from another to processes that compare what they hold."""
+    """The identity of a clipper, for processes that compare theirs."""
 
 
 class Clipper:
-    """Clip step after step by one rule, and remember for it.
+    """Clip step after step by one rule, and hold its memory.
 
     Parameters
     ----------
@@ -50,9 +50,9 @@ class Clipper:
     ----------
     rule : Rule
     report : Report or None
-        What the last step saw and did; ``None`` before the first one.
+        The report of the last step; ``None`` before the first step.
     state : tree of arrays or None
-        What the rule remembers; ``None`` before the first step. It may be set, to one that was saved.
+        The rule's memory; ``None`` before the first step. It can be set to a saved one.
 
     Raises
     ------
@@ -61,8 +61,8 @@ class Clipper:
 
     Notes
     -----
-    A clipper can be copied, pickled, and read by other threads while one clips. In compiled code,
-    which runs once and not at every step, use ``rule.init`` and ``rule.update``.
+    A clipper can be copied, pickled, and read by other threads while one thread clips. In compiled code, whose
+    Python runs once and not at every step, use ``rule.init`` and ``rule.update``.
 
     Examples
     --------
@@ -87,12 +87,12 @@ class Clipper:
 
     @property
     def report(self) -> Report | None:
-        """What the last step saw and did."""
+        """The report of the last step."""
         return self._last.report
 
     @property
     def state(self) -> Any:
-        """What the rule remembers."""
+        """The rule's memory."""
         return self._last.state
 
     @state.setter
@@ -124,9 +124,9 @@ class Clipper:
         Raises
         ------
         TypeError
-            As `uniclip.clip`; and in code that is being compiled, if the rule remembers.
+            As `uniclip.clip`; and in code that is being compiled, if the rule has memory.
         ValueError, FloatingPointError
-            As `uniclip.clip`; and if a state that was loaded is of another rule, or of other gradients.
+            As `uniclip.clip`; and if a loaded state belongs to another rule or to other gradients.
         """
         return self._step(grads, params, joining(all_reduce, shared, self._holder), loss, in_place=False)[0]
 
@@ -143,19 +143,19 @@ class Clipper:
         return self._step(grads, params, joining(all_reduce, shared, self._holder), loss, in_place=True)[1]
 
     def init(self, grads: Any) -> None:
-        """Make the state now, not at the first step: from gradients, or from parameters of the same shapes."""
+        """Make the state before the first step, from gradients or from parameters of the same shapes."""
         leaves = leaves_of(self.rule, flatten(grads))
         self._last = _Last(self._first(grads, leaves), leaves=leaves)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the rule remembers as plain numbers and lists, which any file format and framework can hold.
+        """Return the memory of the rule as plain numbers and lists, for any file format and framework.
 
         Returns
         -------
         dict
-            It can be passed to ``json.dumps``, too: ``"state"`` holds the numbers by name, ``"leaves"`` says whose
-            norms they are, ``"rule"`` of which kind of rule, and ``"format"`` is the number of this form. Before the
-            first step it is empty, and of a rule that remembers nothing.
+            ``json.dumps`` accepts it: ``"state"`` holds the numbers by name, ``"leaves"`` the leaves whose norms they
+            are, ``"rule"`` the kind of rule, and ``"format"`` the version of the format. It is empty before the first
+            step and for a rule without memory.
         """
         last = self._last
         if last.loaded is not None:
@@ -167,21 +167,22 @@ class Clipper:
         return to_saved(self.rule, last.leaves if known else leaves_of(self.rule, flatten([])), last.state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what was saved, by a clipper or any other holder, in this or in another framework.
+        """Restore a memory that was saved by a clipper or an integration, in this or another framework.
 
         Parameters
         ----------
         saved : dict
-            It is copied. The next step, which knows the framework, the dtypes and the shapes, makes arrays of it. An
-            empty one is a new beginning.
+            It is copied, and converted to arrays at the next step, which knows the framework, the dtypes and the
+            shapes. An empty dict starts anew.
 
         Raises
         ------
         TypeError
-            If it is no dict.
+            If it is not a dict.
         ValueError
-            If it is that of another rule, or holds what is no finite number; and, here if the clipper has a state
-            already, else at the next step, if it is that of other leaves or of other shapes. Then nothing is loaded.
+            If it belongs to another rule or holds anything but finite numbers; and if it belongs to other leaves or
+            has other shapes, raised here if the clipper already has a state, else at the next step. Then nothing is
+            loaded.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         last, loaded = self._last, from_saved(saved, self.rule, _ANEW) if saved else None
@@ -190,11 +191,11 @@ class Clipper:
         self._last = _Last(loaded=loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: nothing of a framework."""
+        """Return the state of a copy or a pickle, which holds no framework's arrays."""
         return {"rule": self.rule, "saved": self.state_dict()}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
-        """Go on from a copy or a pickle."""
+        """Restore from a copy or a pickle."""
         self.rule, self._last, self._holder = held["rule"], _Last(), _Holder()
         self.load_state_dict(held["saved"])
 
@@ -208,22 +209,22 @@ class Clipper:
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
             if not tree.leaves and self.rule.memory and all_reduce is None:
-                return grads, Report()  # there is nothing to learn, and no framework to learn in
-            joined = all_reduce is not None and params is not None  # then the norms are those of all parameters
+                return grads, Report()  # nothing to learn, and no framework known
+            joined = all_reduce is not None and params is not None  # then there is a norm for every parameter
             if state is None and not joined and not tree.leaves and self.rule.memory:
                 absent = flatten(grads, none_is_leaf=True)
                 raise ValueError(unknown(absent, range(len(absent.leaves))))
             here = leaves_of(self.rule, flatten(params, "params") if joined else tree)
             refuse_changed(self.rule, leaves, here)
             state, leaves = self._first(params if joined else grads, here) if state is None else state, here
-        self._refuse_traced(state)  # a graph cannot even use what was learned outside of it
+        self._refuse_traced(state)  # a graph cannot even use a state from outside
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
         self._last = _Last(state, report, leaves)
         return clipped, report
 
     def _refuse_traced(self, state: Any) -> None:
-        if any(map(_traced, optree.tree_leaves(state)[:1])):  # all arrays of a state follow from the norms
+        if any(map(_traced, optree.tree_leaves(state)[:1])):  # all arrays of a state are computed from the norms
             msg = (
                 f"Clipper({short(self.rule)}) would remember values of code that is being compiled, which runs once: "
                 "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"

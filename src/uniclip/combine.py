@@ -30,9 +30,9 @@ from uniclip.tree import Tree, flatten
 def chain(*rules: AnyRule) -> Chain:
     """Return a rule that runs the given rules and functions of one gradient array, one after the other.
 
-    Each sees what the one before made of the gradients. Where one of them meets gradients that are not
-    finite, the state of every one stays as it was; where one skips the step, the states of those after it.
-    In place, an error in one of them leaves what those before it did.
+    Each rule gets the gradients that the one before returned. Where one of them meets gradients that are not
+    finite, all states stay as they were; where one skips the step, the states of the rules after it do.
+    In place, an error in one rule leaves the changes of those before it.
 
     Parameters
     ----------
@@ -42,8 +42,8 @@ def chain(*rules: AnyRule) -> Chain:
     Returns
     -------
     rule
-        Its reports hold, as ``norms``, ``limits`` and ``factors``, a tuple of each rule's own; as
-        ``clipped`` and ``skipped`` whether any of them did, as ``finite`` whether all found finite gradients.
+        In its reports ``norms``, ``limits`` and ``factors`` are tuples with one element for each rule; ``clipped``
+        and ``skipped`` are true if any rule clipped or skipped, ``finite`` if all rules got finite gradients.
 
     Raises
     ------
@@ -62,13 +62,14 @@ def chain(*rules: AnyRule) -> Chain:
 def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
     """Return a rule that clips only the leaves for which ``where(path, leaf)`` is true.
 
-    The other leaves come back as they are, and stay out of all norms.
+    The other leaves are returned unchanged, and are part of no norm.
 
     Parameters
     ----------
     rule : rule or callable
     where : callable
-        Of the tuple of keys that leads to a leaf, such as ``("encoder", 0, "weight")``, and the leaf.
+        A function of the path, the tuple of keys that leads to a leaf, such as ``("encoder", 0, "weight")``, and of
+        the leaf.
 
     Returns
     -------
@@ -77,7 +78,7 @@ def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
     Raises
     ------
     TypeError
-        If ``rule`` is neither a rule nor a function, or ``where`` is no function.
+        If ``rule`` is neither a rule nor a function, or ``where`` is not a function.
 
     Examples
     --------
@@ -100,12 +101,12 @@ class Chain(Printed):
 
     @property
     def memory(self) -> bool:
-        """Whether one of the rules remembers earlier steps."""
+        """Whether one of the rules has memory."""
         return any(rule.memory for rule in self.rules)
 
     @property
     def by_leaf(self) -> bool:
-        """Whether one of the rules knows leaves by their order; see `Rule.by_leaf`."""
+        """Whether one of the states belongs to leaves by their order; see `Rule.by_leaf`."""
         return any(rule.by_leaf for rule in self.rules)
 
     def init(self, grads: Any) -> tuple[Any, ...]:
@@ -133,7 +134,7 @@ class Chain(Printed):
         for rule, old in zip(self.rules, states, strict=True):
             skipped = _skipped(reports)
             grads, after, report = rule.update(grads, old, params, all_reduce, in_place=in_place, loss=loss)
-            new.append(after if skipped is None else _where(skipped, old, after))  # its zeros teach nothing
+            new.append(after if skipped is None else _where(skipped, old, after))  # its zeros must not enter a state
             reports.append(report)
         report = _joined(reports)
         if not self.memory:
@@ -158,12 +159,12 @@ class Masked(Printed):
 
     @property
     def memory(self) -> bool:
-        """Whether the rule remembers earlier steps."""
+        """Whether the rule has memory."""
         return bool(self.rule.memory)
 
     @property
     def by_leaf(self) -> bool:
-        """Whether the rule knows leaves by their order; see `Rule.by_leaf`."""
+        """Whether the state belongs to leaves by their order; see `Rule.by_leaf`."""
         return bool(self.rule.by_leaf)
 
     def init(self, grads: Any) -> Any:
@@ -192,7 +193,7 @@ class Masked(Printed):
         else:
             some, chosen, params = self._taking_part(tree.rebuild(tree.leaves), params)
         clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
-        report = report.without_skip()  # the other leaves are not left out
+        report = report.without_skip()  # the other leaves are not skipped
         if in_place:
             return tree.rebuild(tree.leaves), state, report
         new = iter(flatten(clipped).leaves)
@@ -200,12 +201,12 @@ class Masked(Printed):
         return tree.rebuild(merged), state, report
 
     def _chosen(self, tree: Tree) -> tuple[Any, list[bool]]:
-        """Return the tree with ``None`` for the leaves that are left out, and which ones are in."""
+        """Return the tree with ``None`` for the leaves that are left out, and which leaves are chosen."""
         chosen = [_truth(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
         return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
 
     def _taking_part(self, grads: Any, params: Any) -> tuple[Any, list[bool], Any]:
-        """Do as `_chosen` where ``None`` is a gradient that other processes may have, and what is left out no leaf."""
+        """Do as `_chosen`, where ``None`` may be a gradient that other processes have, and omit the other leaves."""
         tree = flatten(grads, none_is_leaf=True)
         theirs = flatten(params, "params")
         known = dict(zip(theirs.paths(), theirs.leaves, strict=True))
@@ -225,15 +226,15 @@ def _truth(answer: Any) -> bool:
 
 
 def _where(flag: Any, yes: Any, no: Any) -> Any:
-    """Return one state where a flag holds, else the other one."""
-    if isinstance(flag, NUMBERS):  # that of a step without gradients is of no framework
+    """Return the first state where a flag is true, else the second."""
+    if isinstance(flag, NUMBERS):  # a step without gradients has a Python bool
         return yes if flag else no
     arrays = optree.tree_leaves(no)
     return kept(backend_of(arrays[0]) or DEFAULT, flag, yes, no) if arrays else yes
 
 
 def _skipped(reports: list[Report]) -> Any:
-    """Return whether one of the rules left the step out, ``None`` if none of them leaves any out."""
+    """Return whether one of the rules skipped the step, ``None`` if none of them can."""
     flags = [report.skipped for report in reports if report.skipped is not None]
     return reduce(or_, flags) if flags else None
 
@@ -247,7 +248,7 @@ def _smaller(a: Any, b: Any) -> Any:
 
 
 def _each(report: Report) -> list[Report]:
-    """Return the reports of the rules in the report of a chain."""
+    """Return the report of each rule from the report of a chain."""
     thresholds = report.thresholds or [None] * len(report.norms)
     parts = zip(report.norms, report.limits, report.factors, thresholds, strict=True)
     more = {"finite": report.finite, "skipped": report.skipped}
@@ -255,7 +256,7 @@ def _each(report: Report) -> list[Report]:
 
 
 def _line(report: Report) -> str:
-    """Return the lines of the rules that measure norms as one."""
+    """Return the lines of the rules that measure norms, joined."""
     return " | ".join([str(one) for one in _each(report) if one.norms is not None]) or str(Report())
 
 
@@ -266,7 +267,7 @@ class _Reports(Made):
     __str__ = _line
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars of all rules as one."""
+        """Return the combined scalars of all rules."""
         return _scalars(_each(self), self.skipped)
 
     def parts(self) -> list[Parts]:
@@ -275,7 +276,7 @@ class _Reports(Made):
 
 
 class _LateReports(Late):
-    """The same, arranged when somebody looks."""
+    """The same, arranged on first access."""
 
     __slots__ = ()
     __str__ = _line
@@ -286,7 +287,7 @@ register(_LateReports)
 
 
 def _joined(reports: list[Report]) -> Report:
-    """Return the report on all rules, to be arranged when somebody looks if theirs are."""
+    """Return the report on all rules, arranged on first access if theirs are."""
     if any([isinstance(report, Late) for report in reports]):
         return _LateReports(
             partial(_field, reports), lambda: _scalars(reports, _skipped(reports)), lambda: _parts(reports)
@@ -315,7 +316,7 @@ def _field(reports: list[Report], name: str) -> Any:
 
 
 def _scalars(reports: list[Report], skipped: Any) -> dict[str, Any]:
-    """Return the scalars of all rules as one: what was clipped by one of them was clipped."""
+    """Return the combined scalars of all rules; a step counts as clipped if one of them clipped."""
     parts = [(one.norms, one.limits, one.factors, one.thresholds) for one in reports]
     each = [Report(*three, skipped=skipped, thresholds=last).scalars() for *three, last in parts]
     join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))

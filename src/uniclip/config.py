@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A rule as plain data: what JSON can hold, read without running code that it names."""
+"""A rule as plain data for JSON, read without running any code that it names."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from uniclip.rules import Rule
 
 _CHOICES = [getattr(module, name) for module in (curves, limits, norms, scopes) for name in module.__all__]
 _BEHIND = [ByValue, Chain, Function, Masked, Rule, scopes.FanIn, scopes.all_but_first, scopes.everything]
-"""What presets and functions make that has no public name."""
+"""Classes and functions behind presets that have no public name."""
 _NAMED: dict[str, Any] = {
     f"uniclip{public(value.__module__, value.__qualname__).removeprefix('uc')}": value
     for value in [*_CHOICES, *_BEHIND]
     if isinstance(value, (type, FunctionType))
 }
-"""The classes and functions that a rule can be made of: a config holds their names, and no others are looked up."""
+"""The classes and functions that a rule can be made of: configs hold their names, and only these are looked up."""
 
 
 def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None) -> Any:
@@ -38,9 +38,9 @@ def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callabl
     ----------
     rule : Rule, ByValue, Chain, Masked, or a part of one
     own : dict, optional
-        Functions, dataclasses and objects of one's own in the rule, by names to save them by.
+        Your own functions, dataclasses and objects in the rule, by the names to save them under.
     other : callable, optional
-        It returns the plain data of what has no name.
+        Returns plain data for objects without a name.
 
     Raises
     ------
@@ -78,21 +78,29 @@ def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callabl
 
 
 def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None) -> Any:
-    """Return what `to_config` was given.
+    """Return the rule, or part of one, that `to_config` was given.
 
     Parameters
     ----------
     config : dict
-        It may come from anywhere: only names of uniclip's choices, and those in ``own``, are looked up.
+        May come from an untrusted source: only names of uniclip's choices, and those in ``own``, are looked up.
     own : dict, optional
         As for `to_config`.
     other : callable, optional
-        It returns what the plain data stands for that ``other`` made there.
+        Undoes ``other`` of `to_config`.
 
     Raises
     ------
     ValueError
-        If the config names something else, or is none.
+        If it names anything else, or is not a config.
+
+    Examples
+    --------
+    >>> import json
+    >>> from uniclip.config import from_config, to_config
+    >>> text = json.dumps(to_config(uc.zclip(z=3.0)))
+    >>> from_config(json.loads(text))
+    uc.Rule(uc.limits.ZScore(3.0, 0.97))
     """
     names = dict(own or {}) | _NAMED
 
@@ -123,7 +131,7 @@ def _name(names: Mapping[str, Any], value: Any) -> str | None:
 
 
 def _found(names: Mapping[str, Any], name: str, *, kind: bool = False) -> Any:
-    """Return what a config names; what it gives fields has to be a class."""
+    """Return the value with a name in a config; a value with fields must be a class."""
     value = names.get(name)
     if value is None or (kind and not is_dataclass(value)):
         msg = (
@@ -149,9 +157,9 @@ def _refuse_config(part: Any) -> Any:
 
 
 def _array(array: Any) -> Any:
-    """Return an array as lists, one without dimensions as a number."""
+    """Return an array as lists, a 0-d one as a number."""
     backend, shape = backend_of(array), tuple(array.shape)
-    flat = array if backend is None or shape else backend.xp.reshape(array, (-1,))  # not each 0-d one converts
+    flat = array if backend is None or shape else backend.xp.reshape(array, (-1,))  # not every 0-d array converts
     values = _texts(to_lists(flat))
     if not shape:
         return values if backend is None else values[0]
@@ -160,14 +168,14 @@ def _array(array: Any) -> Any:
 
 
 def _texts(values: Any) -> Any:
-    """Return numbers as JSON knows them."""
+    """Return numbers in the forms that JSON has."""
     if isinstance(values, list):
         return list(map(_texts, values))
     return {"number": str(values)} if isinstance(values, float) and not math.isfinite(values) else values
 
 
 def _numbers(values: Any) -> Any:
-    """Return the numbers that `_texts` was given."""
+    """Undo `_texts`."""
     if isinstance(values, list):
         return list(map(_numbers, values))
     return float(values["number"]) if isinstance(values, dict) else values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Fourth choice, the curve: the factor a gradient is multiplied by, given its norm and its limit.
+"""Fourth choice, the curve: the factor that multiplies a gradient, given its norm and its limit.
 
 A curve is a function of the array API namespace, the norm and the limit: real floating-point arrays
 whose shapes broadcast together. The factor of a norm of 0 is finite, as are all derivatives.
@@ -21,7 +21,7 @@ Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 def hard(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``min(1, limit/norm)``: leave alone what is within the limit, scale the rest onto it.
+    """Return ``min(1, limit/norm)``: nothing changes up to the limit, larger norms are scaled to it.
 
     There is no epsilon: the factor is exactly 1 up to the limit, and neither it nor its derivative
     divides by zero.
@@ -36,38 +36,79 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
     -------
     array
         The factor, between 0 and 1; NaN where the norm is NaN.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.hard(np, norms, 1.0)
+    array([1.  , 1.  , 1.  , 0.25])
     """
     below, one = norm <= limit, xp.ones_like(norm)
     return xp.where(below, one, limit / xp.where(below, one, norm))
 
 
 def normalize(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zeros."""
+    """Return ``limit/norm``: every norm becomes the limit, smaller ones too; zeros stay zero.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.normalize(np, norms, 1.0).round(3)
+    array([1.  , 2.  , 1.  , 0.25])
+    """
     zero, one = xp.equal(norm, 0.0), xp.ones_like(norm)
     return xp.where(zero, one, limit / xp.where(zero, one, norm))
 
 
 def reject(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return 1 up to the limit, 0 above it: what is too large is rejected, each norm by itself."""
+    """Return 1 up to the limit, 0 above it: gradients with larger norms are dropped.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.reject(np, norms, 1.0)
+    array([1., 1., 1., 0.])
+    """
     return xp.astype(norm <= limit, norm.dtype)
 
 
 def soft(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit/(limit + norm)``: the norm stays below the limit, and small ones shrink a little."""
+    """Return ``limit/(limit + norm)``: norms stay below the limit, and small ones shrink a little.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.soft(np, norms, 1.0).round(3)
+    array([1.   , 0.667, 0.5  , 0.2  ])
+    """
     above, ratio = _ratio(xp, norm, limit)
     return xp.where(above, ratio, 1.0) / (1 + ratio)
 
 
 def smooth(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``1/√(1 + (norm/limit)²)``: the norm stays below the limit, small ones hardly change."""
+    """Return ``1/√(1 + (norm/limit)²)``: norms stay below the limit, and small ones hardly change.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.smooth(np, norms, 1.0).round(3)
+    array([1.   , 0.894, 0.707, 0.243])
+    """
     above, ratio = _ratio(xp, norm, limit)
     return xp.where(above, ratio, 1.0) / xp.sqrt(1 + ratio * ratio)
 
 
 def tanh(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return ``limit·tanh(norm/limit)/norm``: the norm stays within the limit, small ones hardly change."""
+    """Return ``limit·tanh(norm/limit)/norm``: norms stay within the limit, and small ones hardly change.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.tanh(np, norms, 1.0).round(3)
+    array([1.   , 0.924, 0.762, 0.25 ])
+    """
     above, ratio = _ratio(xp, norm, limit)
-    # Elsewhere it is the ratio, or 1, to the last place, and the derivative of this would leave the range.
+    # Elsewhere the result is the ratio, or 1, to rounding, and this formula's derivative would overflow.
     usual = (above & (ratio > 1 / 32)) | (xp.logical_not(above) & (ratio > _TINY))
     safe = xp.where(usual, ratio, 1.0)
     x = xp.where(above, 1 / safe, safe)
@@ -75,7 +116,7 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 for _curve in (hard, normalize, reject, soft, smooth, tanh):
-    setattr(_curve, "host", True)  # noqa: B010 - arrays of the host will do for them
+    setattr(_curve, "host", True)  # noqa: B010 - the host's arrays will do
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,13 +127,19 @@ class Regularized(Printed):
     ----------
     gamma : float
         Above 0.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.Regularized(0.1)(np, norms, 1.0).round(3)
+    array([10.   ,  1.667,  0.909,  0.244])
     """
 
     gamma: float
     host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse what would divide by zero."""
+        """Refuse values that would divide by zero."""
         settle(self, gamma=positive("gamma", self.gamma))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
@@ -102,19 +149,25 @@ class Regularized(Printed):
 
 @dataclass(frozen=True, repr=False)
 class NonMonotonic(Printed):
-    """Return ``limit/(norm + r/(norm + r))``: `normalize`, but the tiniest are multiplied by ``limit`` (PSAC).
+    """Return ``limit/(norm + r/(norm + r))``: `normalize`, but tiny gradients get the factor ``limit`` (PSAC).
 
     Parameters
     ----------
     r : float
         Above 0.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 1.0, 4.0])
+    >>> uc.curves.NonMonotonic(0.1)(np, norms, 1.0).round(3)
+    array([1.   , 1.5  , 0.917, 0.248])
     """
 
     r: float
     host: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse what would divide by zero."""
+        """Refuse values that would divide by zero."""
         settle(self, r=positive("r", self.r))
 
     def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:  # noqa: ARG002 - the signature of a curve
@@ -123,21 +176,21 @@ class NonMonotonic(Printed):
 
 
 RATIOS = (hard, normalize, soft, smooth, tanh)
-"""The curves whose factor is the limit divided by the norm, or nearly, where the norm is far above the limit."""
+"""The curves whose factor approaches limit/norm where the norm is far above the limit."""
 LINEAR = (Regularized, NonMonotonic)
-"""The curves whose factor is so many times the limit."""
+"""The curves whose factor is proportional to the limit."""
 WITHIN = (hard, reject)
 """The curves whose factor is 1 up to the limit."""
 AT_MOST_ONE = (hard, reject, soft, smooth, tanh)
-"""The curves whose factor is 1 at most."""
+"""The curves whose factor is at most 1."""
 
 
 _TINY = 1e-8
-"""Whose square is lost beside 1."""
+"""A number whose square is lost when added to 1."""
 
 
 def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
-    """Return whether the norm is above the limit, and the smaller of them divided by the larger (0/0 is 0)."""
+    """Return whether the norm is above the limit, and the smaller of the two divided by the larger (0/0 is 0)."""
     above = norm > limit
     larger = xp.where(above, norm, limit)
     return above, xp.where(above, limit, norm) / xp.where(larger > 0, larger, 1.0)

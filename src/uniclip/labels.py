@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a state is of: the kind of its rule, and the leaves or groups whose norms it holds."""
+"""What a state belongs to: the kind of its rule, and the leaves or groups of its norms."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from uniclip.scopes import FanIn, Scope, everything
 from uniclip.tree import Tree, flatten, place
 
 Leaves: TypeAlias = list[list[str | None] | None]
-"""For each rule that remembers, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
+"""For each rule with memory, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
 
-In the place of a leaf that is absent (``None``), or that a mask leaves out, there is ``None``: it has a row of its own.
+An absent leaf (``None``), or one that a mask leaves out, is listed as ``None``, since it has its own row.
 """
 
 
 def identity(rule: Any) -> str:
-    """Return what a state of the rule depends on: the kinds of its limits, norms and scopes, their order in a chain.
+    """Return what a state of the rule depends on: the kinds of its limits, norms and scopes, in the order of a chain.
 
-    Numbers that may be tuned while a run goes on, such as a z-score or a decay, are no part of it, nor are functions
-    or rules that remember nothing.
+    Numbers that may be tuned during a run, such as a z-score or a decay, are not part of it, nor are functions and
+    rules without memory.
     """
     if not rule.memory:
         return "-"
@@ -42,7 +42,7 @@ def identity(rule: Any) -> str:
 
 
 def labelled(rule: Any) -> bool:
-    """Whether a state of the rule is that of certain leaves or groups."""
+    """Whether a state of the rule belongs to certain leaves or groups."""
     if isinstance(rule, Chain):
         return any(map(labelled, rule.rules))
     if isinstance(rule, Masked):
@@ -53,7 +53,7 @@ def labelled(rule: Any) -> bool:
 
 
 def leaves_of(rule: Any, tree: Tree) -> Leaves:
-    """Return the leaves or groups of each rule that remembers, in the order of its norms."""
+    """Return the leaves or groups of each rule with memory, in the order of its norms."""
     if not rule.memory:
         return []
     if isinstance(rule, Chain):
@@ -74,7 +74,7 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
 
 
 def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the state of each rule that remembers, in the order of `leaves_of`, and the numbers that lead to it."""
+    """Yield the state of each rule with memory, in the order of `leaves_of`, and the indices that lead to it."""
     if isinstance(rule, Chain) and rule.memory:
         for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
             yield from parts_of(one, inside, (*way, str(number)))
@@ -85,12 +85,12 @@ def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def labels_of(leaves: Leaves | None) -> list[str]:
-    """Return the leaves or groups of all rules, one after the other."""
+    """Return the leaves or groups of all rules in one list."""
     return [label for part in leaves or () for label in part or () if label is not None]
 
 
 def refuse_changed(rule: Any, known: Leaves | None, here: Leaves) -> None:
-    """Refuse gradients of other leaves or groups than those of the step before."""
+    """Refuse gradients of other leaves or groups than in the previous step."""
     if known in (None, here):
         return
     others = sorted(set(labels_of(known)) ^ set(labels_of(here)))
@@ -103,13 +103,13 @@ def refuse_changed(rule: Any, known: Leaves | None, here: Leaves) -> None:
 
 
 def shown(labels: list[str]) -> str:
-    """Return leaves and groups as an error names them."""
+    """Return leaves and groups as text for an error."""
     names = [f"grads{label}" if label[:1] in {"", "["} else f"group {label}" for label in labels[:5]]
     return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
 
 
 def _limit(limit: Any) -> str:
-    """Return the kind of a limit, and what its state is arranged by."""
+    """Return the kind of a limit, with the parameters that its state depends on."""
     if isinstance(limit, PerGroup):
         inside = [f"{stable(repr(label))}: {_limit(one)}" for label, one in limit.limits if one.memory]
         return f"PerGroup({', '.join(sorted(inside))})"

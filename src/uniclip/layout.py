@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """An opened tree of gradients, and its layout: which leaves share a norm, and which norms form an array.
 
-A tree is opened once: after that there are dense arrays and the way back, whatever kinds its leaves are of. The layout
-is what stays the same from step to step, so it is kept with its scope (in code that is traced it is made afresh).
+A tree is opened once, into dense arrays and functions that restore the kinds of its leaves. The layout stays the same
+from step to step, so it is cached in its scope; traced code makes a new one.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
 
 _STACKED = 2**16
-"""Up to how many norms with kept axes are copied into one array."""
+"""The largest number of norms with kept axes that are stacked into one array."""
 _LAYOUTS = 64
-"""How many layouts a scope keeps."""
+"""The number of layouts that a scope keeps."""
 
 
 class Opened(NamedTuple):
-    """A tree whose leaves are dense arrays, and the way back."""
+    """A tree whose leaves are dense arrays, and how to restore their kinds."""
 
     backend: Backend
     tree: Tree
     arrays: list[Any]
-    """The stored values of each leaf that is present, as floating point (but for rules without a norm)."""
+    """The stored values of each leaf that is present, as floating point (except in rules without a norm)."""
     ways: list[Callable[[Any], Any]] | None = None
-    """The way back from each array to its own kind; ``None`` if each array is its leaf."""
+    """How to restore the kind of each array's leaf; ``None`` if each array is its leaf."""
     in_place: bool = False
     clean: bool = False
     """Whether entries that are not finite count as 0."""
     parts: list[Any] | None = None
-    """Which part of its leaf each array is, see `Backend.local`; ``None`` if each is all of it."""
+    """The part of its leaf that each array is, see `Backend.local`; ``None`` if each is the whole leaf."""
 
     @property
     def first(self) -> Any:
@@ -51,13 +51,13 @@ class Opened(NamedTuple):
         return self.arrays[0] if self.arrays else None
 
     def own(self, array: Any) -> Any:
-        """Return an array, which the host may have, as one of the gradients' framework, on their device."""
+        """Return an array, possibly NumPy's, as one of the gradients' framework, on their device."""
         if not isinstance(array, np.ndarray):
             return array
         return self.backend.from_host(array, self.backend.device(self.first))
 
     def put(self, number: int, function: Callable[..., Any], *operands: Any) -> Any:
-        """Return a leaf of ``function(array, *operands)``; it is the leaf itself if it is changed in place."""
+        """Return a leaf of ``function(array, *operands)``; the leaf itself if it is changed in place."""
         leaf, array = self.tree.leaves[number], self.arrays[number]
         if self.in_place:
             self.backend.write(leaf, array, function, *operands)
@@ -67,35 +67,35 @@ class Opened(NamedTuple):
         return self.way(number)(cast(xp, new, leaf.dtype) if widened else new)
 
     def way(self, number: int) -> Callable[[Any], Any]:
-        """Return the way back from an array to the kind of its leaf."""
+        """Return the function that restores the kind of an array's leaf."""
         if self.ways is not None:
             return self.ways[number]
         return unchanged if self.part(number) is None else partial(self.backend.whole, self.tree.leaves[number])
 
     def part(self, number: int) -> Any:
-        """Return which part of its leaf an array is, ``None`` if it is all of it."""
+        """Return the part of its leaf that an array is, ``None`` if it is the whole leaf."""
         return None if self.parts is None else self.parts[number]
 
     def shape(self, number: int) -> tuple[Any, ...]:
-        """Return the shape of an array, of all of it if processes hold parts."""
+        """Return the shape of an array, that of the whole leaf if processes hold parts."""
         part = self.part(number)
         return tuple(self.arrays[number].shape if part is None else part.shape)
 
     def unscaled(self, number: int) -> Any:
-        """Return a leaf that no factor changes: as it was given, but for integers."""
+        """Return a leaf that no factor changes: as given, except that integers become floating point."""
         leaf = self.tree.leaves[number]
         integers = self.ways is not None and self.backend.xp.isdtype(leaf.dtype, "integral")
         return self.way(number)(self.arrays[number]) if integers else leaf
 
     def matching(self, params: Any, scope: Scope, absent: frozenset[int]) -> Opened:
-        """Return the parameters of the leaves here, without the computation that they came from.
+        """Return the parameters of the leaves here, detached.
 
         Raises
         ------
         ValueError
-            If a gradient has no parameter, or one of another shape.
+            If a gradient has no parameter, or a parameter of another shape.
         TypeError
-            If the parameters are of another framework.
+            If the parameters belong to another framework.
         """
         theirs, backend = flatten(params, "params"), self.backend
         used = theirs.leaves
@@ -107,7 +107,7 @@ class Opened(NamedTuple):
                 msg = f"{place('grads', missing[0])} has no parameter: {place('params', missing[0])} is missing"
                 raise ValueError(msg)
             used = [theirs.leaves[numbers[path]] for path in paths]
-        if absent and scope.label is not None:  # a parameter without a gradient shares no norm
+        if absent and scope.label is not None:  # a parameter without a gradient is in no norm
             used = [leaf if id(leaf) in absent else param for param, leaf in zip(used, self.tree.leaves, strict=True)]
         tree = Tree(used, self.tree.rebuild, self.tree.paths, "params", None, self.tree.spec)
         plain = backend.plain(used, gradient=False)
@@ -131,14 +131,14 @@ class Opened(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The groups whose norms form one array, a row for each."""
+    """The groups whose norms form one array, one row for each."""
 
     groups: tuple[int, ...]
-    """Their numbers."""
+    """The indices of the groups."""
     dtype: Any
-    """That of their norms."""
+    """The dtype of their norms."""
     kept: int | None = 0
-    """How many axes each norm has, those that it does not cover; ``None`` if all its gradients are absent."""
+    """The number of kept axes of each norm; ``None`` if all its gradients are absent."""
 
 
 class Layout(NamedTuple):
@@ -146,13 +146,13 @@ class Layout(NamedTuple):
 
     scope: Scope
     labels: tuple[Any, ...]
-    """Of each group: as the scope names it, or the number of its leaf."""
+    """For each group, its label in the scope or the number of its leaf."""
     groups: tuple[Sequence[int], ...]
-    """The numbers of the leaves of each group; of one whose gradients are all absent there is none."""
+    """The numbers of the leaves of each group; none if all gradients of a group are absent."""
     dtypes: tuple[Any, ...]
-    """That of each group's norm, float32 or wider."""
+    """The dtype of each group's norm, float32 or wider."""
     axes: tuple[tuple[int, ...] | None, ...] | None
-    """The axes of each leaf that its norm covers, ``None`` for all of them."""
+    """The axes of each leaf that its norm covers, ``None`` for all axes."""
     blocks: tuple[Block, ...]
 
     def axes_of(self, number: int) -> tuple[int, ...] | None:
@@ -160,7 +160,7 @@ class Layout(NamedTuple):
         return None if self.axes is None else self.axes[number]
 
     def rows(self, blocks: Sequence[Any]) -> list[Any]:
-        """Return a value for each group of arrays that have a row for it."""
+        """Return a value for each group from arrays with one row for each."""
         values: list[Any] = [None] * len(self.groups)
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, group in enumerate(block.groups):
@@ -168,7 +168,7 @@ class Layout(NamedTuple):
         return values
 
     def arranged(self, tree: Tree, blocks: Sequence[Any]) -> Any:
-        """Return a value for each group in the scope's form: a tree, a dict by label, or a single one."""
+        """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
         rows = self.rows(blocks)
         if self.scope.label is everything:
             return rows[0]
@@ -177,13 +177,13 @@ class Layout(NamedTuple):
 
 
 def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened:
-    """Open a tree of gradients (or of parameters, by that name) for a rule of norms.
+    """Open a tree of gradients (or of parameters, by that name) for a rule that measures norms.
 
     Raises
     ------
     TypeError
-        If a leaf is no array, leaves are of two frameworks, or ``in_place`` and one of them cannot be changed or holds
-        integers.
+        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and a leaf cannot be written or
+        holds integers.
     ValueError
         If ``in_place`` and two leaves overlap in memory.
     """
@@ -197,11 +197,11 @@ def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened
 
 
 def layout_of(given: Opened, scope: Scope, *, remembers: bool = False, joined: bool = False) -> Layout:
-    """Return the layout of an opened tree, one that was made before if there is one.
+    """Return the layout of an opened tree, from the cache if possible.
 
-    If the rule ``remembers``, absent gradients have groups too: which norms there are depends on the tree's structure
-    alone, and norms with axes are not copied together, since not all compiled code can. Norms that are ``joined`` over
-    all axes along which their gradients vary are of one kind.
+    If the rule ``remembers``, absent gradients have groups too, so that the norms depend only on the structure of the
+    tree; norms with axes are then not stacked, since not all compiled code can. Norms that are ``joined`` over all axes
+    along which their gradients vary are of one kind.
     """
     tree = given.tree
     if tree.spec is None or given.ways is not None or given.backend.traced(given.first):
@@ -233,7 +233,7 @@ def _opened(backend: Backend, tree: Tree, *, in_place: bool = False) -> Opened:
 
 
 def _through(way: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the way back from what a process holds of an array."""
+    """Return the function that restores an array from the part that a process holds."""
     return lambda local: way(whole(local))
 
 
@@ -277,12 +277,12 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
         groups.setdefault(label, []).extend([] if leaf is None else [next(numbers)])
     if scope.label is None:
         return groups
-    # Whichever leaf comes first, or is None, in any process.
+    # Whichever leaf is first, or None, in any process.
     return dict(sorted(groups.items(), key=lambda item: stable(repr(item[0]))))
 
 
 def _label(label: Callable[..., Hashable], path: Any, leaf: Any, where: str) -> Hashable:
-    """Return the label of a leaf's group; refuse what cannot be looked up: an array may differ from an equal one."""
+    """Return the label of a leaf's group; refuse labels that are unhashable or hold arrays."""
     try:
         found: Any = label(path, leaf)
     except AttributeError as error:
@@ -314,7 +314,7 @@ def _axes(given: Opened, scope: Scope, number: int) -> tuple[int, ...] | None:
 
 
 def _kept(given: Opened, number: int, axes: tuple[int, ...] | None) -> Hashable:
-    """Return what has to be equal for norms with axes to be copied into one array, ``None`` if they must not be."""
+    """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be."""
     backend, array, shape = given.backend, given.arrays[number], given.shape(number)
     fixed = not backend.traced(array) or (backend.stacks_traced and all([type(n) is int for n in shape]))
     if axes is None or not fixed or not backend.undivided(array):
@@ -326,7 +326,7 @@ def _kept(given: Opened, number: int, axes: tuple[int, ...] | None) -> Hashable:
 
 
 def _axes_kept(given: Opened, axes: Any, group: Sequence[int]) -> int | None:
-    """Return how many axes the norm of a group has, ``None`` if that is not known."""
+    """Return the number of kept axes of the norm of a group, ``None`` if unknown."""
     if axes is None:
         return 0
     if not group:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The norms of all leaves of a tree as one array, for those who record them."""
+"""The norms of all leaves of a tree as one array, for recorders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from uniclip.scopes import each_leaf
 
 
 def row_of(given: Opened, norm: Norm, joint: Joint | None, every: list[Any] | None = None) -> Any:
-    """Return the norms of all leaves, see `as_row`; of ``every`` leaf, 0 for ``None``, if it says which there are."""
+    """Return the norms of all leaves, see `as_row`; if ``every`` leaf is given, with 0 for ``None``."""
     layout = layout_of(given, each_leaf)
     row = as_row(given, layout, measure([Ruler(given, layout, norm, joint)]).norms[0].blocks)
     if every is None or len(every) == len(given.arrays):
@@ -30,7 +30,7 @@ def row_of(given: Opened, norm: Norm, joint: Joint | None, every: list[Any] | No
 
 
 def as_row(given: Opened, layout: Layout, blocks: list[Any]) -> Any:
-    """Return norms of all leaves that are present, ``(k,)``, in the order of the tree."""
+    """Return the norms of all leaves that are present, ``(k,)``, in the order of the tree."""
     if len(blocks) == 1:  # of one dtype and one device
         return blocks[0]
     if not blocks:
@@ -45,7 +45,7 @@ def as_row(given: Opened, layout: Layout, blocks: list[Any]) -> Any:
 
 
 def norm_of_row(given: Opened, row: Any, norm: Norm) -> Any:
-    """Return the norm of all entries from the norms of leaves, measured in units of the largest."""
+    """Return the norm of all entries from the norms of leaves, computed in units of the largest."""
     xp = np if isinstance(row, np.ndarray) else given.backend.xp
     if not given.arrays:
         return xp.sum(row)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The loss of a step: where processes share their norms, the mean of their losses, so that all of them decide alike."""
+"""The loss of a step: where processes share norms, the mean of their losses, so that all of them decide alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from uniclip.layout import Opened
 
 
 class Loss:
-    """A loss that is joined already: it is known once somebody looks at it, and then stays the same."""
+    """A loss that is already reduced; it is computed on first access and then stays the same."""
 
     def __init__(self, find: Callable[[], Any]) -> None:
         self._find, self._found = find, False
@@ -24,7 +24,7 @@ class Loss:
 
 
 def as_scalars(given: Opened, loss: Any) -> list[Any]:
-    """Return the loss of this process and how many it has, to be added up over all: 0 and 0 if it has none."""
+    """Return the loss of this process and its count, to be summed over all processes: 0 and 0 without a loss."""
     backend, xp = given.backend, given.backend.xp
     values = [xp.asarray(0.0, dtype=xp.float32)] * 2
     if loss is not None:
@@ -34,10 +34,10 @@ def as_scalars(given: Opened, loss: Any) -> list[Any]:
 
 
 def mean_of(given: Opened, loss: Any, count: Any, *, own: bool) -> Any:
-    """Return the mean of losses, given their sum and number; ``None`` if it is known that there is none.
+    """Return the mean of losses, given their sum and number; ``None`` if it is known that there is no loss.
 
-    Without any loss it is -∞ where numbers cannot be read, which is no spike, and is not kept. ``own`` tells that this
-    process has one.
+    Without any loss it is -∞ where numbers cannot be read, which is not a spike, and not kept. ``own`` tells that this
+    process has a loss.
     """
     backend, xp = given.backend, given.backend.xp
     if own:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Compute norms of what rulers measure: accurate, and safe from overflow and underflow.
+"""Compute norms from the sums of rulers: accurate, and safe from overflow and underflow.
 
 Norms come as one array for each block of the layout: of NumPy where the host can read them at no cost, else of the
 gradients' own framework.
@@ -24,35 +24,34 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
 
 _SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157e308)
-"""Between smallest normal number / eps² and the largest number no sum of squares has lost anything."""
+"""Between smallest normal number / eps² and the largest number a sum of squares is accurate."""
 _SINGLE_UNITS = (2.0**80, 2.0**-120, 2.0**-60, 2.0**-100)
 _DOUBLE_UNITS = (2.0**600, 2.0**-1000, 2.0**-460, 2.0**-900)
-"""The unit of what overflows; a sum of squares, the unit of what is above it, and that of what is below: in these no
-square leaves the range, and the smaller unit is not used where its reciprocal has no square, a second derivative."""
+"""The unit after an overflow; a sum of squares, the unit above it and the unit below it. In these units no square
+overflows or underflows; the smaller one is not used where the square of its reciprocal, a second derivative, would."""
 
 
 _MANY_PROCESSES = 2.0**24
-"""More than processes have a sum together."""
+"""More processes than reduce one sum."""
 
 
 class Measured(NamedTuple):
-    """What was measured in a step, joined over all processes."""
+    """The measurements of a step, reduced over all processes."""
 
     norms: list[Column]
-    """Those of each ruler, in float32 or wider."""
+    """The norms of each ruler, in float32 or wider."""
     sizes: Column | None
-    """How many entries each norm of the first ruler covers, at least 1, in the dtype of the norm."""
+    """The number of entries of each norm of the first ruler, at least 1, in the dtype of the norm."""
     scalars: list[Any]
     """The sums of the scalars."""
 
 
 def measure(rulers: list[Ruler], *, sizes: bool = False, scalars: Sequence[Any] = ()) -> Measured:
-    """Return the norms of trees, and what else is to be joined over processes, by as few reductions as possible.
+    """Return the norms of trees, sizes and scalars, with as few reductions over processes as possible.
 
-    ``Σx²`` is summed first as it is; only where it leaves the range in which that is accurate (it
-    overflows, or small squares underflow) is it summed again in units of a power of two: one more reading of the
-    gradients, and only when needed. For a power p other than 2 it is summed in units of (nearly) the largest
-    modulus: the rounding of 1/p would cost precision when the sum is far from 1.
+    ``Σx²`` is first summed as it is. Only where that is not accurate (it overflows, or small squares underflow) is it
+    summed again in units of a power of two, which reads the gradients once more. For a power p other than 2 it is
+    summed in units of nearly the largest modulus, since the rounding of 1/p costs precision when the sum is far from 1.
     """
     if rulers[0].joint is None and all([_of_entries(ruler.layout) for ruler in rulers]):
         rulers = [ruler._replace(norm=Norm(math.inf, ruler.norm.size_power)) for ruler in rulers]
@@ -72,7 +71,7 @@ def measure(rulers: list[Ruler], *, sizes: bool = False, scalars: Sequence[Any] 
 
 
 def _of_entries(layout: Layout) -> bool:
-    """Whether each norm is that of a single entry: whatever the order, its modulus."""
+    """Whether each norm covers a single entry, and is its modulus whatever the order."""
     single = layout.axes is not None and all([axes == () for axes in layout.axes])
     return single and all([len(group) == 1 for group in layout.groups])
 
@@ -94,27 +93,27 @@ def _divided(backend: Backend, norms: Column, sizes: Column, power: float) -> Co
 
 
 def _rounded_down(xp: Any, array: Any) -> Any:
-    """Return positive numbers rounded down to 20 bits: integers in between, they have no derivatives.
+    """Return positive numbers rounded down to 20 bits, through integers, which have no derivatives.
 
-    The norm does not depend on the unit it is measured in, so its derivative must not either.
+    The norm does not depend on its unit, so its derivative must not either.
     """
 
     def whole(x: Any) -> Any:
         return xp.astype(xp.astype(xp.floor(x), xp.int32), array.dtype)
 
     power = 2 ** whole(xp.log2(array))
-    # A compiler that divides the power first would leave the range; with the 1 it cannot.
+    # A compiler that divides the power first would overflow; the 1 prevents that.
     return power * (1 + whole((array / power - 1) * 2**20) / 2**20)
 
 
 Answer: TypeAlias = tuple[list[Column], Sequence[Any]]
-"""Columns of norms, those of sizes after them, and sums of scalars."""
+"""Columns of norms, then of sizes, and sums of scalars."""
 How: TypeAlias = Callable[[int, int], Callable[[Ruler, Block, Rows], Any]]
-"""How a block of a ruler is measured, by the numbers of both."""
+"""A function that measures a block of a ruler, given the numbers of both."""
 
 
 def _joined(rulers: list[Ruler], how: How, op: Op, counts: Any = (), scalars: Sequence[Any] = ()) -> Answer:
-    """Measure all blocks of all rulers, and join them, sizes and scalars over the processes."""
+    """Measure all blocks of all rulers, and reduce them, sizes and scalars over the processes."""
     return _over_processes(rulers[0].joint, [*_here(rulers, how, op), *counts], op, scalars)
 
 
@@ -159,7 +158,7 @@ def _by_units(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answe
 
 
 def _in_units(units: list[Column], number: int, place: int) -> Any:
-    """Return how a block is measured in units."""
+    """Return the function that measures a block in units."""
     unit = units[number].blocks[place]
 
     def total(ruler: Ruler, block: Block, rows: Rows) -> Any:
@@ -170,7 +169,7 @@ def _in_units(units: list[Column], number: int, place: int) -> Any:
 
 
 def _times_root(ruler: Ruler, unit: Column, column: Column) -> Column:
-    """Return the norms of totals in units."""
+    """Return the norms from totals in units."""
     norm, xp = ruler.norm, ruler.backend.xp
     totals = _typed(ruler, column.mapped(ruler.given.own)).arrays
     both = zip(unit.arrays, totals, strict=True)
@@ -178,10 +177,10 @@ def _times_root(ruler: Ruler, unit: Column, column: Column) -> Column:
 
 
 def _rescaled(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
-    """Return the Euclidean norms, whose sums of squares may have left the range.
+    """Return the Euclidean norms whose sums of squares may have overflowed or underflowed.
 
-    These say in which power of two each norm is to be measured, so that nobody has to look for the largest entry: it
-    is one more reading, and one more reduction over processes.
+    The sums determine the power of two in which each norm is measured again, so that the largest entry is not needed,
+    which would take one more reading and one more reduction over processes.
     """
     xp = rulers[0].backend.xp
     first = [_typed(ruler, column.mapped(ruler.given.own)) for ruler, column in zip(rulers, totals, strict=True)]
@@ -195,7 +194,7 @@ def _rescaled(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
     units = [column.mapped(unit) for column in first]
     columns, _ = _joined(rulers, partial(_in_units, units), "sum")
     found = [_times_root(*some) for some in zip(rulers, units, columns, strict=True)]
-    # Of zeros there is no second derivative, and in such units it would overflow.
+    # Zeros have no second derivative, and in such units it would overflow.
     return [column.mapped(lambda norm: xp.where(xp.equal(norm, 0.0), 0.0, norm)) for column in found]
 
 
@@ -209,7 +208,7 @@ def _unit(xp: Any, top: Any) -> Any:
 
 
 def _typed(ruler: Ruler, column: Column) -> Column:
-    """Return norms in their dtypes, those of groups elsewhere in the first of them."""
+    """Return norms in their dtypes, those of other processes' groups in the first of them."""
     dtypes = [block.dtype for block in ruler.layout.blocks]
     dtypes += dtypes[:1] or [ruler.backend.xp.float32]
     return column.filled([_as(ruler, array, dtype) for array, dtype in zip(column.arrays, dtypes, strict=False)])
@@ -258,9 +257,9 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
 
 
 def _in_range_here(ruler: Ruler, block: Block, totals: Any) -> tuple[Any, list[int]]:
-    """Return sums of squares in the dtype in which processes join them, and the rows that leave its range.
+    """Return sums of squares in the dtype in which processes reduce them, and the rows that are out of its range.
 
-    So all processes join once, whatever each of them holds.
+    So all processes reduce once, whatever each of them holds.
     """
     backend, xp = ruler.backend, ruler.backend.xp
     wide = backend.joined_dtype(block.dtype, ruler.given.first)
@@ -270,7 +269,7 @@ def _in_range_here(ruler: Ruler, block: Block, totals: Any) -> tuple[Any, list[i
     if safe:
         return totals, []
     left, fine = [], in_range(totals, totals.dtype == np.float32)
-    if wide == block.dtype:  # the sum over all processes has to be in range, too
+    if wide == block.dtype:  # the sum over all processes must be in range, too
         fine &= totals <= (_SINGLE if totals.dtype == np.float32 else _DOUBLE)[1] / _MANY_PROCESSES
     totals = totals if fine.all() else totals.astype(_host_dtype(ruler, wide))
     for row in np.flatnonzero(~fine.reshape(len(totals), -1).all(1)).tolist():
@@ -284,7 +283,7 @@ def _in_range_here(ruler: Ruler, block: Block, totals: Any) -> tuple[Any, list[i
 
 
 def _on_host(rulers: list[Ruler], totals: list[Column]) -> list[Column] | None:
-    """Return the norms of sums of squares that can be read; rows out of range are measured again.
+    """Return the norms from sums of squares that can be read; rows out of range are measured again.
 
     It is ``None`` if those cannot be read.
     """
@@ -317,7 +316,7 @@ def _rooted(ruler: Ruler, block: Block, totals: Any) -> Any:
 
 
 def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
-    """Return the norms of sums of squares that cannot be read."""
+    """Return the norms from sums of squares that cannot be read."""
     backend, xp, norm = rulers[0].backend, rulers[0].backend.xp, rulers[0].norm
     totals = [column.mapped(ruler.given.own) for ruler, column in zip(rulers, totals, strict=True)]
     every = [total for column in totals for total in column.arrays]
@@ -327,7 +326,7 @@ def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
     wide = [total.dtype != dtype for total, dtype in zip(every, dtypes, strict=True)]
 
     def usual() -> list[Any]:
-        # The wide ones of a fast path have no derivative where there are values.
+        # Sums in a wider dtype from a fast path have no derivative where there are values.
         plain = [one and not backend.traced(total) for total, one in zip(every, wide, strict=True)]
         roots = [xp.sqrt(t) if one else norm.root(xp, t) for t, one in zip(every, plain, strict=True)]
         return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
@@ -337,7 +336,7 @@ def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
         columns = _rescaled(rulers, totals) if short else _by_units(rulers, (), ())[0]
         return [array for column in columns for array in column.arrays]
 
-    if all(wide):  # no square can leave the range
+    if all(wide):  # no square can overflow or underflow
         found = usual()
     else:
         accurate = backend.all_of([xp.all(in_range(total, total.dtype == xp.float32)) for total in every])
@@ -356,6 +355,6 @@ def _host_dtype(ruler: Ruler, dtype: Any) -> Any:
 
 
 def in_range(total: Any, single: bool) -> Any:  # noqa: FBT001
-    """Whether neither overflow nor underflow can have touched a sum of squares (NaN: it may have)."""
+    """Whether a sum of squares surely had neither overflow nor underflow (false for NaN)."""
     smallest, largest = _SINGLE if single else _DOUBLE
     return (total > smallest) & (total <= largest)

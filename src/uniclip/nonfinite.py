@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What happens to gradients that hold NaN or ∞, or whose norm is beyond the range of its dtype."""
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
 
 POLICIES = get_args(NonFinite)
 _NAMED = 5
-"""How many leaves an error names."""
+"""The number of leaves named in an error."""
 
 
 def all_finite(given: Opened) -> Any:
@@ -29,7 +29,7 @@ def _finite(given: Opened, array: Any) -> Any:
 
 
 def refuse(given: Opened, backend: Backend, finite: Any) -> None:
-    """Raise if the gradients are not finite; the error names the leaves."""
+    """Raise if the gradients are not finite, naming the leaves."""
     if backend.traced(finite):
         msg = (
             "nonfinite='raise' has to look at the norm, and code that is being compiled or transformed has no values "

@@ -26,13 +26,13 @@ class Norm(Printed):
     ord : float, default 2
         The order, at least 1; ``math.inf`` is the largest modulus.
     size_power : float, default 0
-        The power of the number of entries by which the norm is divided: 1/2 with ``ord=2`` is the
-        root mean square, 1 with ``ord=1`` the mean modulus, 1 with ``ord=2`` TF 1's average norm.
+        The norm is divided by N to this power: 1/2 with ``ord=2`` gives the root mean square, 1 with ``ord=1``
+        the mean modulus, 1 with ``ord=2`` TF 1's average norm.
 
     Raises
     ------
     TypeError
-        If ``ord`` or ``size_power`` is no number.
+        If ``ord`` or ``size_power`` is not a number.
     ValueError
         If ``ord`` is below 1 or NaN, or ``size_power`` not finite.
 
@@ -59,7 +59,7 @@ class Norm(Printed):
 
     @property
     def op(self) -> Literal["sum", "max"]:
-        """How the totals of two parts are joined, across leaves and across devices."""
+        """How the totals of two parts are reduced, across leaves and across devices."""
         return "max" if self.ord == math.inf else "sum"
 
     @property
@@ -86,13 +86,13 @@ class Norm(Printed):
 
 
 def _largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
-    """Return the largest ``|x|`` over ``axes``, 0 where there is no entry."""
+    """Return the largest ``|x|`` over ``axes``, 0 over no entries."""
     if axes == ():
         return xp.abs(x)
-    if getattr(x.shape, "rank", 0) is not None and 0 in x.shape:  # a shape of unknown rank cannot be asked
+    if getattr(x.shape, "rank", 0) is not None and 0 in x.shape:  # a shape of unknown rank cannot be searched
         return xp.sum(xp.abs(x), axis=axes)
     top = xp.max(xp.abs(x), axis=axes)
-    return xp.where(top < 0, 0.0, top)  # -∞: a shape known only when it runs was empty
+    return xp.where(top < 0, 0.0, top)  # -∞: a shape known only at run time was empty
 
 
 def _square(xp: Any, x: Any) -> Any:
@@ -109,10 +109,40 @@ def _power(xp: Any, size: Any, p: float) -> Any:
 
 
 L1 = Norm(1)
+"""Sum the moduli, ``Σ|x|``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.L1))
+>>> float(report.norms)
+7.0
+"""
 L2 = Norm(2)
+"""Take the Euclidean norm, ``√(Σ|x|²)``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.L2))
+>>> float(report.norms)
+5.0
+"""
 Linf = Norm(math.inf)
+"""Take the largest modulus, ``max |x|``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.Linf))
+>>> float(report.norms)
+4.0
+"""
 RMS = Norm(2, size_power=0.5)
+"""Take the root mean square, ``√(Σ|x|²/N)``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.RMS))
+>>> round(float(report.norms), 4)
+3.5355
+"""
 MEAN = Norm(1, size_power=1)
+"""Take the mean modulus, ``Σ|x|/N``.
+
+>>> _, report = uc.clip(np.asarray([3.0, -4.0]), uc.Rule(1.0, norm=uc.norms.MEAN))
+>>> float(report.norms)
+3.5
+"""
 
 
 def __dir__() -> list[str]:

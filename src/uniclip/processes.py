@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Join what several processes measured: one reduction for each mesh and operation, whatever the rule.
+"""Reduce measurements over processes: one reduction for each mesh and operation, whatever the rule.
 
-A process holds parts of a tree: parts of leaves, or some of the leaves. Their sums are added and their maxima compared,
-all of a step in one vector; of copies, which several processes hold, each adds its share.
+A process holds parts of leaves, or some of the leaves. Sums and maxima of a step are reduced in one vector each; of a
+copy that n processes hold, each contributes 1/n.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Mesh(Protocol):
 
 
 AllReduce: TypeAlias = Reduce | Group | Mesh | str | tuple[str, ...]
-"""What joins the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
+"""How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
 Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool]
-"""Whether a leaf is a copy beside parts, by its path and itself."""
+"""Whether a leaf, given its path and itself, is a copy held beside parts."""
 
 
 class Joining(NamedTuple):
-    """What a user says of the processes that hold parts of a tree."""
+    """The user's ``all_reduce`` and ``shared``."""
 
     all_reduce: AllReduce
     shared: Shared | None = None
     holder: Any = None
-    """What takes the steps, if it goes on with one rule: each compares anew."""
+    """The object that goes from step to step with one rule, each of which compares once."""
 
 
 def joining(all_reduce: Any, shared: Shared | None, holder: Any = None) -> Any:
-    """Return both as one; what a rule of rules passes on is so already."""
+    """Combine both; a rule of rules passes on what is already combined."""
     if shared is None:
         return all_reduce if holder is None or all_reduce is None else Joining(all_reduce, None, holder)
     check("shared", shared, callable(shared), "a function of (path, leaf)")
@@ -69,33 +69,33 @@ def joining(all_reduce: Any, shared: Shared | None, holder: Any = None) -> Any:
 
 
 def of(all_reduce: Any) -> Any:
-    """Return what a user gave."""
+    """Return the user's ``all_reduce``."""
     return all_reduce.all_reduce if isinstance(all_reduce, Joining) else all_reduce
 
 
 def along_names(all_reduce: Any) -> bool:
-    """Whether values are joined along named axes, all along which they vary."""
+    """Whether values are reduced along named axes that include all axes along which they vary."""
     return isinstance(of(all_reduce), (str, tuple))
 
 
 class Rows(NamedTuple):
-    """Where the rows of this process are among those of all processes, which hold different leaves."""
+    """The places of this process's rows among those of all processes, which hold different leaves."""
 
     inverse: np.ndarray[Any, Any]
-    """Of each row of all: its number here, or how many there are here."""
+    """For each row of all: its number here, or the number of rows here."""
     places: np.ndarray[Any, Any]
-    """Of each row here: its number among all."""
+    """For each row here: its number among all."""
     rest: np.ndarray[Any, Any]
-    """The numbers of all others."""
+    """The numbers of all other rows."""
 
 
 class Column(NamedTuple):
-    """A value for each norm."""
+    """One value for each norm."""
 
     blocks: list[Any]
-    """An array for each block, of shape ``(k, *kept)``: a row for each group."""
+    """An array for each block, of shape ``(k, *kept)``, one row for each group."""
     elsewhere: Any = None
-    """Those of groups that only other processes have, of shape ``(n,)``; ``None`` if there are none."""
+    """The values of groups that only other processes have, of shape ``(n,)``; ``None`` if there are none."""
 
     def mapped(self, function: Callable[[Any], Any]) -> Column:
         """Return a function of each array."""
@@ -105,32 +105,32 @@ class Column(NamedTuple):
 
     @property
     def arrays(self) -> list[Any]:
-        """All of them."""
+        """All arrays."""
         return self.blocks if self.elsewhere is None else [*self.blocks, self.elsewhere]
 
     def filled(self, arrays: Sequence[Any]) -> Column:
-        """Return others in the places of the arrays."""
+        """Return a column with other arrays."""
         count = len(self.blocks)
         return Column(list(arrays[:count]), arrays[count] if len(arrays) > count else None)
 
 
 class Share(NamedTuple):
-    """What this process adds to rows of a block."""
+    """The contribution of this process to rows of a block."""
 
     array: Any
     """Of shape ``(rows, *kept)``."""
     rows: Sequence[int] | None = None
-    """Their numbers; ``None`` for all of the block."""
+    """The numbers of the rows; ``None`` for all of the block."""
     owner: Any = None
-    """The mesh whose processes add to them, too; ``None`` if none does."""
+    """The mesh whose processes contribute too; ``None`` if there is none."""
 
 
 class Joint(NamedTuple):
-    """How the values of several processes become one."""
+    """How values of several processes are reduced to one."""
 
     given: Opened
     reduce: Reduce | None = None
-    """Joins the parts of the tree, after the meshes of distributed arrays have joined theirs."""
+    """Reduces the parts of the tree, after the meshes of distributed arrays."""
     rows: Rows | None = None
     """``None`` if all processes have the same rows."""
     copies: Sequence[int] | None = None
@@ -138,13 +138,13 @@ class Joint(NamedTuple):
 
     @property
     def backend(self) -> Backend:
-        """That of the arrays."""
+        """The backend of the arrays."""
         return self.given.backend
 
     def columns(
         self, columns: list[list[list[Share]]], op: Op, scalars: Sequence[Any] = ()
     ) -> tuple[list[Column], list[Any]]:
-        """Return joined columns, each given as a list of shares for each block, and joined scalars."""
+        """Return reduced columns, each given as a list of shares for each block, and reduced scalars."""
         columns, scalars = self._over_meshes(columns, op, list(scalars))
         rows = [[self._rows(shares, op) for shares in column] for column in columns]
         if self.reduce is None:
@@ -158,7 +158,7 @@ class Joint(NamedTuple):
         return [self._own(*pair) for pair in zip(found, rows, strict=True)], list(joined)
 
     def _over_meshes(self, columns: Any, op: Op, scalars: list[Any]) -> tuple[Any, list[Any]]:
-        """Return columns and scalars joined by the owners of the shares: one reduction for each."""
+        """Return columns and scalars reduced by the owners of the shares, one reduction for each."""
         columns = [[list(shares) for shares in column] for column in columns]
         owned: dict[Any, list[tuple[list[Share], int]]] = {part.owner: [] for part in self.given.parts or () if part}
         for column in columns:
@@ -194,7 +194,7 @@ class Joint(NamedTuple):
         return np.stack(rows) if host else self.backend.stacked(rows)
 
     def _among_all(self, blocks: list[Any]) -> list[Any]:
-        """Return the rows without axes among those of all processes; norms with axes are whole where they are."""
+        """Return rows without axes in the order of all processes; norms with axes are whole in their process."""
         vectors, rows = [block for block in blocks if len(block.shape) == 1], self._different
         host = all([isinstance(vector, np.ndarray) for vector in vectors])
         xp = np if host else self.backend.xp
@@ -230,9 +230,9 @@ def _of(xp: Any, parts: list[Any], op: Op) -> Any:
 
 
 def reduced(given: Opened, arrays: list[Any], op: Op, reduce: Reduce) -> list[Any]:
-    """Return arrays reduced over processes, as one vector; those of NumPy come back as such if they can be read.
+    """Reduce arrays over processes, as one vector; NumPy arrays stay NumPy arrays if they can be read.
 
-    NaN stays NaN in a maximum, where that of many libraries drops it.
+    NaN stays NaN in a maximum, which many libraries drop.
     """
     if not arrays:
         return []
@@ -255,10 +255,10 @@ def reduced(given: Opened, arrays: list[Any], op: Op, reduce: Reduce) -> list[An
 
 
 def _largest_of_all(xp: Any, value: Any, reduce: Reduce) -> Any:
-    """Return the largest of all processes' values, NaN where one of them is."""
+    """Return the largest of all processes' values, NaN if one of them is NaN."""
     isnan = xp.isnan(value)
     pair = reduce(xp.concat([xp.where(isnan, 0.0, value), xp.astype(isnan, value.dtype)], axis=0), "max")
     count = value.shape[0]
     value, isnan = pair[:count], pair[count:] > 0
-    # 0/0 there, and no constant NaN, which a debugger would take for a result.
+    # 0/0, not a constant NaN, which a debugger would report as a result.
     return xp.where(isnan, 0.0, value) / xp.astype(xp.logical_not(isnan), value.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a rule saw and did, and what of it a logger shows."""
+"""What a rule measured and did, and the scalars of it for loggers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
 LOGGED = (NORM, LIMIT, "clip/threshold", "clip/factor", SHARE, "clip/skipped")
-"""The names of what a logger shows of a report."""
+"""The names of a report's scalars in loggers."""
 AVERAGED = LOGGED[4:]
-"""Those that say something only as the mean over many steps."""
+"""The scalars that are averaged over many steps."""
 NORM_MAX = "clip/norm_max"
 """The largest finite norm of all steps since the last log, where not every step is logged."""
 UNLIMITED = 3e38
@@ -29,55 +29,63 @@ FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresho
 
 
 class Parts(NamedTuple):
-    """The small arrays of a report on one rule as they are, on the host where it has them, not yet arranged."""
+    """The small arrays of one rule's report, on the host where possible, not yet arranged as a tree."""
 
     own: Backend
-    """That of the gradients."""
+    """The backend of the gradients."""
     backend: Backend
-    """That of the arrays."""
+    """The backend of these arrays."""
     norms: list[Any]
     limits: list[Any]
     """Arrays that broadcast against the norms, or numbers."""
     factors: list[Any]
     thresholds: list[Any] | None = None
     finite: Sequence[Any] = ()
-    """What has to hold, beside finite norms, for all gradients to be finite."""
+    """Conditions that must hold, beside finite norms, for all gradients to be finite."""
     skipped: Any = None
     share: Any = None
-    """The share of the factors that are not 1, where not all of them are here."""
+    """The share of the factors that are not 1, where other processes have some of them."""
 
 
 class Report:
-    """What a rule saw and did, in arrays of the framework (nothing is read from an accelerator).
+    """What a rule measured and did at one step, in arrays of the framework.
 
-    Where all leaves share their norms a field is one array (0-d, unless the scope keeps axes); with
-    labelled groups, a dict by label; else a tree like the gradients. A rule that measures no norm
-    (``by_value``, a function) leaves every field ``None``.
+    Nothing is read from an accelerator. Where all leaves share a norm, a field is one array (0-d unless the scope
+    keeps axes); with labeled groups a dict by label; else a tree like the gradients. For a rule that measures no norm
+    (``by_value``, a function) every field is ``None``.
 
     Attributes
     ----------
-    norms
+    norms : array, dict or tree
         The norms before clipping.
-    limits
-        What the norms were allowed to be; where nothing limits, the largest number of their dtype.
-    factors
-        What the gradients were multiplied by.
-    clipped
-        Whether any factor differs from 1 (a boolean 0-d array).
-    finite
-        Whether every gradient, as it was given, and every norm was finite (a boolean 0-d array).
-    skipped
-        Whether the rule left the whole step out, for the optimizer to do so too (a boolean 0-d array; ``None`` if the
-        rule neither has the curve `uniclip.curves.reject` nor the policy ``"skip"``).
-    thresholds
-        Above which norms the rule clips, where it then clips to less, as `uniclip.zclip` does; ``None`` where these are
-        the limits.
+    limits : array, dict or tree
+        The limits of the norms; the largest number of their dtype where nothing is limited.
+    factors : array, dict or tree
+        The factors that multiplied the gradients.
+    clipped : 0-d array
+        Whether any factor differs from 1 (boolean).
+    finite : 0-d array
+        Whether every gradient, before clipping, and every norm was finite (boolean).
+    skipped : 0-d array
+        Whether the rule skipped the whole step, which the optimizer should skip too (boolean). ``None`` if the rule
+        has neither the curve `uniclip.curves.reject` nor the policy ``"skip"``.
+    thresholds : array, dict or tree
+        The norms above which the rule clips, if it then clips to less, as `uniclip.zclip` does; ``None`` where these
+        are the limits.
+
+    Examples
+    --------
+    >>> clipped, report = uc.clip([np.asarray([3.0, 4.0]), np.asarray([0.5])], uc.by_norm(1.0))
+    >>> report
+    <Report: norm 5 (largest of 2), clipped 50 %, finite>
+    >>> report.norms, bool(report.clipped)
+    ([np.float64(5.0), np.float64(0.5)], True)
     """
 
     __slots__ = ()
 
     def __new__(cls, *fields: Any, **named: Any) -> Report:  # noqa: PYI034 - a subclass
-        """Make a report of fields."""
+        """Make a report from its fields."""
         return Made(*fields, **named) if cls is Report else object.__new__(cls)
 
     norms: Any
@@ -89,18 +97,18 @@ class Report:
     thresholds: Any
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a logger shows, under the same names for every rule.
+        """Return the scalars for a logger, under the same names for every rule.
 
         Returns
         -------
         dict of str to 0-d array
-            ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit; of a rule that has
-            one, ``"clip/threshold"``, the smallest norm that is clipped; ``"clip/factor"``, the smallest factor;
-            ``"clip/share"``, the share of the factors that are not 1 (of one factor 0 or 1: its mean over the steps is
-            the share of steps that were clipped); and, of a rule that may skip a step, ``"clip/skipped"``, 0 or 1.
-            They are floats on the gradients' device, and nothing is read from it. Of a rule that measures no norm it is
-            empty; of a `uniclip.chain`, ``"clip/factor"`` is the product of its
-            rules', and ``"clip/share"`` that of the rule which clipped most.
+            ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit;
+            ``"clip/threshold"``, the smallest norm that is clipped, for rules that have thresholds; ``"clip/factor"``,
+            the smallest factor; ``"clip/share"``, the share of the factors that differ from 1 (0 or 1 with one factor,
+            so its mean over the steps is the share of clipped steps); and ``"clip/skipped"``, 0 or 1, for rules that
+            may skip a step. The values are floats on the device of the gradients; nothing is read from it. The dict is
+            empty for a rule that measures no norm. For a `uniclip.chain`, ``"clip/factor"`` is the product over its
+            rules, and ``"clip/share"`` that of the rule that clipped most.
 
         Examples
         --------
@@ -113,12 +121,12 @@ class Report:
         return scalars_of(backend or DEFAULT, norms, limits, factors, self.skipped, thresholds) if norms else {}
 
     def __str__(self) -> str:
-        """Return the report in one line; what a compiler traces has no values yet."""
+        """Return the report in one line, without values while it is traced."""
         leaves = flatten(self.norms).leaves
         backend = backend_of(leaves[0]) if leaves else None
         if not leaves:
             return "no norm measured"
-        if backend is None:  # whatever a library of trees has put into the fields
+        if backend is None:  # other objects that a pytree library has put into the fields
             return ", ".join([f"{name}={getattr(self, name)!r}" for name in FIELDS])
         if backend.traced(leaves[0]):
             return "traced: the values are known when the program runs"
@@ -140,7 +148,7 @@ class Report:
         return f"<Report: {self}>"
 
     def parts(self) -> list[Parts]:
-        """Return the arrays of each rule that measures norms, for those who keep them: nothing is computed or read."""
+        """Return the arrays of each rule that measures norms, without computing or reading anything."""
         norms, limits, factors, thresholds = map(_arrays_of, (self.norms, self.limits, self.factors, self.thresholds))
         if not norms:
             return []
@@ -148,7 +156,7 @@ class Report:
         return [Parts(own, own, norms, limits, factors, thresholds or None, [self.finite], self.skipped)]
 
     def without_skip(self) -> Report:
-        """Return the report without ``skipped``: leaves that the rule does not see take their step."""
+        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,32 +175,32 @@ class _Fields(NamedTuple):
 
 
 class Made(_Fields, Report):
-    """A report whose fields are there: it can leave code that is traced."""
+    """A report with its fields computed, which can be returned from traced code."""
 
     __slots__ = ()
     __repr__, __str__ = Report.__repr__, Report.__str__
 
     def without_skip(self) -> Report:
-        """Return the report without ``skipped``: leaves that the rule does not see take their step."""
+        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
         return self._replace(skipped=None)
 
 
 class Late(Report):
-    """A report whose fields are arranged when somebody looks: it holds small arrays, and no gradient.
+    """A report whose fields are arranged on first access; it holds small arrays and no gradient.
 
     Parameters
     ----------
     make : callable
-        Makes the field of a name.
+        Returns the field with a name.
     scalars : callable
-        Makes the scalars, ``None`` if they have to be made of the fields.
+        Returns the scalars, or ``None`` if they must be computed from the fields.
     parts : callable
-        Returns the arrays as they are.
+        Returns the arrays before they are arranged.
     """
 
     __slots__ = ("_found", "_make", "_parts", "_scalars")
     kind: ClassVar[type[Made]] = Made
-    """What a library of trees, or a copy, makes of its fields."""
+    """The class that pytree libraries and copies construct from the fields."""
 
     def __init__(
         self,
@@ -204,16 +212,16 @@ class Late(Report):
         self._found: dict[str, Any] = {}
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a logger shows, under the same names for every rule."""
+        """Return the scalars for a logger, under the same names for every rule."""
         found = self._scalars()
         return super().scalars() if found is None else found
 
     def parts(self) -> list[Parts]:
-        """Return the arrays of each rule that measures norms, for those who keep them: nothing is computed or read."""
+        """Return the arrays of each rule that measures norms, without computing or reading anything."""
         return self._parts()
 
     def without_skip(self) -> Report:
-        """Return the report without ``skipped``: leaves that the rule does not see take their step."""
+        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
 
         def scalars() -> dict[str, Any]:
             return {name: value for name, value in self.scalars().items() if name != LOGGED[-1]}
@@ -224,7 +232,7 @@ class Late(Report):
         return type(self)(lambda name: None if name == "skipped" else getattr(self, name), scalars, parts)
 
     def __reduce__(self) -> Any:
-        """Return what a copy or a pickle is made of: the fields."""
+        """Return the fields, for a copy or a pickle."""
         return self.kind, tuple(self)
 
     def __getitem__(self, number: int | slice) -> Any:
@@ -240,17 +248,17 @@ class Late(Report):
 
 
 def opened(late: Late) -> tuple[tuple[Any, ...], type[Made]]:
-    """Return the fields of a report for libraries of trees, to whom it is a node with the fields as children."""
+    """Return the fields of a report, the children of its node in pytree libraries."""
     return tuple(late), late.kind
 
 
 def closed(kind: type[Made], fields: Iterable[Any]) -> Made:
-    """Return a report of fields that such a library has changed."""
+    """Return a report from the children of a pytree node."""
     return kind(*fields)
 
 
 def register(kind: type[Late]) -> None:
-    """Make a class of reports a node of libraries of trees."""
+    """Register a class of reports as a pytree node."""
     optree.register_pytree_node(kind, opened, closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
     NODES.append((kind, opened, closed))
 
@@ -261,7 +269,7 @@ register(Late)
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
     backend: Backend, norms: list[Any], limits: list[Any], factors: list[Any], skipped: Any = None, thresholds: Any = ()
 ) -> dict[str, Any]:
-    """Return the scalars of arrays that hold all norms, limits, factors and thresholds."""
+    """Return the scalars of all norms, limits, factors and thresholds, given as arrays."""
     xp = backend.xp
     least = _over(backend, xp.min, factors)
     values = (
@@ -276,13 +284,13 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
 
 
 def _arrays_of(values: Any) -> list[Any]:
-    """Return the arrays of a field of a report that are not empty."""
+    """Return the arrays in a field of a report that are not empty."""
     leaves = [values] if hasattr(values, "shape") else flatten(values).leaves
     return [array for array in leaves if 0 not in array.shape]
 
 
 def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:
-    """Return a reduction over all entries of all arrays; only 0-d ones are stacked: others may be sharded."""
+    """Reduce over all entries of all arrays; only 0-d arrays are stacked, since others may be sharded."""
     if len(arrays) == 1:
         return function(arrays[0])
     return function(backend.stacked([function(array) if len(array.shape) else array for array in arrays]))

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
 
 Rows: TypeAlias = Sequence[int] | None
-"""The numbers of some rows of a block, ``None`` for all of them."""
+"""The numbers of some rows of a block, ``None`` for all rows."""
 
 _SMALL = 2**12
-"""Up to how many entries arrays are joined in compiled code."""
+"""The largest number of entries of arrays that compiled code joins."""
 MANY = 32
-"""Above how many leaves of a norm, or norms of a block, compiled code is kept small. Below, that takes longer than it
-saves: XLA, for one, works on large buffers in threads."""
+"""The number of leaves of a norm, or norms of a block, above which compiled code is kept small. Below it, that costs
+more than it saves, since XLA, for one, works on large buffers in threads."""
 
 
 def zeros(given: Opened, layout: Layout) -> list[Any]:
@@ -56,17 +56,17 @@ class Ruler(NamedTuple):
     layout: Layout
     norm: Norm
     joint: Joint | None = None
-    """How they are joined with those of other processes; ``None`` if there are none."""
+    """How they are reduced over processes; ``None`` in a single process."""
 
     @property
     def backend(self) -> Backend:
-        """That of the gradients."""
+        """The backend of the gradients."""
         return self.given.backend
 
     def shares(self, block: Block, how: Callable[[Ruler, Block, Rows], Any], op: Op) -> list[Share]:
-        """Return what this process adds to a block: leaves that are joined in one way together.
+        """Return this process's shares of a block, one for all leaves that are reduced in the same way.
 
-        ``how(ruler, block, rows)`` measures a block, of which it has some of the rows.
+        ``how(ruler, block, rows)`` measures some of the rows of a block.
         """
         kinds = self._kinds(block, op)
         if not kinds:
@@ -86,18 +86,18 @@ class Ruler(NamedTuple):
         return [*found, Share(self._zeros(found[0].array, len(absent)), absent)] if absent else found
 
     def _zeros(self, like: Any, rows: int) -> Any:
-        """Return so many rows of zeros."""
+        """Return zeros for a number of rows."""
         xp = np if isinstance(like, np.ndarray) else self.backend.xp
         zero = xp.zeros_like(like[:1])
         return xp.concat([zero] * rows, axis=0)
 
     def _copies(self, block: Block) -> Sequence[int] | None:
-        """Return how many processes hold each leaf; norms with axes of different leaves are not joined."""
+        """Return how many processes hold each leaf; norms with axes of different leaves are not reduced together."""
         joint = self.joint
         return None if joint is None or (block.kept and joint.rows is not None) else joint.copies
 
     def _kinds(self, block: Block, op: Op) -> dict[Any, dict[int, list[int]]]:
-        """Return the leaves of each row by how they are joined; nothing if all are this process's own, and alike."""
+        """Return the leaves of each row by how they are reduced; nothing if all are local, and alike."""
         given, copies = self.given, self._copies(block)
         kinds: dict[Any, dict[int, list[int]]] = {}
         if given.parts is None and copies is None:
@@ -115,7 +115,7 @@ class Ruler(NamedTuple):
         given, groups = self.given, [self.layout.groups[group] for group in block.groups]
         if block.kept and along:
             known = self._with_empty([number for group in groups for number in group], along)
-            if any([one is None for one in known]):  # sums of two ways may be of two dtypes, and of two ranges
+            if any([one is None for one in known]):  # sums reduced in two ways may differ in dtype and range
                 return self.totals(block)
             return self.backend.stacked(known) if len(known) == len(groups) else self.totals(block, along=along)
         if given.ways is not None or given.clean or block.kept or not all(groups):
@@ -125,7 +125,7 @@ class Ruler(NamedTuple):
         return self.totals(block) if found is None else found
 
     def _with_empty(self, numbers: Sequence[int], along: dict[int, Any]) -> list[Any]:
-        """Return what is known of leaves, 0 for those without entries: no other leaf's sums depend on them."""
+        """Return known values of leaves, with 0 for leaves without entries, on which no other sums depend."""
         like = next((along[number] for number in numbers if along.get(number) is not None), None)
         zeros = None if like is None else (np if isinstance(like, np.ndarray) else self.backend.xp).zeros_like(like)
         return [zeros if 0 in self.given.arrays[number].shape else along.get(number) for number in numbers]
@@ -135,7 +135,7 @@ class Ruler(NamedTuple):
     ) -> Any:
         """Return Σ|x/unit|ᵖ by row, the largest modulus for p = ∞.
 
-        In compiled code, and where told to, small arrays are gathered. ``along`` holds what is known of leaves already.
+        In compiled code, and on request, small arrays are joined. ``along`` holds values of leaves known already.
         """
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
         gather = gather or self.backend.traced(self.given.first)
@@ -167,7 +167,7 @@ class Ruler(NamedTuple):
         return spread(self.backend, unit if part is None else part.own(unit, axes), array, axes, block.dtype)
 
     def along(self) -> dict[int, Any]:
-        """Return Σ|x|² along the axes that norms cover, of those leaves for which there is a fast path."""
+        """Return Σ|x|² along the axes that norms cover, for the leaves that have a fast path."""
         layout, arrays = self.layout, self.given.arrays
         if layout.axes is None or self.given.clean:
             return {}
@@ -179,7 +179,7 @@ class Ruler(NamedTuple):
         return dict(zip(numbers, self.backend.squares_along([arrays[n] for n in numbers], axes), strict=True))
 
     def sizes(self) -> list[Share]:
-        """Return the number of entries that each norm of each block covers; copies count once."""
+        """Return the number of entries of each norm of each block; copies count once."""
         given, layout, xp = self.given, self.layout, self.backend.xp
 
         def of_group(group: Sequence[int], copies: Sequence[int] | None) -> Any:
@@ -204,7 +204,7 @@ class Ruler(NamedTuple):
         return self.backend.xp.zeros((), dtype=block.dtype)
 
     def _gathered(self, group: Sequence[int]) -> list[Any]:
-        """Return a group's leaves, small ones joined into one array: compilers take time for each."""
+        """Return a group's leaves, with small ones concatenated, since compilers take time for each array."""
         if self.given.ways is not None or self.layout.axes is not None or len(group) <= MANY:
             return list(group)
         small: dict[Hashable, list[int]] = {}
@@ -214,7 +214,7 @@ class Ruler(NamedTuple):
         return [self._as_one(some) if len(some) > 1 else some[0] for some in small.values()]
 
     def _alike(self, block: Block, norm: Norm, units: Any) -> dict[int, Any]:
-        """Return Σ|x/unit|ᵖ of small leaves where there are many norms, those of one shape together.
+        """Return Σ|x/unit|ᵖ of small leaves where there are many norms, leaves of one shape together.
 
         Compilers take time for each.
         """
@@ -275,7 +275,7 @@ class Ruler(NamedTuple):
         return backend.sum(stacked, (0,)) if op == "sum" else backend.xp.max(stacked, axis=0)
 
     def _refuse_unequal(self, group: Sequence[int], parts: list[Any]) -> None:
-        """Refuse leaves of one group whose norms are of different shapes."""
+        """Refuse a group whose leaves have norms of different shapes."""
         for number, one in zip(group, parts, strict=False):
             if not same_shape(parts[0].shape, one.shape):
                 place, arrays = self.given.tree.place, self.given.arrays
@@ -294,7 +294,7 @@ def same_shape(shape: Any, other: Any) -> bool:
 
 
 def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
-    """Whether an array of ``shape`` fits one of shape ``to``, as far as they are known."""
+    """Whether an array of ``shape`` broadcasts to shape ``to``, as far as they are known."""
     if _unknown(shape, to):
         return True
     pairs = zip(reversed(tuple(shape)), reversed(tuple(to)), strict=False)

@@ -42,11 +42,11 @@ class RuleLike(Protocol):
 
     @property
     def memory(self) -> bool:
-        """Whether the rule remembers earlier steps."""
+        """Whether the rule has memory."""
 
     @property
     def by_leaf(self) -> bool:
-        """Whether the state knows leaves by their order."""
+        """Whether rows of the state belong to leaves by their order."""
 
     def init(self, grads: Any) -> Any:
         """Return the state before the first step."""
@@ -62,11 +62,11 @@ class RuleLike(Protocol):
         loss: Any = None,
         shared: Shared | None = None,
     ) -> tuple[T, Any, Report]:
-        """Clip, and return the next state, too."""
+        """Clip, and also return the next state."""
 
 
 AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
-"""A rule, or a function of one gradient array; a preset that was not called is a function too, but returns no array."""
+"""A rule, or a function of one gradient array. A preset that was not called is a function, but returns no array."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,25 +76,24 @@ class Rule(Printed):
     Parameters
     ----------
     limit : float, 0-d array, or Limit
-        How large the norm may be; a number is the same at every step, ``math.inf`` only measures.
+        How large the norm may be; a number for the same limit at every step, ``math.inf`` to only measure.
     scope : Scope, default all_leaves
         Which entries share one norm.
     norm : Norm, default L2
         How their size is measured.
     curve : callable, default hard
-        ``curve(xp, norm, limit)`` returns the factor; ``xp`` is the array API namespace of the
-        gradients, the norm finite or not, the limit finite.
+        ``curve(xp, norm, limit)`` returns the factor. ``xp`` is the array API namespace of the gradients; the norm
+        may be NaN or ∞, the limit is finite.
     nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
-        What happens to gradients with NaN or ∞. ``"propagate"``: every entry of their scope becomes
-        NaN. ``"skip"``: all gradients become 0, and the report says that they were not finite.
-        ``"zero"``: the entries that are not finite become 0, then the rest is clipped. ``"raise"``:
-        a ``FloatingPointError`` names the leaves; code that is traced has no values to look at, so
-        there it is a ``TypeError``. In all of them the state stays as it was.
+        What happens to gradients with NaN or ∞. ``"propagate"``: every entry that shares their norm becomes
+        NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``: the entries that are
+        not finite become 0, then the rest is clipped. ``"raise"``: a ``FloatingPointError`` names the leaves;
+        traced code has no values, so there it is a ``TypeError``. With each of them the state stays as it was.
 
     Raises
     ------
     TypeError
-        If a choice is of the wrong type.
+        If a choice has the wrong type.
     ValueError
         If a constant limit is negative or NaN, or ``nonfinite`` is not one of the four policies.
 
@@ -102,6 +101,8 @@ class Rule(Printed):
     --------
     >>> uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
     uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
+    >>> uc.clip(np.asarray([7.0, 1.0]), uc.Rule(1.0, norm=uc.norms.RMS))[0]
+    array([1.4, 0.2])
     """
 
     if TYPE_CHECKING:
@@ -145,18 +146,18 @@ class Rule(Printed):
         one_of("nonfinite", self.nonfinite, POLICIES)
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
-        """Return the arguments as source text, a constant limit as what it is."""
+        """Return the arguments as source text, a constant limit as its value."""
         limit, *others = super()._arguments(show)
         return [show(self.limit.value) if type(self.limit) is Constant else limit, *others]
 
     @property
     def memory(self) -> bool:
-        """Whether the rule remembers earlier steps."""
+        """Whether the rule has memory, a state that changes from step to step."""
         return self.limit.memory
 
     @property
     def by_leaf(self) -> bool:
-        """Whether the state knows leaves by their order, so that the same ones must have gradients at every step."""
+        """Whether rows of the state belong to leaves by their order, which must then be the same at every step."""
         return self.memory and self.scope.label is None
 
     def init(self, grads: Any) -> Any:
@@ -165,7 +166,7 @@ class Rule(Printed):
         Parameters
         ----------
         grads : array or tree of arrays
-            Gradients, or parameters of the same shapes; only shapes and dtypes count.
+            Gradients, or parameters of the same shapes; only shapes and dtypes are used.
 
         Returns
         -------
@@ -189,25 +190,25 @@ class Rule(Printed):
         loss: Number | None = None,
         shared: Shared | None = None,
     ) -> tuple[T, Any, Report]:
-        """Clip ``grads``; the pure form, for jit, scan and checkpoints.
+        """Clip ``grads`` and return the next state: the pure form, for ``jit``, ``scan`` and checkpoints.
 
         Parameters
         ----------
         grads, params, all_reduce, shared
             As in `uniclip.clip`.
         state : tree of arrays
-            What `init` or the step before returned.
+            What `init` or the previous step returned.
         in_place : bool, default False
             Write into the given arrays, as `uniclip.clip_` does.
         loss : float or 0-d array, optional
-            The loss of this step, for limits that look at it, such as that of `uniclip.skip_spikes`. Where norms are
-            joined (by ``all_reduce``, or since arrays are distributed), they see the mean of all processes' losses.
+            The loss of this step, for limits that use it, such as that of `uniclip.skip_spikes`. Where norms are
+            reduced over processes (by ``all_reduce``, or for distributed arrays), the mean of their losses is used.
 
         Returns
         -------
         clipped : tree
         state : tree of arrays
-            The next state; the old one after a step that is not finite.
+            The next state; the same as ``state`` after a step that is not finite.
         report : Report
 
         Raises
@@ -234,16 +235,16 @@ def measured(
     *,
     leaves: bool = False,
 ) -> tuple[Any, Report, Any]:
-    """Do as `seen` but for the scaling; a norm that is known already is not measured, norms of leaves if wanted."""
+    """Do as `seen` without scaling; a norm that is given is not measured, norms of leaves only if ``leaves``."""
     return taken(rule, grads, state, Step(params, all_reduce, loss, norm, leaves), _measured)  # type: ignore[no-any-return]
 
 
 def seen(
     rule: RuleLike, grads: T, state: Any, params: Any = None, *, in_place: bool = False, loss: Any = None
 ) -> tuple[T, Any, Report, Any]:
-    """Do as `Rule.update`, and return the norms of all leaves, too, ``(k,)``: those that the rule measures anyway.
+    """Do as `Rule.update`, and also return the norms of all leaves, ``(k,)``, which the rule measures anyway.
 
-    Where all leaves share a norm it is made of these, and equal to that of `Rule.update` to rounding.
+    Where all leaves share a norm it is computed from these, and equal to that of `Rule.update` to rounding.
     """
     if not isinstance(rule, Rule):
         given = opened(grads)
@@ -299,7 +300,7 @@ def _finished(
 def clip_known(
     rule: Rule, grads: Any, norm: Any, *, in_place: bool = False, params: Any = None, all_reduce: Any = None
 ) -> tuple[Any, Any]:
-    """Clip by a rule that remembers nothing; return the gradients and their norms, ``norm`` if it is known already."""
+    """Clip by a rule without memory; return the gradients and their norms, which are ``norm`` if it is given."""
 
     def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Any]:
         return whole.emptied(decision.clipped(rule)), decision.total()
@@ -321,7 +322,7 @@ def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
 
 
 def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
-    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree; that of ``None`` is 0.
+    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree; the norm of ``None`` is 0.
 
     Parameters
     ----------
@@ -331,7 +332,7 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     Returns
     -------
     (k,) array
-        Of the gradients' framework, in float32 or wider.
+        In the framework of the gradients, in float32 or wider.
 
     Examples
     --------
@@ -346,7 +347,7 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
 
 
 def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
-    """Cache the rules that a function makes of plain numbers: it is called with the same ones at every step."""
+    """Cache the rules that a function makes from plain numbers, which are the same at every step."""
     kept = lru_cache(maxsize=64, typed=True)(make)
 
     def rule(*choices: Any) -> Rule:
@@ -359,7 +360,7 @@ def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
 def as_rule(rule: AnyRule) -> RuleLike:
     """Return a rule as it is, a function of one gradient array as a rule."""
     if is_rule(rule):
-        return rule  # type: ignore[return-value]  # which is_rule has seen
+        return rule  # type: ignore[return-value]  # checked by is_rule
     if callable(rule) and not isinstance(rule, type) and not hasattr(rule, "load_state_dict") and not own_module(rule):
         return Function(rule)
     return refuse_as_rule(rule)

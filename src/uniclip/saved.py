@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
 """The saved form of a rule's state: its numbers, the labels of their norms, and the kind of rule.
 
-It is a dict of four entries, the same for every holder of a state and in every framework:
+It is a dict of four entries, the same for `uniclip.Clipper`, every integration and every framework:
 
 ==============  ===================================================================================
-``"format"``    1, the number of this form
-``"rule"``      the kinds of limit, norm and scope that the numbers come from, see `identity`
-``"leaves"``    for each rule that remembers the leaves or groups of its norms, see `leaves_of`
-``"state"``     the arrays of the state by name, as numbers and lists; or as arrays, which load, too
+``"format"``    1, the version of the format
+``"rule"``      the kinds of limit, norm and scope that the numbers belong to, see `identity`
+``"leaves"``    for each rule with memory, the leaves or groups of its norms, see `leaves_of`
+``"state"``     the arrays of the state by name, as numbers and lists, or as arrays
 ==============  ===================================================================================
 
-`to_dict` and `from_dict` are for states that a training loop holds by itself.
+`to_dict` and `from_dict` are for states that a training loop holds itself.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from uniclip.rules import as_rule
 from uniclip.tree import flatten
 
 FORMAT = 1
-"""The number of the form that is written, and read; a state without one is taken for the first."""
+"""The version that is written and read; a state without a version is read as 1."""
 _ENTRIES = ("rule", "leaves", "state")
 _ANEW = "begin anew by rule.init(grads)"
 
 
 class Saved(NamedTuple):
-    """A saved state that is of the right kind of rule, in arrays of its own."""
+    """A saved state of the right kind of rule, copied into arrays."""
 
     leaves: Leaves | None
-    """``None`` where it is not known whose norms they are, or must not be checked."""
+    """``None`` if unknown, or not to be checked."""
     values: dict[str, Any]
 
 
 def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
-    """Return a state of ``rule.init`` or ``rule.update`` as plain numbers, lists and names, which any file can hold.
+    """Return a state of ``rule.init`` or ``rule.update`` as plain numbers, lists and strings, for any file format.
 
     Parameters
     ----------
     rule : Rule, ByValue, Chain, Masked, or callable
     state : tree of arrays
     grads : tree
-        Gradients, or parameters of the same shapes: they say whose norms the state holds.
+        Gradients, or parameters of the same shapes, which name the leaves of the norms.
 
     Returns
     -------
     dict
-        As `uniclip.Clipper.state_dict` returns; it is empty for a rule that remembers nothing.
+        In the format of `uniclip.Clipper.state_dict`; empty for a rule without memory.
 
     Examples
     --------
@@ -75,22 +75,32 @@ def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
 
 
 def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
-    """Return the state that was saved, by whatever holder and in whatever framework, for ``rule.update``.
+    """Return a saved state for ``rule.update``; it may come from any integration and framework.
 
     Parameters
     ----------
     rule : Rule, ByValue, Chain, Masked, or callable
     saved : dict
-        An empty one is a new beginning.
+        An empty dict gives the state of ``rule.init``.
     grads : tree
-        Gradients, or parameters of the same shapes: the state is made for their framework, dtypes and devices.
+        Gradients, or parameters of the same shapes, whose framework, dtypes and devices the state gets.
 
     Raises
     ------
     TypeError
-        If it is no dict.
+        If ``saved`` is not a dict.
     ValueError
-        If it is that of another rule, of other leaves or of other shapes, or holds what is no finite number.
+        If it belongs to another rule, other leaves or other shapes, or holds anything but finite numbers.
+
+    Examples
+    --------
+    >>> import json
+    >>> from uniclip.saved import from_dict, to_dict
+    >>> rule, grads = uc.norm_growth(), {"w": np.asarray([3.0, 4.0])}
+    >>> _, state, _ = rule.update(grads, rule.init(grads))
+    >>> text = json.dumps(to_dict(rule, state, grads))
+    >>> from_dict(rule, json.loads(text), grads)
+    Averages(averages=array([5.]), count=array(1, dtype=int32))
     """
     rule = as_rule(rule)
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")
@@ -99,19 +109,19 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
 
 
 def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str], str]) -> dict[str, Any]:
-    """Return a saved state whose leaves, or groups, have other names.
+    """Return a saved state with its leaves or groups renamed.
 
     Parameters
     ----------
     saved : dict
     names : dict, or function of a name
-        From the names in ``saved["leaves"]`` to those of the gradients that are to come, both as Python prints the keys
-        that lead to a leaf: ``"['layers'][0]"``. Those that a dict does not have stay.
+        Maps the names in ``saved["leaves"]`` to those of the new gradients, both as Python prints the keys that lead
+        to a leaf: ``"['layers'][0]"``. Names that are not in the dict stay.
 
     Raises
     ------
     ValueError
-        If the saved state has no leaf of a name in the dict, or if two become one.
+        If the saved state has no leaf with a name in the dict, or if two leaves get the same name.
 
     Examples
     --------
@@ -143,33 +153,32 @@ def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str],
 
 
 def names_of(state: Any) -> list[str]:
-    """Return a name for each array of a state: the fields, keys and numbers that lead to it."""
+    """Return a name for each array of a state: the fields, keys and indices that lead to it."""
     return [_name(path) for path in optree.tree_accessors(state)]
 
 
 def to_saved(rule: Any, leaves: Leaves | None, state: Any, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
-    """Return a state as it is saved; ``convert`` makes of each array what the file can hold."""
+    """Return a state in its saved form; ``convert`` converts each array for the file."""
     values = dict(zip(names_of(state), map(convert, optree.tree_leaves(state)), strict=True))
     return {"format": FORMAT, "rule": identity(rule), "leaves": _copied(leaves), "state": values}
 
 
 def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
-    """Check what can be checked of a saved state without gradients, and copy it.
+    """Check what can be checked in a saved state without gradients, and copy it.
 
     Parameters
     ----------
     saved : dict
-        What `to_saved` returned; ``None`` instead of the rule, or of the leaves, is not checked.
+        What `to_saved` returned; a rule or leaves of ``None`` are not checked.
     rule : Rule, Chain or Masked
-        The rule that is to go on with it.
+        The rule that will use it.
     anew : str
-        What to do to begin anew, for errors.
+        How to start anew, for errors.
 
     Raises
     ------
     ValueError
-        If it is of another format, does not say whose norms it holds, is that of another rule, or if a value is no
-        number or NaN.
+        If it has another format, lacks an entry, belongs to another rule, or a value is NaN or not a number.
     """
     _refuse_format(saved, anew)
     if not isinstance(saved, dict) or not set(_ENTRIES) <= set(saved) or not isinstance(saved["state"], dict):
@@ -198,16 +207,16 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
     saved : Saved
     rule : Rule, Chain or Masked
     leaves : list
-        What `leaves_of` returns for the gradients here; ``None`` if that is not known.
+        What `leaves_of` returns for the gradients here; ``None`` if unknown.
     like : tree of arrays
         What ``rule.init`` returns for them.
     anew : str
-        What to do to begin anew, for errors.
+        How to start anew, for errors.
 
     Raises
     ------
     ValueError
-        If it is that of other leaves, or if an array is missing, is of another shape, or cannot hold its values.
+        If it belongs to other leaves, or if an array is missing, has another shape, or cannot hold its values.
     """
     numbers = saved.values
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
@@ -218,14 +227,14 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
         msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {anew}"
         raise ValueError(msg)
     values = [numbers[name] for name in names]
-    backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # there is none of a boolean by itself
+    backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # a Python bool has no backend
     every = zip(names, values, arrays, map(field_of, accessors), strict=True)
     new = [array_like(backend, *one) for one in every]
     return optree.tree_unflatten(spec, new)
 
 
 def _refuse_format(saved: Any, anew: str) -> None:
-    """Refuse a state in a form that is not known here."""
+    """Refuse a state in an unknown format."""
     found = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
     if isinstance(found, bool) or found != FORMAT:
         msg = (
@@ -236,7 +245,7 @@ def _refuse_format(saved: Any, anew: str) -> None:
 
 
 def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> dict[str, Any]:
-    """Return the numbers of a saved state with their rows in the order of the leaves or groups here."""
+    """Return the numbers of a saved state with rows in the order of the leaves or groups here."""
     theirs, values = saved.leaves or [], dict(saved.values)
     if [part and set(labels_of([part])) for part in theirs] != [part and set(labels_of([part])) for part in here]:
         raise ValueError(of_others(rule, labels_of(theirs), labels_of(here), anew))
@@ -254,7 +263,7 @@ def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> di
 
 
 def _moved(saved: Any, old: list[str | None], first: Any, new: list[str | None]) -> Any:
-    """Return saved rows in another order; those of absent leaves are as before the first step."""
+    """Return saved rows in another order; rows of absent leaves are as before the first step."""
     if first.shape[0] != len(new) or saved.shape[0] != len(old):  # not every array has a len
         return saved
     mine, its = np.asarray(to_lists(saved)), np.asarray(to_lists(first))
@@ -262,13 +271,13 @@ def _moved(saved: Any, old: list[str | None], first: Any, new: list[str | None])
 
 
 def _has_rows(state: Any, count: int) -> bool:
-    """Whether each array of a state has a row for each leaf or group, or one for all; only uniclip's own are known."""
+    """Whether each array of a state has a row for each leaf or group, or one for all; true only of uniclip's states."""
     own = hasattr(state, "_fields") and type(state).__module__.startswith("uniclip.")
     return own and all(tuple(array.shape)[:1] in {(), (1,), (count,)} for array in optree.tree_leaves(state))
 
 
 def of_others(rule: Any, theirs: list[str], ours: list[str], anew: str) -> str:
-    """Say that a state is that of other leaves or groups than those that are here."""
+    """Return the error that a state belongs to other leaves or groups."""
     missing, extra = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []
     what += [f"none of {shown(extra)}"] if extra else []
@@ -280,7 +289,7 @@ def of_others(rule: Any, theirs: list[str], ours: list[str], anew: str) -> str:
 
 
 def _are_labels(leaves: Any) -> bool:
-    """Whether a value is what `leaves_of` returns, as files hold it."""
+    """Whether a value has the form that `leaves_of` returns, possibly read from a file."""
     lists = isinstance(leaves, (list, tuple)) and all(
         part is None or isinstance(part, (list, tuple)) for part in leaves
     )

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from uniclip.backends import Backend
 
 NUMBERS = (float, int, np.float32, np.bool_)
-"""What is a limit by itself (and float64, which is a float); longdouble is wider."""
+"""The types that are a limit by themselves (float64 is a float); longdouble is wider."""
 _FAR = (2.0**-126, 2.0**-1022)
-"""How far apart norm and limit may lie, in any dtype and in float64, so that a factor is a normal number."""
+"""The largest ratio of norm and limit, in any dtype and in float64, for which a factor is a normal number."""
 _FLOAT32 = 3.5e38
-"""Above the largest number of float32."""
+"""A number above the largest float32."""
 
 
 class Choices(Protocol):
@@ -47,7 +47,7 @@ class Choices(Protocol):
 
     @property
     def curve(self) -> Curve:
-        """What happens above that."""
+        """What happens above the limit."""
 
     @property
     def nonfinite(self) -> str:
@@ -55,14 +55,14 @@ class Choices(Protocol):
 
 
 class Factors(NamedTuple):
-    """What a block of gradients is multiplied by: ``power``, a power of two, then ``rest``."""
+    """The factor of a block of gradients: ``power``, a power of two, times ``rest``."""
 
     power: Any
     """``None`` if it is 1 everywhere."""
     rest: Any
 
     def product(self, xp: Any) -> Any:
-        """Return both as one factor, the largest number where that is out of range."""
+        """Return the product of both, the largest number where it overflows."""
         if self.power is None:
             return self.rest
         largest = float(xp.finfo(self.rest.dtype).max) * xp.where(self.power > 1, 1 / self.power, 1.0)
@@ -74,10 +74,10 @@ class Factors(NamedTuple):
 
 
 def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: Any, finite: Any) -> Factors:
-    """Return the curve's factors: 1 where nothing limits, NaN (or the policy's 0) where norm or limit is not finite.
+    """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
 
-    ``fault`` is 0, and NaN where a norm is not finite; ``finite`` is needed for the policy "skip" alone. A limit as
-    large as the largest number of the norms' dtype limits nothing, and a constant ∞ not even NaN.
+    ``fault`` is 0, and NaN where a norm is not finite; ``finite`` is needed only for the policy "skip". A limit equal
+    to the largest number of the norms' dtype limits nothing; a constant ∞ leaves even NaN alone.
     """
     xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
     if measures(rule.limit):
@@ -88,9 +88,9 @@ def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: 
     else:
         limits = cast(xp, backend.to_device_of(norms, limits), norms.dtype)
         unlimited = None if rule.curve in WITHIN else limits >= top
-        if rule.curve is not hard:  # which makes NaN of NaN itself
+        if rule.curve is not hard:  # which turns NaN into NaN itself
             fault = fault + (limits - limits)
-        own = isinstance(rule.limit, Vectorized) and not backend.traced(norms)  # a compiler knows no `host`
+        own = isinstance(rule.limit, Vectorized) and not backend.traced(norms)  # a compiler does not see `host`
         if not (own and rule.limit.host):  # whose limits are 0 or more
             # 0, or NaN for what is refused where it can be read.
             fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
@@ -108,7 +108,7 @@ def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: 
 
 
 def _kept(backend: Backend, rule: Choices, norms: Any, factors: Any, finite: Any) -> Any:
-    """Return the factors, 0 for what the policy leaves out."""
+    """Return the factors, 0 where the policy drops gradients."""
     if rule.nonfinite not in {"skip", "zero"}:
         return factors
     xp = backend.xp
@@ -132,7 +132,7 @@ def _measures_by_array(backend: Backend, limit: Any) -> Any:
 
 
 def _curved(backend: Backend, curve: Curve, norms: Any, limits: Any, top: float) -> tuple[Any, Any]:
-    """Return the factors of a curve, as a power of two and the rest where they would leave the range of the dtype."""
+    """Return the factors of a curve, as a power of two and the rest where the factor would overflow or underflow."""
     xp, linear = backend.xp, isinstance(curve, LINEAR)
     near = not (linear or curve in RATIOS) or backend.one_pass(norms)
     if not near and isinstance(norms, np.ndarray):
@@ -151,7 +151,7 @@ def _curved(backend: Backend, curve: Curve, norms: Any, limits: Any, top: float)
 
 
 def _power(xp: Any, curve: Curve, norms: Any, limits: Any, top: float) -> Any:
-    """Return 1, or the power of two that brings a norm nearer to a limit that is too far away for one factor."""
+    """Return 1, or the power of two that moves a norm toward a limit too far away for one factor."""
     power = xp.ones_like(norms)
     for far in _FAR if top > _FLOAT32 else _FAR[:1]:
         power = xp.where((norms * far > limits) & (limits > 0), far, power)
@@ -161,7 +161,7 @@ def _power(xp: Any, curve: Curve, norms: Any, limits: Any, top: float) -> Any:
 
 
 def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
-    """Call a curve, and validate the factors that it returns."""
+    """Call a curve, and validate its factors."""
     factors = curve(xp, norms, limits)
     if isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape)):
         return factors
@@ -171,10 +171,10 @@ def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
 
 
 def scaled(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Any:
-    """Multiply each group by its factor; leaves whose factor is known to be 1 come back as they are."""
+    """Multiply each group by its factor; return leaves whose factor is known to be 1 as they are."""
     backend, tree = given.backend, given.tree
     change = partial(_changed, given, layout, factors, skip)
-    # Flags of many groups would be joined, and each leaf wait for all of them.
+    # Flags of many groups would be joined, and each leaf would wait for all of them.
     alone = len(layout.groups) == 1 and given.ways is None and not given.in_place and not given.clean
     alone = alone and given.parts is None
     factor = factors[0].rest if alone else None
@@ -217,7 +217,7 @@ def _all_one(factors: Any) -> bool:
 
 
 def _known(backend: Backend, factors: Any) -> list[bool] | None:
-    """Return whether all factors of each row are 1, ``None`` if that cannot be read."""
+    """Return whether all factors of each row are 1, ``None`` if they cannot be read."""
     if isinstance(factors, np.ndarray):
         same = factors == 1
         return (same if same.ndim == 1 else same.reshape(len(same), -1).all(axis=1)).tolist()  # type: ignore[no-any-return]
@@ -276,13 +276,13 @@ def _one_by_one(
     left: list[tuple[int, int, int]],
     skip: bool,  # noqa: FBT001
 ) -> list[Any]:
-    """Return the products of arrays and factors, whatever these are."""
+    """Return the products of arrays and factors, one by one."""
     function, own = partial(_times, given.backend, skip, given.clean), own_parts(given, layout, factors)
     return [given.put(leaf, function, *operands(given, layout, own, leaf, block, row)) for leaf, block, row in left]
 
 
 def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[list[Any]]:
-    """Return the parts of factors as arrays of the gradients' framework; compilers compute many of them once."""
+    """Return the parts of factors as arrays of the gradients' framework; compilers compute many of them only once."""
 
     def own(block: Block, some: Factors) -> list[Any]:
         parts = list(map(given.own, some.parts()))
@@ -292,7 +292,7 @@ def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[lis
 
 
 def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int) -> list[Any]:
-    """Return the parts of a leaf's factor, with its dimensions and in a precision that holds them."""
+    """Return the parts of a leaf's factor, with its dimensions and in a sufficient precision."""
     dtype = layout.blocks[block].dtype if len(parts[block]) > 1 else None
     array, axes, part = given.arrays[leaf], layout.axes_of(leaf), given.part(leaf)
     rows = [some[row, ...] for some in parts[block]]
@@ -318,7 +318,7 @@ def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool
 
 
 def _refuse_reduced(given: Opened, layout: Layout) -> None:
-    """Refuse norms over all examples, and leaves of several numbers of examples."""
+    """Refuse norms over all examples, and leaves with different numbers of examples."""
     shapes = [tuple(leaf.shape) for leaf in given.tree.leaves]
     for number, shape in enumerate(shapes):
         axes = layout.axes_of(number)
@@ -336,13 +336,13 @@ def _refuse_reduced(given: Opened, layout: Layout) -> None:
 
 
 def _times(backend: Backend, skip: bool, clean: bool, array: Any, rest: Any, power: Any = None) -> Any:  # noqa: FBT001
-    """Return ``array · power · rest``; where the factor of a step to skip is 0, 0 even for NaN and ∞."""
+    """Return ``array · power · rest``; where the factor of a skipped step is 0, return 0 even for NaN and ∞."""
     xp = backend.xp
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)
     if skip:
         wide = xp.where(xp.equal(rest, 0.0), 0.0, wide)
     wide = wide if power is None else cast(xp, wide, rest.dtype)
     product = (wide if power is None else backend.shifted(wide, power)) * rest
-    if xp.isdtype(wide.dtype, "complex floating"):  # where 1 as a complex number changes the sign of a zero
+    if xp.isdtype(wide.dtype, "complex floating"):  # a complex 1 changes the sign of a zero
         product = xp.where(xp.equal(rest, 1.0), wide, product)
     return cast(xp, product, array.dtype)

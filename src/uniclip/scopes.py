@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """First choice, the scope: which entries of the gradients share one norm.
 
-A scope is two choices of its own: which axes of a leaf one norm covers, and which leaves are joined.
+A scope says which axes of a leaf one norm covers, and which leaves share a norm.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Scope(Printed):
     Parameters
     ----------
     axes : None, tuple of int, or callable
-        The axes of a leaf that one norm covers: ``None`` all of them, ``()`` none (each entry by
-        itself), or a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
+        The axes of a leaf that one norm covers: ``None`` for all, ``()`` for none (each entry has its own norm), or
+        a function of ``(ndim, output_axis)`` that returns the tuple for a leaf.
     label : callable, optional
-        ``label(path, leaf)`` names the group a leaf belongs to; leaves of one group share their
-        norm. ``None`` keeps every leaf by itself. ``path`` is the tuple of keys that leads to the
-        leaf, for example ``("encoder", 0, "weight")``.
+        ``label(path, leaf)`` returns the group of a leaf; leaves of one group share a norm. With ``None`` every
+        leaf is its own group. ``path`` is the tuple of keys that leads to the leaf, for example
+        ``("encoder", 0, "weight")``.
 
     Examples
     --------
@@ -46,9 +46,9 @@ class Scope(Printed):
     axes: Axes = None
     label: Label | None = None
     layouts: ClassVar[dict[Any, Any]]
-    """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own, which ends with it."""
+    """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own cache."""
     agreed: ClassVar[dict[Any, Any]]
-    """What processes found out of each other, see `uniclip.agree`."""
+    """What the processes of a run have told each other, see `uniclip.agree`."""
 
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
@@ -58,11 +58,11 @@ class Scope(Printed):
         check("label", self.label, self.label is None or callable(self.label), "a function of (path, leaf)")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: not the layouts."""
+        """Return the state of a copy or a pickle, without the layouts."""
         return {"axes": self.axes, "label": self.label}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
-        """Go on from a copy or a pickle."""
+        """Restore from a copy or a pickle."""
         settle(self, layouts={}, agreed={}, **held)
 
     def _printed(self, show: Callable[[object], str]) -> str:
@@ -91,7 +91,7 @@ class Scope(Printed):
 
 
 def _numbers(axes: Any) -> tuple[int, ...]:
-    """Return one axis, or several in any sequence, as a tuple of Python's whole numbers."""
+    """Return one axis, or a sequence of axes, as a tuple of Python integers."""
     fits = isinstance(axes, (list, tuple, range)) or hasattr(axes, "__index__")
     check("axis", axes, fits, "a whole number or a tuple of them")
     return tuple(whole("axis", axis) for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,)))
@@ -122,7 +122,7 @@ class FanIn:
             settle(self, axis=whole("axis", self.axis))
 
     def __call__(self, ndim: int, output_axis: int) -> tuple[int, ...]:
-        """Return every axis but the output's."""
+        """Return all axes but the output axis."""
         if ndim <= 1:
             return tuple(range(ndim))
         kept = output_axis if self.axis is None else self.axis
@@ -133,41 +133,88 @@ class FanIn:
 
 
 each_entry = Scope(axes=())
-"""Every entry has its own norm, its modulus."""
+"""Give every entry its own norm, its modulus.
+
+>>> uc.clip(np.asarray([-3.0, 0.5]), uc.Rule(1.0, scope=uc.scopes.each_entry))[0]
+array([-1. ,  0.5])
+"""
 each_leaf = Scope()
-"""Every leaf has one norm."""
+"""Give every leaf one norm.
+
+>>> grads = [np.asarray([3.0, 4.0]), np.asarray([0.5])]
+>>> uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.each_leaf))[0]
+[array([0.6, 0.8]), array([0.5])]
+"""
 each_row = Scope(axes=all_but_first)
-"""Every index of a leaf's first axis has one norm, in that leaf: a row of an embedding table, or an example's layer."""
+"""Give every index of a leaf's first axis one norm, such as a row of an embedding table.
+
+>>> table = np.asarray([[3.0, 4.0], [0.3, 0.4]])
+>>> uc.clip(table, uc.Rule(1.0, scope=uc.scopes.each_row))[0]
+array([[0.6, 0.8],
+       [0.3, 0.4]])
+"""
 each_example = Scope(axes=all_but_first, label=everything)
-"""Every index of the first axis has one norm, over all leaves: an example."""
+"""Give every index of the first axis one norm over all leaves, such as an example.
+
+>>> grads = [np.asarray([[3.0], [0.3]]), np.asarray([[4.0], [0.4]])]
+>>> uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.each_example))[1].norms
+array([5. , 0.5])
+"""
 all_leaves = Scope(label=everything)
-"""All leaves share one norm."""
+"""Give all leaves together one norm.
+
+>>> grads = [np.asarray([3.0, 4.0]), np.asarray([12.0])]
+>>> uc.clip(grads, uc.Rule(6.5, scope=uc.scopes.all_leaves))[0]
+[array([1.5, 2. ]), array([6.])]
+"""
 
 
 def axes(*axis: int) -> Scope:
-    """Give one norm to the entries along the axes ``axis`` of each leaf; negative ones count from the end."""
+    """Let one norm cover the axes ``axis`` of each leaf; negative axes count from the end.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(1.0, scope=uc.scopes.axes(1))
+    >>> uc.clip(np.asarray([[3.0, 4.0], [0.3, 0.4]]), rule)[0]
+    array([[0.6, 0.8],
+           [0.3, 0.4]])
+    """
     return Scope(axes=axis)
 
 
 def along(axis: Any) -> Scope:
-    """Give one norm to the entries along one axis or several."""
+    """Let one norm cover one axis or several."""
     return Scope(axes=_numbers(axis))
 
 
 def unit(axis: int | None = None) -> Scope:
-    """Give one norm to each output unit's fan-in: all axes of a leaf but the output axis ``axis``.
+    """Give each output unit one norm, over all axes of a leaf but the output axis ``axis``.
 
-    Without ``axis`` it is the backend's ``output_axis``, which follows the framework's convention.
-    A vector or a scalar is one unit.
+    By default the output axis follows the convention of the framework, see `uniclip.agc`. A vector or a scalar is one
+    unit.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(1.0, scope=uc.scopes.unit(0))
+    >>> uc.clip(np.asarray([[3.0, 4.0], [0.3, 0.4]]), rule)[1].norms
+    array([5. , 0.5])
     """
     return Scope(axes=FanIn(axis))
 
 
 def groups(label: Label) -> Scope:
-    """Give one norm to the leaves for which ``label(path, leaf)`` is equal.
+    """Give the leaves with equal ``label(path, leaf)`` one norm.
 
-    ``path`` is the tuple of keys that leads to the leaf, and the label must be hashable. A rule that remembers asks for
-    the groups of absent gradients, too: there the leaf is ``None``, so that their labels have to follow from the path.
+    ``path`` is the tuple of keys that leads to the leaf; the label must be hashable. A rule with memory also labels
+    absent gradients, whose leaf is ``None``, so their labels must follow from the path.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0]))
+    >>> grads = {"body": [np.asarray([3.0]), np.asarray([4.0])], "head": np.asarray([12.0])}
+    >>> norms = uc.clip(grads, rule)[1].norms
+    >>> float(norms["body"]), float(norms["head"])
+    (5.0, 12.0)
     """
     check("label", label, callable(label), "a function of (path, leaf) that names the group of a leaf")
     return Scope(label=label)

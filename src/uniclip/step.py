@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One step of a rule: measure the norms, compute their limits and factors, and then scale."""
+"""One step of a rule: measure the norms, compute their limits and factors, then scale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _LARGE = 3e38
 _NEAR = 2.0**-126
-"""How far below a norm a limit may lie, so that the factor is a normal number."""
+"""How far below a norm a limit may lie for the factor to be a normal number."""
 
 
 class Decision(NamedTuple):
@@ -43,18 +43,18 @@ class Decision(NamedTuple):
     given: Opened
     layout: Layout
     backend: Backend
-    """That of the arrays: NumPy's where the host can read them at no cost, else the gradients' own."""
+    """The backend of the arrays: NumPy's where the host can read them at no cost, else the gradients' own."""
     norms: list[Any]
     limits: list[Any]
     factors: list[Factors]
     sound: list[Any]
-    """Whether all entries are finite, where they were looked at."""
+    """Whether all entries are finite, where that was checked."""
     skipped: Any
-    """Whether the step is left out, ``None`` if the rule leaves none out."""
+    """Whether the step is skipped, ``None`` if the rule skips none."""
     state: Any
     thresholds: list[Any] | None = None
     leaves: Any = None
-    """The norms of all leaves, see `leaves.row_of`, where they are wanted."""
+    """The norms of all leaves, see `leaves.row_of`, if wanted."""
 
     def clipped(self, rule: Choices) -> Any:
         """Return the clipped gradients."""
@@ -69,14 +69,14 @@ class Decision(NamedTuple):
         return self.report().norms
 
     def report(self) -> Report:
-        """Return the report: its fields where code is traced, else what makes them when somebody looks."""
+        """Return the report, with its fields in traced code, else with functions that make them on first access."""
         given, own = self.given, self.given.backend
         seen = _Seen(
             own, self.backend, self.layout, given.tree._replace(leaves=[]), own.device(given.first), self.norms,
             self.limits, [some.product(self.backend.xp) for some in self.factors], self.sound, self.skipped,
             self.thresholds,
         )  # fmt: skip
-        if given.tree.spec is None or own.traced(given.first):  # a way back that may hold the gradients
+        if given.tree.spec is None or own.traced(given.first):  # the way back may hold the gradients
             return Made(*[seen.field(name) for name in Made._fields])
         return Late(seen.field, seen.scalars, seen.parts)
 
@@ -114,7 +114,7 @@ class _Seen(NamedTuple):
             return None if blocks is None else self.layout.arranged(self.tree, list(map(self._own, blocks)))
 
     def scalars(self) -> dict[str, Any] | None:
-        """Return the scalars, of NumPy's arrays where there are; ``None`` if some rows are of absent gradients."""
+        """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
         if not self.norms or not all(self.layout.groups) or any([0 in n.shape for n in self.norms]):
             return None
         with self.own.quiet():
@@ -124,7 +124,7 @@ class _Seen(NamedTuple):
             return {name: self._own(value) for name, value in found.items()}
 
     def parts(self) -> list[Parts]:
-        """Return the arrays as they are, without the rows of absent gradients."""
+        """Return the arrays without the rows of absent gradients."""
         if not all(self.layout.groups):
             return Made(*[self.field(name) for name in Made._fields]).parts()
         some = self.norms, self.limits, self.factors, self.thresholds, self.sound, self.skipped
@@ -200,7 +200,7 @@ class _OfOne(NamedTuple):
         return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors).items()}
 
     def parts(self) -> list[Parts]:
-        """Return the numbers as they are."""
+        """Return the numbers, not converted to arrays."""
         return [Parts(self.own, DEFAULT, [self.norms], [self.limits], [self.factors])]
 
     def _own(self, value: Any) -> Any:
@@ -208,7 +208,7 @@ class _OfOne(NamedTuple):
 
 
 def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | None:  # noqa: FBT001
-    """Decide about one Euclidean norm with a constant limit where the host can read it; ``None`` in any other case."""
+    """Decide on one Euclidean norm with a constant limit, if the host can read it; ``None`` in any other case."""
     limit: Any = rule.limit
     norm, constant = rule.norm, type(limit) is Constant and type(limit.value) is float and 0 < limit.value < _LARGE
     alone = rule.scope.label is everything and rule.scope.axes is None and given.ways is None and given.arrays
@@ -230,10 +230,10 @@ def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | 
 
 
 def _row_and_total(given: Opened, found: np.ndarray[Any, Any]) -> tuple[Any, Any]:
-    """Return the norms of leaves and the sum of all squares, of the squares of each; ``None`` if some are not known."""
+    """Return the norms of leaves and the sum of all squares, from their sums of squares; ``None`` if any is unknown."""
     wide: Any = np.float64 if any([a.dtype == given.backend.xp.float64 for a in given.arrays]) else np.float32
     squares = found.astype(np.float64)
-    lost = ~in_range(found, found.dtype == np.float32)  # leaves that vanish, or explode
+    lost = ~in_range(found, found.dtype == np.float32)  # leaves whose squares underflow or overflow
     for number in np.flatnonzero(lost).tolist():
         view = given.backend.viewed(given.arrays[number])
         if view is None or wide is np.float64:
@@ -243,19 +243,19 @@ def _row_and_total(given: Opened, found: np.ndarray[Any, Any]) -> tuple[Any, Any
 
 
 class _Found(NamedTuple):
-    """What was measured in a step, joined over processes."""
+    """The measurements of a step, reduced over processes."""
 
     given: Opened
     norms: list[Any]
     sound: list[Any]
-    """Whether all entries are finite, where they were looked at."""
+    """Whether all entries are finite, where that was checked."""
     beside: Beside
 
 
 def _found(  # noqa: PLR0913, PLR0917
     rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
 ) -> _Found:
-    """Measure what a step needs, ``theirs`` being the parameters, and join it over processes at once."""
+    """Measure what a step needs, ``theirs`` being the parameters, and reduce it over processes in one call."""
     own, needs, scalars = given.backend, rule.limit.needs, []
     # Norms along axes are whole in their process, and others do not know whether they are finite.
     apart = joint is not None and joint.rows is not None and layout.axes is not None
@@ -286,7 +286,7 @@ def _found(  # noqa: PLR0913, PLR0917
 def _found_with_leaves(  # noqa: PLR0913, PLR0917
     rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
 ) -> tuple[_Found, Any]:
-    """Do as `_found`, and return the norms of all leaves, too, if they are wanted: those that are measured anyway."""
+    """Do as `_found`, and also return the norms of all leaves if they are wanted, which are measured anyway."""
     if not step.leaves:
         return _found(rule, given, layout, joint, step, theirs), None
     plain = not rule.norm.size_power and rule.nonfinite != "zero" and all(layout.groups)
@@ -307,7 +307,7 @@ def _loss(given: Opened, loss: Any, sums: list[Any] | None) -> Any:
 
 
 def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
-    """Return the layout of parameters, with the blocks of their gradients."""
+    """Return the layout of the parameters, with the blocks of their gradients."""
     found = layout_of(theirs, rule.scope, remembers=rule.limit.memory)
     wide = theirs.backend.xp.result_type
     blocks = [b._replace(dtype=wide(b.dtype, *[found.dtypes[group] for group in b.groups])) for b in layout.blocks]
@@ -315,7 +315,7 @@ def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
 
 
 def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | Single:
-    """Measure the gradients and work out their factors."""
+    """Measure the gradients and compute their factors."""
     if step.norm is None and step.all_reduce is None and given.parts is None:
         single = _single(rule, given, state, step.leaves)
         if single is not None:
@@ -337,7 +337,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     if not host:
         norms, elsewhere = (list(map(given.own, some)) for some in (norms, elsewhere))
     faults = [n - n for n in norms]
-    # A limit sees ∞ as NaN: as a limit, ∞ would leave alone. The derivative stays 1.
+    # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
     beside = beside._replace(elsewhere=elsewhere[0] + (elsewhere[0] - elsewhere[0]) if elsewhere else None)
     limits, new_state, thresholds = Asked(rule, given, layout, backend, step, beside).limits(seen, state)
@@ -367,24 +367,24 @@ def first_state(rule: Choices, given: Opened) -> Any:
 
 
 def finite(backend: Backend, sound: list[Any], norms: list[Any]) -> Any:
-    """Return whether all entries (where they were looked at) and all norms are finite."""
+    """Return whether all entries (where checked) and all norms are finite."""
     return backend.all_of([*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in norms]])
 
 
 def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
-    """Return the new state, the old one after a step that is not finite: one NaN must not spoil all later steps."""
+    """Return the new state, or the old one after a step that is not finite, so that NaN never enters a state."""
     if not optree.tree_leaves(old):
         return new
     if backend.readable(finite):
         return new if bool(finite) else old
-    finite = backend.once(finite)  # compilers would work it out again for each array
+    finite = backend.once(finite)  # or compilers would compute it again for each array
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
 
 
 def _skipped(  # noqa: PLR0913, PLR0917
     backend: Backend, rule: Choices, layout: Layout, factors: list[Factors], finite: Any, joint: Joint | None
 ) -> Any:
-    """Return whether the whole step is left out, ``None`` if the rule leaves none out."""
+    """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     xp, skipped = backend.xp, None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(finite)
@@ -396,7 +396,7 @@ def _skipped(  # noqa: PLR0913, PLR0917
             here = [row for row, group in enumerate(block.groups) if joined or layout.groups[group]]
             rows = [gone] if len(here) == len(block.groups) else [gone[row, ...] for row in here]
             every += [xp.all(row) for row in rows]
-            none += [xp.logical_not(xp.any(row)) for row in rows]  # holds, too, where there is nothing
+            none += [xp.logical_not(xp.any(row)) for row in rows]  # true also where there is no norm
         every, none = backend.all_of(every), backend.all_of(none)
         if joint is not None and joint.rows is not None:  # other processes have norms of their own
             not_all = [xp.astype(xp.logical_not(flag), xp.float32) for flag in (every, none)]
@@ -407,7 +407,7 @@ def _skipped(  # noqa: PLR0913, PLR0917
 
 
 def _known(given: Opened, layout: Layout, step: Step) -> list[Any]:
-    """Return a norm that is known already, in the dtype that measuring would give it."""
+    """Return a given norm in the dtype that measuring would give it."""
     backend = given.backend
     home = zeros(given, layout)
     known = [_as_known(backend, step.norm, zero) for zero in home]
@@ -416,20 +416,20 @@ def _known(given: Opened, layout: Layout, step: Step) -> list[Any]:
 
 
 def _as_known(backend: Backend, norm: Any, zero: Any) -> Any:
-    """Return a known norm in the dtype of a measured one, in a wider one if it needs that; refuse a wrong one.
+    """Return a given norm in the dtype of a measured one, or a wider one if it needs that; refuse an invalid one.
 
     It may be the norm of wider arrays.
     """
     array = _in_reach(backend, norm, zero.dtype)
     refuse_shape("norm", array, zero)
-    if backend.readable(array) and bool(backend.xp.any(array < 0)):  # NaN is one that was measured
+    if backend.readable(array) and bool(backend.xp.any(array < 0)):  # NaN is a norm that was measured
         msg = f"norm must be 0 or more, got {short(array) if array.shape else array}"
         raise ValueError(msg)
     return array
 
 
 def _in_reach(backend: Backend, norm: Any, dtype: Any) -> Any:
-    """Return a known norm as an array of a dtype, of a wider one if it needs that: it may be that of wider arrays."""
+    """Return a given norm as an array of a dtype, or of a wider one if it needs that."""
     xp = backend.xp
     if hasattr(norm, "dtype"):
         norm = xp.asarray(norm)

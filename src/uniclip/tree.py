@@ -21,17 +21,17 @@ from uniclip.scopes import Path
 
 
 class Tree(NamedTuple):
-    """A flattened tree; ``rebuild`` puts as many leaves back in their places."""
+    """A flattened tree; ``rebuild`` puts leaves back in their places."""
 
     leaves: list[Any]
     rebuild: Callable[[list[Any]], Any]
     paths: Callable[[], list[Path]]
-    """The path of each leaf, which only labels, parameters and errors ask for."""
+    """The path of each leaf; only labels, parameters and errors use it."""
     name: str
     plain: Backend | None = None
-    """The backend of all leaves, if a quick look shows that they are dense arrays of floating point."""
+    """The backend of all leaves, if a quick check shows that they are dense floating-point arrays."""
     spec: Any = None
-    """The structure, which can be compared and hashed; ``None`` if that is not known."""
+    """The structure, comparable and hashable; ``None`` if unknown."""
 
     def place(self, number: int) -> str:
         """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
@@ -44,17 +44,17 @@ def place(name: str, path: Path) -> str:
 
 
 def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tree:
-    """Flatten any nesting of containers; ``None`` keeps its place and is no leaf, unless ``none_is_leaf``.
+    """Flatten any nesting of containers; ``None`` keeps its place and is not a leaf, unless ``none_is_leaf``.
 
-    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes come back as
-    they were; an iterator is consumed once and comes back as a list.
+    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as they were; an
+    iterator is consumed once and becomes a list.
 
     Raises
     ------
     TypeError
-        If it is a rule, or the state of one.
+        If it is a rule, or a rule's state.
     ValueError
-        If an iterator in the tree has nothing (left) in it.
+        If an iterator in the tree is empty or exhausted.
     """
     refuse_as_grads(tree, name)
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
@@ -66,13 +66,13 @@ def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tr
 
 
 def backend_for(tree: Tree) -> Backend:
-    """Return the backend that all leaves share, the default one if there is no leaf.
+    """Return the backend of all leaves, or the default one if there is no leaf.
 
     Raises
     ------
     TypeError
-        If a leaf is no array, is a parameter among ``grads``, or belongs to another framework than
-        the first one.
+        If a leaf is not an array, is a parameter in ``grads``, or belongs to another framework than
+        the first leaf.
     """
     chosen = None
     for number, leaf in enumerate(tree.leaves):
@@ -90,12 +90,12 @@ def backend_for(tree: Tree) -> Backend:
 
 
 def flatten_grads(tree: Any, name: str = "grads", *, in_place: bool = False) -> tuple[Backend, Tree]:
-    """Flatten a tree of gradients that are to be clipped, and return it with their backend.
+    """Flatten a tree of gradients to clip, and return it with their backend.
 
     Raises
     ------
     TypeError
-        As `backend_for`; and if ``in_place`` and a leaf cannot be changed.
+        As `backend_for`; and if ``in_place`` and a leaf cannot be written.
     ValueError
         If ``in_place`` and two leaves overlap in memory.
     """
@@ -107,7 +107,7 @@ def flatten_grads(tree: Any, name: str = "grads", *, in_place: bool = False) -> 
 
 
 def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
-    """Refuse leaves that cannot be changed in place; a leaf that is another one's memory becomes an absent one."""
+    """Refuse leaves that cannot be written in place; replace a second leaf with the same memory by an absent one."""
     first: dict[int, int] = {}
     again = {number for number, leaf in enumerate(tree.leaves) if first.setdefault(id(leaf), number) != number}
     views = [None if number in again else backend.memory(leaf) for number, leaf in enumerate(tree.leaves)]
@@ -170,7 +170,7 @@ def _rebuilt(rebuild: Callable[[Iterator[Any]], Any], close: Callable[[Any], Any
 
 
 def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Return a container that optree knows and the way back from it, ``None`` for a leaf."""
+    """Return a container that optree can open and a function that restores it, ``None`` for a leaf."""
     if isinstance(node, (Iterator, ValuesView)):
         items = list(node)
         if not items and isinstance(node, Iterator):
@@ -178,7 +178,7 @@ def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
             raise ValueError(msg)
         return items, unchanged
     # The one framework used outside backends/ and integrations/: classes registered with JAX
-    # (flax and equinox modules, say) are nodes only JAX can open.
+    # (such as flax and equinox modules) are nodes that only JAX can open.
     opened = _open_registered(sys.modules["jax"].tree_util, node) if "jax" in sys.modules else None
     if opened:
         return opened
@@ -196,7 +196,7 @@ def _open_registered(tree_util: Any, node: Any) -> tuple[Any, Callable[[Any], An
     if treedef == tree_util.tree_structure(0):
         return None
     keys = [_key(entry) for (entry,), _ in pairs]
-    if len(set(keys)) < len(keys):  # of a class that gives several children one name
+    if len(set(keys)) < len(keys):  # of a class that gives several children the same name
         keys = list(range(len(keys)))
     children = {key: child for key, (_, child) in zip(keys, pairs, strict=True)}
     return children, lambda new: treedef.unflatten([new[key] for key in keys])
@@ -210,7 +210,7 @@ def _key(entry: Any) -> Any:
 def _replaced(node: Any, new: dict[str, Any]) -> Any:
     made = copy.copy(node)
     for field, value in new.items():
-        object.__setattr__(made, field, value)  # frozen dataclasses and fields without init too
+        object.__setattr__(made, field, value)  # also frozen dataclasses and fields without init
     return made
 
 

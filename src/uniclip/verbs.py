@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The functions people call: clip by a rule, in place too, sum over examples, and the familiar functions.
+"""The public functions: clip by any rule, also in place or summed over examples, and the familiar functions.
 
-The familiar functions have their oldest names and argument order. Docstring examples assume ``np`` and ``uc``.
+The familiar functions keep their established names and argument order. Docstring examples assume ``np`` and ``uc``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from uniclip.step import Decision, Single
 def clip(
     grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
 ) -> tuple[T, Report]:
-    """Clip gradients by a rule that remembers nothing, or by a function of one gradient array.
+    """Clip gradients by a rule without memory, or by a function of one gradient array.
 
     Parameters
     ----------
@@ -38,16 +38,16 @@ def clip(
     rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     params : tree, optional
-        The parameters, for limits that compare with them; a tree of the same paths as ``grads``.
+        The parameters, for limits relative to them; a tree with the same paths as ``grads``.
     all_reduce : callable, process group, device mesh, or axis name, optional
-        What joins the processes (or devices) that hold parts of one tree: a function of ``(array, op)`` that reduces
-        an array entry by entry over all of them, ``op`` being ``"sum"`` or ``"max"``; a
-        ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of an axis of JAX's, or a tuple of names. Leaves
-        of equal paths are parts of one leaf, others are whole where they are. Copies need nothing. A process in which
-        gradients are ``None`` that others may have needs ``params``, so as to take part.
+        How to reduce over the processes or devices that hold parts of one tree: a function of ``(array, op)`` that
+        reduces an array elementwise over all of them, where ``op`` is ``"sum"`` or ``"max"``; a
+        ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of a JAX axis, or a tuple of names. Leaves with
+        equal paths are parts of one leaf; a leaf that only one process has is whole. Copies need nothing. A process
+        whose gradients are ``None`` where others may have them needs ``params`` to take part.
     shared : callable, optional
-        Whether a leaf is a copy, which several of these processes hold beside parts, so that it counts once: a
-        function of its path, a tuple of keys, and of the leaf.
+        A function of a leaf's path (a tuple of keys) and the leaf: true for a copy that several of these processes
+        hold, so that it counts once.
 
     Returns
     -------
@@ -59,12 +59,12 @@ def clip(
     Raises
     ------
     TypeError
-        If a leaf is no array, leaves belong to two frameworks, a function returns no array, or
+        If a leaf is not an array, leaves belong to two frameworks, a function does not return an array, or
         ``rule`` is neither a rule nor a function.
     ValueError
-        If the rule remembers earlier steps, a limit is negative or NaN, or an iterator is spent.
+        If the rule has memory, a limit is negative or NaN, or an iterator is exhausted.
     FloatingPointError
-        If the rule's policy for gradients that are not finite is ``"raise"``, and they are not.
+        If the rule has ``nonfinite="raise"`` and a gradient is not finite.
 
     Examples
     --------
@@ -84,13 +84,13 @@ def clip(
 def clip_(
     grads: Any, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
 ) -> Report:
-    """Clip gradients in place, piece by piece: no second set of gradients is made.
+    """Clip gradients in place, without a second copy of them.
 
     Parameters
     ----------
     grads, rule, params, all_reduce, shared
-        As in `clip`; of a framework whose arrays can be changed. An array that is given twice is
-        one gradient: it counts once and is scaled once.
+        As in `clip`, but the arrays must be writable. An array that occurs twice is one gradient: it counts
+        once and is scaled once.
 
     Returns
     -------
@@ -99,17 +99,17 @@ def clip_(
     Raises
     ------
     TypeError
-        As `clip`; and if an array cannot be changed: its framework allows none, it is read-only, or holds
-        several entries in one place; or if it holds integers and the rule measures norms.
+        As `clip`; and if an array cannot be written: the framework's arrays are immutable, it is read-only, or
+        several of its entries share memory; or if it holds integers and the rule measures norms.
     ValueError
         As `clip`; and if two arrays overlap.
     FloatingPointError
-        As `clip`. After any error of uniclip's no array is changed (but for what earlier rules of a `chain` did).
+        As `clip`. After an error raised by uniclip no array has changed, except by earlier rules of a `chain`.
 
     Notes
     -----
-    A function of an array, the scope `uniclip.scopes.each_entry`, and tensors that record derivatives need memory of
-    the array's own size.
+    A function of an array, the scope `uniclip.scopes.each_entry` and tensors that record derivatives need temporary
+    memory of the array's size.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def clip_(
 def clip_and_sum(
     grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
 ) -> tuple[T, Report]:
-    """Clip the gradients of single examples and add them up, without keeping the clipped ones.
+    """Clip each example's gradient and sum over the examples, without storing the clipped ones.
 
     Parameters
     ----------
@@ -133,14 +133,14 @@ def clip_and_sum(
         The examples along the first axis of every leaf, as ``jax.vmap(jax.grad(loss), (None, 0))`` and
         ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
     rule : Rule
-        One that remembers nothing, such as `uniclip.by_example_norm`.
+        One without memory, such as `uniclip.by_example_norm`.
     params, all_reduce, shared
         As in `clip`.
 
     Returns
     -------
     total : tree
-        Like ``grads``, without the first axis; added in float32 or wider.
+        Like ``grads``, without the first axis; summed in float32 or wider.
     report : Report
 
     Raises
@@ -148,7 +148,7 @@ def clip_and_sum(
     TypeError
         As `clip`; and if ``rule`` measures no norms.
     ValueError
-        As `clip`; and if leaves have no first axis or differ in its length.
+        As `clip`; and if a leaf has no first axis, or leaves differ in its length.
 
     Notes
     -----
@@ -180,7 +180,7 @@ def clip_by_value(grads: T, min: Number, max: Number) -> T:
     Parameters
     ----------
     grads : array or tree of arrays
-        Real; integers stay integers and need whole bounds.
+        Real; integers stay integers and need whole-number bounds.
     min, max : float or array
         The bounds; arrays broadcast against each leaf.
 
@@ -192,9 +192,9 @@ def clip_by_value(grads: T, min: Number, max: Number) -> T:
     Raises
     ------
     TypeError
-        If a leaf is complex or no array, or a bound of integer gradients is not whole.
+        If a leaf is complex or not an array, or a bound for integer gradients is not a whole number.
     ValueError
-        If ``min > max`` or one of them is NaN.
+        If ``min > max`` or either is NaN.
 
     Notes
     -----
@@ -211,15 +211,15 @@ def clip_by_value(grads: T, min: Number, max: Number) -> T:
 
 @keywords_known
 def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> T:
-    """Scale each leaf by itself to norm ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
+    """Scale each leaf to a norm of at most ``max_norm``: ``g · min(1, max_norm/‖g‖)``.
 
     Parameters
     ----------
     grads : array or tree of arrays
     max_norm : float or 0-d array
-        At least 0; ``math.inf`` leaves alone.
+        At least 0; ``math.inf`` clips nothing.
     axis : int or tuple of int, optional
-        Give each slice along these axes its own norm; without it, each leaf has one.
+        The axes that one norm covers; by default all, one norm for each leaf.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
 
@@ -231,7 +231,7 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
     Raises
     ------
     TypeError
-        If a leaf or ``max_norm`` is no array or number.
+        If a leaf is not an array, or ``max_norm`` not a number.
     ValueError
         If ``max_norm`` is negative or NaN, ``ord`` below 1, or ``axis`` out of range.
 
@@ -247,9 +247,9 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
 
 @keywords_known
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
-    """Scale each leaf by itself to ``‖g‖₂/N ≤ max_norm``, N its number of entries.
+    """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries.
 
-    This is TF 1's function of that name. It is not the root mean square ``‖g‖₂/√N``, which
+    As TensorFlow 1's function of that name. It is not the root mean square ``‖g‖₂/√N``, which
     `uniclip.by_block_rms` limits.
 
     Parameters
@@ -266,7 +266,7 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     Raises
     ------
     TypeError
-        If a leaf or ``max_norm`` is no array or number.
+        If a leaf is not an array, or ``max_norm`` not a number.
     ValueError
         If ``max_norm`` is negative or NaN.
 
@@ -281,7 +281,7 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
 
 @keywords_known
 def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Number | None = None) -> tuple[T, Any]:
-    """Scale all leaves by one factor, ``min(1, max_norm/‖grads‖)``: the direction is kept.
+    """Scale all leaves by one factor, ``min(1, max_norm/‖grads‖)``, which keeps the direction.
 
     Parameters
     ----------
@@ -291,20 +291,20 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
     norm : float or 0-d array, optional
-        The norm, if it is known already (from `global_norm`, say); then it is not measured.
+        The norm if it is already known, for example from `global_norm`; then it is not measured.
 
     Returns
     -------
     clipped : tree
-        Like ``grads``; integers become the framework's default float. Unclipped gradients come back
-        bit for bit, and in eager code on the CPU as the very same arrays.
+        Like ``grads``; integers become the framework's default float. Unclipped gradients are returned
+        bit for bit, in eager code on the CPU as the same objects.
     norm : 0-d array
         The norm before clipping, in float32 or wider.
 
     Raises
     ------
     TypeError
-        If a leaf is no array, or leaves belong to two frameworks.
+        If a leaf is not an array, or leaves belong to two frameworks.
     ValueError
         If ``max_norm`` is negative or NaN, ``norm`` negative, or ``ord`` below 1.
 
@@ -332,7 +332,7 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     Parameters
     ----------
     grads : array or tree of arrays
-        ``None`` leaves are absent.
+        ``None`` leaves are absent gradients.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
 
@@ -344,7 +344,7 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     Raises
     ------
     TypeError
-        If a leaf is no array, or leaves belong to two frameworks.
+        If a leaf is not an array, or leaves belong to two frameworks.
     ValueError
         If ``ord`` is below 1.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Choose the backend of an array: by the root module of its class, without importing anything new.
 
-If an object exists, its framework is imported already, so the import below never loads one.
+The framework of an existing object is already imported, so the imports below never load one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOADERS = {"numpy": lambda: DEFAULT, "torch": _torch, "tensorflow": _tensorflow
 
 
 def backend_of(leaf: Any) -> Backend | None:
-    """Return the backend of an array, ``None`` if ``leaf`` is no array."""
+    """Return the backend of an array, ``None`` if ``leaf`` is not an array."""
     for base in type(leaf).__mro__:
         load = _LOADERS.get(base.__module__.partition(".")[0])
         if load:
@@ -52,25 +52,25 @@ def backend_of(leaf: Any) -> Backend | None:
 
 
 def backend_by(all_reduce: Any) -> Backend | None:
-    """Return the backend whose processes ``all_reduce`` joins, ``None`` if that does not say it."""
+    """Return the backend whose processes ``all_reduce`` reduces over, ``None`` if it does not tell."""
     load = None if callable(all_reduce) else _LOADERS.get(type(all_reduce).__module__.partition(".")[0])
     return load() if load else None
 
 
 def compiling() -> bool:
-    """Whether ``torch.compile`` traces the caller: then dtypes of NumPy and modules of builtins cannot be looked up."""
+    """Whether ``torch.compile`` traces the caller, where NumPy's dtypes and modules of builtins cannot be looked up."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
 def plain_backend_of(leaves: list[Any]) -> Backend | None:
-    """Return the backend of all leaves, if a quick look shows that they are dense arrays of floating point."""
+    """Return the backend of all leaves, if a quick check shows that they are dense floating-point arrays."""
     backend = backend_of(leaves[0]) if leaves and leaves[0] is not None else None
     return backend if backend is not None and backend.plain(leaves) else None
 
 
 def _other(leaf: Any) -> Backend | None:
-    """Return the backend of an array of any other library, which takes long to find out."""
+    """Return the backend of an array of any other library, which is slow to find out."""
     cls = type(leaf)
     if cls not in _CACHE:
         known = array_api_compat.is_array_api_obj(leaf) and (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""PyTorch's distributed tensors: each process works on its local tensor, and the mesh joins what they measured.
+"""PyTorch's distributed tensors: each process works on its local tensor, and the mesh reduces the results.
 
 Nothing here is imported before there is such a tensor: ``torch.distributed.tensor`` takes long to import.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 _KEPT = 4096
-"""How many parts are kept, so that those that are alike are one object."""
+"""The number of parts that are cached, so that equal ones are one object."""
 
 
 def is_dtensor(leaf: Any) -> bool:
@@ -27,7 +27,7 @@ def is_dtensor(leaf: Any) -> bool:
 
 
 def summed(tensor: Any) -> Any:
-    """Return a tensor whose values are still to be added up across processes with its values, others as they are."""
+    """Return a partial tensor with its values summed over processes, others as they are."""
     from torch.distributed.tensor import Replicate
 
     if not is_partial(tensor):
@@ -36,12 +36,12 @@ def summed(tensor: Any) -> Any:
 
 
 def unsummed(like: Any, tensor: Any) -> Any:
-    """Return what `summed` has made of ``like``, and has been changed since, in the placements of ``like`` again."""
+    """Undo `summed` on a tensor that was changed since, in the placements of ``like``."""
     return like_local(like, first_of(like, tensor.to_local()))
 
 
 def first_of(like: Any, whole: Any) -> Any:
-    """Return this process's share of values that are still to be added up: the first one has all."""
+    """Return this process's share of partial values: the first process has all of them."""
     for axis, placement in enumerate(like.placements):
         if placement.is_partial("sum") and like.device_mesh.get_local_rank(axis):
             whole = torch.zeros_like(whole)
@@ -49,7 +49,7 @@ def first_of(like: Any, whole: Any) -> Any:
 
 
 def is_partial(tensor: Any) -> bool:
-    """Whether the values of a distributed tensor are still to be added up across processes."""
+    """Whether a distributed tensor is partial: its values are still to be summed over processes."""
     return any([p.is_partial() for p in tensor.placements])
 
 
@@ -58,7 +58,7 @@ def local_of(tensor: Any) -> Any:
     if tensor.requires_grad and torch.is_grad_enabled():
         return tensor.to_local()
     local = tensor._local_tensor  # noqa: SLF001 - to_local() takes 20 µs
-    return local if type(local) is torch.Tensor else tensor.to_local()  # one that is waited for
+    return local if type(local) is torch.Tensor else tensor.to_local()  # an asynchronous one
 
 
 def like_local(like: Any, local: Any) -> Any:
@@ -71,7 +71,7 @@ def like_local(like: Any, local: Any) -> Any:
 
 
 def summed_first(like: Any, local: Any) -> Any:
-    """Return the sum along the first axis of a distributed tensor, given that of the local tensor."""
+    """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     def without_first(placement: Any) -> Any:
@@ -87,7 +87,7 @@ def summed_first(like: Any, local: Any) -> Any:
 
 
 class Part:
-    """Which part of a distributed tensor this process holds; those that are alike are one object."""
+    """The part of a distributed tensor that this process holds; equal parts are one object."""
 
     def __init__(self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> None:
         self.owner, self._placements, self.shape = mesh, placements, shape
@@ -99,7 +99,7 @@ class Part:
 
     @cached_property
     def _along(self) -> dict[int, Any]:
-        """The indices along each axis that is divided, a slice if they follow each other."""
+        """The indices along each sharded axis, as a slice if they are consecutive."""
         axes = {p.dim for p in self._placements if not p.is_replicate()}
         return {axis: _indices(self.owner, self._placements, axis, self.shape[axis]) for axis in sorted(axes)}
 
@@ -108,7 +108,7 @@ class Part:
         return () if axes is None else tuple([n for axis, n in enumerate(self.shape) if axis not in axes])
 
     def embedded(self, xp: Any, norms: Any, axes: tuple[int, ...] | None) -> Any:
-        """Return norms along ``axes``, ``(k, *kept)``, as those of the whole tensor, 0 for others."""
+        """Return norms along ``axes``, ``(k, *kept)``, as norms of the whole tensor, 0 for other entries."""
         for place, indices, size in self._places(axes):
             shape = (*norms.shape[:place], size, *norms.shape[place + 1 :])
             wide = norms.new_zeros(shape) if hasattr(norms, "new_zeros") else xp.zeros(shape, dtype=norms.dtype)
@@ -117,14 +117,14 @@ class Part:
         return norms
 
     def own(self, values: Any, axes: tuple[int, ...] | None) -> Any:
-        """Return those of values for norms along ``axes``, of shape ``kept``, that belong to the entries here."""
+        """Return the values for norms along ``axes``, of shape ``kept``, that belong to the entries here."""
         for place, indices, size in self._places(axes):
             if values.shape[place - 1] == size:  # else it is one for all
                 values = values[(slice(None),) * (place - 1) + (indices,)]
         return values
 
     def _places(self, axes: tuple[int, ...] | None) -> list[tuple[int, Any, int]]:
-        """Return for each axis that norms keep, and that is divided: its place after the rows, indices, and length."""
+        """Return, for each kept axis that is sharded, its place after the rows, its indices and its length."""
         kept = [] if axes is None else [axis for axis in range(len(self.shape)) if axis not in axes]
         along = self._along if kept else {}
         return [(kept.index(axis) + 1, along[axis], self.shape[axis]) for axis in kept if axis in along]
@@ -134,12 +134,12 @@ _parts: dict[Any, Part] = {}
 
 
 def part_of(tensor: Any) -> Part:
-    """Return which part of a distributed tensor this process holds."""
+    """Return the part of a distributed tensor that this process holds."""
     mesh = tensor.device_mesh
     what = mesh, tuple(tensor.placements), tuple(tensor.shape)
     if torch.compiler.is_compiling():
         return Part(*what)
-    key = (*what, _groups(mesh))  # meshes of another initialization are equal, and have other groups
+    key = (*what, _groups(mesh))  # meshes of another initialization are equal, but have other groups
     part = _parts.get(key)
     if part is None:
         if len(_parts) >= _KEPT:
@@ -154,7 +154,7 @@ def _groups(mesh: Any) -> tuple[str, ...]:
 
 
 def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
-    """Return the indices along an axis that this process holds, as the library divides them."""
+    """Return the indices along an axis that this process holds, as the library shards them."""
     from torch.distributed.tensor import DTensor, Replicate
 
     def alone(placement: Any) -> Any:
@@ -172,7 +172,7 @@ def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
 
 
 def joined(mesh: Any, values: Any, op: Literal["sum", "max"]) -> Any:
-    """Return the sum, or the maximum, of the values of all processes of a mesh, which may record derivatives."""
+    """Return the sum, or the maximum, of the values of all processes of a mesh, with derivatives if recorded."""
     from torch.distributed.tensor import DTensor, Partial
 
     here = DTensor.from_local(values, mesh, [Partial(op)] * mesh.ndim, run_check=False)
@@ -185,14 +185,14 @@ def processes_of(mesh: Any) -> frozenset[int]:
 
 
 def replicated(like: Any, array: Any) -> Any:
-    """Return a plain tensor, the same in every process, as a distributed one that can be combined with another."""
+    """Return a plain tensor, the same in every process, as a distributed one to combine with another."""
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(array, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def own_operand(like: Any, operand: Any) -> Any:
-    """Return what this process needs of an operand to change its part of a tensor."""
+    """Return the part of an operand that this process needs to change its part of a tensor."""
     if not is_dtensor(operand):
         operand = replicated(like, operand)
     if operand.ndim == 0:

@@ -16,32 +16,32 @@ from uniclip.backends.base import PIECE, in_groups
 View: TypeAlias = np.ndarray[Any, Any]
 
 WIDE = 4
-"""How many bytes an entry has that is precise enough to add and multiply in."""
+"""The bytes of an entry that is precise enough to add and multiply in."""
 _REAL = {"e", "E", "f", "d"}  # E is the bfloat16 of ml_dtypes
 _ROW = 512
 """How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
-processors keep few partial sums: 512 squares are off by 3e-7 at most with each of them, 1,024 by 5e-7."""
+processors keep few partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
 _COPIED, _TINY = 2**14, 2**6
-"""Up to how many entries arrays are copied into one: together, or each of many."""
+"""The largest number of entries of arrays that are copied into one: in total, or for each of many."""
 _FEW = 64
 _FEW_ROWS = 16
-"""How many squares are added one by one: the errors of so few are small, even if they have one sign."""
+"""How many squares are added sequentially: the errors of so few are small, even with one sign."""
 
 
 def few(arrays: Sequence[Any], size: int) -> bool:
-    """Whether calls take longer than arithmetic for so many arrays of so many entries together."""
+    """Whether calls take longer than arithmetic for these numbers of arrays and entries."""
     return len(arrays) <= _FEW and size <= PIECE
 
 
 def small(sizes: list[int]) -> bool:
-    """Whether it is faster to copy arrays of these sizes into one than to look at each; none of them is empty."""
+    """Whether copying arrays of these sizes into one is faster than processing each; none of them is empty."""
     return sum(sizes) <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
 
 
 def squares(arrays: list[View], lengths: list[int]) -> View | None:
-    """Return ``Σx²`` over the arrays of each group, ``None`` if one is not of real floating point."""
+    """Return ``Σx²`` over the arrays of each group, ``None`` if one is not real floating point."""
     kinds = {array.dtype.char for array in arrays}
-    if not kinds <= _REAL or (len(kinds) > 1 and "d" in kinds):  # squares that one can hold and the other cannot
+    if not kinds <= _REAL or (len(kinds) > 1 and "d" in kinds):  # squares that one dtype can hold and the other cannot
         return None
     sizes = [array.size for array in arrays]
     if len(arrays) > 1 and kinds <= {"f", "d"} and small(sizes):
@@ -51,12 +51,12 @@ def squares(arrays: list[View], lengths: list[int]) -> View | None:
 
 
 def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
-    """Return the sum of the values of each group, none of which is empty."""
+    """Return the sum of the values of each group; no group is empty."""
     return values if len(lengths) == len(values) else [sum(some) for some in in_groups(values, lengths)]
 
 
 def squares_of_joined(flat: View, counts: Sequence[int]) -> View:
-    """Return ``Σx²`` over as many entries of a vector as each count, which is above 0, says."""
+    """Return ``Σx²`` over consecutive parts of a vector, with the given lengths above 0."""
     if len(counts) == 1:
         return np.array([_of_rows(flat)], flat.dtype)
     wide = flat.astype(np.float64)
@@ -68,7 +68,7 @@ def _squares(array: View) -> float:
     if array.itemsize >= WIDE and (array.size <= PIECE or array.flags.forc):
         return _of_rows(array.ravel("K"))
     with walk([array], "readonly", [np.result_type(array.dtype, np.float32)]) as pieces:
-        return sum(_of_rows(np.ascontiguousarray(piece)) for piece in pieces)  # BLAS adds no others
+        return sum(_of_rows(np.ascontiguousarray(piece)) for piece in pieces)  # BLAS adds no other dtypes
 
 
 def _of_rows(flat: View) -> float:
@@ -81,7 +81,7 @@ def _of_rows(flat: View) -> float:
 
 
 def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
-    """Return ``Σx²`` along axes; ``None`` if they do not lie together in memory, first or last, or are narrow."""
+    """Return ``Σx²`` along axes; ``None`` if these are not contiguous first or last axes, or are narrow."""
     way = _way_along(array.shape, axes) if array.dtype.char in "fd" else None
     if way is None:
         return None
@@ -105,13 +105,13 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
 def _way_along(
     shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int] | None:
-    """Return the shape of what is kept, the orders of axes with it first and last, its size, and a length to add."""
+    """Return the kept shape, the axis orders with it first and last, its size, and a length to add."""
     kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
     if not axes or not kept or 0 in shape:
         return None
     lengths = tuple([shape[axis] for axis in kept])
     count, covered = math.prod(lengths), math.prod([shape[axis] for axis in axes])
-    length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)  # so that nothing is left
+    length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)  # a length without a remainder
     return lengths, (*kept, *axes), (*axes, *kept), count, length
 
 
@@ -123,8 +123,8 @@ def _of_long_rows(rows: View, length: int) -> View:
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:
-    """Walk through arrays that broadcast together, in pieces; one that does not lie in a row goes through a buffer."""
-    # What an operand shares with the array that is to be changed is copied first, unless entry lies on entry.
+    """Iterate over arrays that broadcast together, in pieces; one that is not contiguous goes through a buffer."""
+    # Memory that an operand shares with the array to change is copied first, unless entries coincide.
     operands = [
         [access, "overlap_assume_elementwise"],
         *[["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1),

@@ -36,7 +36,7 @@ namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _c
 
 
 def _within(leaf: sparse.BCOO) -> Array:
-    """Return the data, float32 or wider, with 0 for entries that are padding: their index is beyond the shape."""
+    """Return the data, float32 or wider, with 0 for padding entries, whose index is beyond the shape."""
     bounds = jnp.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     inside = jnp.all(leaf.indices < bounds, axis=-1)
     data = leaf.data.astype(sum_dtype(jnp, leaf.dtype))
@@ -48,11 +48,11 @@ _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float
 
 _DOUBLE = {jnp.dtype("float64"), jnp.dtype("complex128")}
 _TOGETHER = 256
-"""For how many arrays one call is compiled."""
+"""The number of arrays for which one call is compiled."""
 
 
 def _together(arrays: list[Array]) -> bool:
-    """Whether one call can be compiled for the arrays, outside of what is being compiled already."""
+    """Whether one call can be compiled for the arrays, outside of code that is already being compiled."""
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return False
     first = arrays[0].sharding
@@ -65,7 +65,7 @@ def _first_device() -> jax.Device:
 
 
 def _in_parts(arrays: list[Array]) -> list[list[Array]]:
-    """Return lists of so many arrays that compiling for them takes seconds, not minutes."""
+    """Split lists of arrays so that each compiles in seconds, not minutes."""
     return [arrays[start : start + _TOGETHER] for start in range(0, len(arrays), _TOGETHER)]
 
 
@@ -88,7 +88,7 @@ def _squares(arrays: list[Array]) -> Array:
 
 @partial(jax.jit, static_argnums=1)
 def _sums(totals: Array, sizes: tuple[int, ...]) -> Array:
-    """Return the sums of so many totals each."""
+    """Return the sum of each group of totals."""
     ends = np.cumsum(sizes)
     return jnp.stack([jnp.sum(totals[end - size : end]) for end, size in zip(ends, sizes, strict=True)])
 
@@ -118,15 +118,15 @@ class _JAX(Backend):
         single = isinstance(device, SingleDeviceSharding) and device.device_set == {_first_device()}
         usual = device is None or (single and jax.config.jax_default_device is None)
         if usual:
-            return jnp.asarray(array)  # which takes half as long
+            return jnp.asarray(array)  # takes half as long
         if device.is_fully_addressable:
             return jax.device_put(array, device)
-        # Without asking all processes whether theirs is the same, as device_put does.
+        # Without comparing the value over all processes, as device_put does.
         return jax.make_array_from_callback(array.shape, device, lambda index: array[index])
 
     def fetched(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         if all(map(self.readable, arrays)):
-            return list(map(np.asarray, arrays))  # device_get asks more of each array than it takes to read it
+            return list(map(np.asarray, arrays))  # device_get takes longer for each array than reading it
         return list(map(np.asarray, jax.device_get(arrays)))
 
     def process(self) -> int:
@@ -192,8 +192,8 @@ class _JAX(Backend):
     def undivided(self, array: Array) -> bool:
         if not self.traced(array):
             return bool(array.sharding.is_fully_replicated)
-        # Of Auto axes a tracer shows nothing, and leaves that are divided would be gathered to be joined. To join
-        # none takes XLA up to five times as long, for a thousand leaves: so where there is one device, they are.
+        # A tracer shows nothing of Auto axes, and sharded leaves would be gathered to be joined. Joining none
+        # takes XLA up to five times as long, for a thousand leaves: so they are joined on a single device.
         spec = getattr(getattr(array.aval, "sharding", None), "spec", ())
         return jax.device_count() == 1 and all(axis is None for axis in spec)
 
@@ -217,11 +217,11 @@ class _JAX(Backend):
         return jnp.sum(jnp.zeros_like(array, dtype=dtype), axes)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
-        if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):  # which JAX promotes to nothing
+        if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):  # which JAX does not promote
             array, rebuild = self.stored(leaf.astype(jnp.float32))
             return array, lambda new: rebuild(new).astype(leaf.dtype)
         if isinstance(leaf, sparse.BCOO):
-            # Entries that occur often are summed in float32; as many stay stored as were: jit needs it.
+            # Repeated entries are summed in float32; the number of stored entries stays the same, as jit needs.
             wide = sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape)
             merged = wide.sum_duplicates(nse=leaf.nse)
             return merged.data, lambda new: sparse.BCOO((new, merged.indices), shape=leaf.shape)
@@ -241,13 +241,13 @@ class _JAX(Backend):
     def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(factor):
             return change()
-        # Compiled, donated gradients are not written again where ok holds; a conditional copies them.
+        # Compiled, donated gradients are not written again where ok is true; a conditional copies them.
         ok = jnp.all(factor == 1)
         return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
 
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
-        # nothing out of a conditional; if its branches did not differ, there would be none.
+        # nothing out of a conditional, and removes one whose branches are equal.
         if not self.traced(array):
             return array
         number = array.astype(jnp.float32) if array.dtype == bool else array

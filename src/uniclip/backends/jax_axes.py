@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Join values along named axes of JAX: those of ``jax.shard_map``, ``jax.pmap`` and ``jax.vmap``.
+"""Reduce values along named axes of JAX: those of ``jax.shard_map``, ``jax.pmap`` and ``jax.vmap``.
 
-In ``jax.shard_map`` the type of an array says along which axes it varies from device to device; that of one which does
-not is the same on all of them. With ``check_vma=False``, in ``jax.pmap`` and in ``jax.vmap`` types say nothing.
+In ``jax.shard_map`` the type of an array tells along which axes it varies from device to device; along others it is the
+same on all devices. With ``check_vma=False``, in ``jax.pmap`` and in ``jax.vmap`` types tell nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Names = tuple[Any, ...]
 
 
 def names_of(all_reduce: Any) -> Names | None:
-    """Return the axes that are named, ``None`` if none is."""
+    """Return the axes with a name, ``None`` if there is none."""
     names = (all_reduce,) if isinstance(all_reduce, str) else all_reduce
     fits = isinstance(names, tuple) and len(names) > 0 and all(isinstance(name, str) for name in names)
     return names if fits else None
@@ -37,19 +37,19 @@ def varying(array: Array) -> frozenset[Any]:
 
 
 def reducer(names: Names) -> Callable[[Array, str], Array]:
-    """Return a function that joins arrays along axes."""
+    """Return a function that reduces arrays along axes."""
     return partial(_reduced, names)
 
 
 def copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]) -> list[int]:
-    """Return how many devices along the axes hold each array; refuse what cannot be known.
+    """Return how many devices along the axes hold each array; refuse arrays for which it is unknown.
 
     Raises
     ------
     ValueError
         If there is no such axis here.
     ValueError
-        If an array varies along an axis without a name, or types say nothing and neither does ``shared``.
+        If an array varies along an axis without a name, or neither types nor ``shared`` tell which leaves are copies.
     """
     sizes = {name: _size(name) for name in names}
     unknown = [name for name in names if not _known(name)]
@@ -69,7 +69,7 @@ def copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, pla
 
 
 def _size(name: Any) -> int:
-    """Return how many devices there are along an axis."""
+    """Return the number of devices along an axis."""
     try:
         size: int = jax.lax.psum(1, name)
     except NameError as error:
@@ -82,7 +82,7 @@ def _size(name: Any) -> int:
 
 
 def _known(name: Any) -> bool:
-    """Whether types say what varies along an axis: then the number of a device along it surely does."""
+    """Whether types tell what varies along an axis: if so, the number of a device along it surely varies."""
     return name in varying(jax.lax.axis_index(name))
 
 
@@ -108,9 +108,9 @@ def _unnamed(names: Names, more: list[str], where: str) -> str:
 
 
 def _reduced(names: Names, array: Array, op: str) -> Array:
-    """Return the sum or the maximum of what devices have; one that is the same on n devices counts n times."""
+    """Return the sum or the maximum over devices; a value that is the same on n devices counts n times."""
     axes = varying(array)
-    over = tuple(name for name in names if name in axes or not _known(name))  # JAX takes no others
+    over = tuple(name for name in names if name in axes or not _known(name))  # JAX accepts no others
     if op == "max":
         return _largest(over, array) if over else array
     times = math.prod(_size(name) for name in names if name not in over)
@@ -129,7 +129,7 @@ def _largest(names: Names, array: Array) -> Array:
 
 
 def _slope(names: Names, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """Return the derivative, that of the largest, or the mean of those of several."""
+    """Return the derivative: that of the largest value, or the mean of those of several."""
     [array], [tangent] = primals, tangents
     top = _largest(names, array)
     mine = jnp.equal(array, top).astype(array.dtype)

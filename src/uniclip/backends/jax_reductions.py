@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reductions of JAX arrays whose entries lie on several devices, or in several processes."""
+"""Reductions of JAX arrays that are sharded over devices or processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from uniclip.backends.base import Array
 
 
 def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    """Have a reduction end before the next one starts where processes of CPUs share arrays.
+    """Wait for a reduction before the next one starts, where CPU processes share arrays.
 
-    There the collectives of programs that run at the same time wait for each other for ever (JAX 0.10, gloo).
+    There the collectives of programs that run at the same time deadlock (JAX 0.10, gloo).
     """
 
     @wraps(reduce)
@@ -27,7 +27,7 @@ def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def ended(array: Array) -> Array:
-    """Return an array; one that processes of CPUs share once it is computed."""
+    """Return an array, computed if it is shared by CPU processes."""
     if not isinstance(array, jax.core.Tracer) and not array.is_fully_addressable and not on_device(array):
         array.block_until_ready()
     return array
@@ -39,7 +39,7 @@ def on_device(array: Array) -> bool:
 
 
 def _max(x: Array, /, axis: Any = None, **options: Any) -> Array:
-    """Return the maximum, NaN if there is one: that of XLA drops NaN where the entries lie on several devices."""
+    """Return the maximum, NaN if there is one; that of XLA drops NaN in sharded arrays."""
     if jax.device_count() == 1 or not jnp.issubdtype(x.dtype, jnp.floating) or options or not x.size:
         return jnp.max(x, axis, **options)
     return _max_of_all(axis, x)
@@ -57,7 +57,7 @@ _with_slope: Callable[[Callable[..., Any]], Any] = partial(jax.custom_jvp, nondi
 
 @_with_slope
 def _max_of_all(axis: Any, x: Array) -> Array:
-    """Return the maximum of floating point by that of integers of the same order, where NaN is the largest."""
+    """Return the maximum of floating-point numbers by that of integers in the same order, where NaN is the largest."""
     whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     keys = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), whole)
     largest = jnp.asarray(jnp.iinfo(whole).max, whole)
@@ -66,7 +66,7 @@ def _max_of_all(axis: Any, x: Array) -> Array:
 
 
 def _slope(axis: Any, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """Return the derivative, that of the largest, or the mean of those of several."""
+    """Return the derivative: that of the largest value, or the mean of those of several."""
     [x], [tangent] = primals, tangents
     top = _max_of_all(axis, x)
     here = (x == (top if axis is None else jnp.expand_dims(top, axis))).astype(x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Which arrays share memory, asked of NumPy arrays that stand for those of any framework."""
+"""Which arrays share memory, found from NumPy arrays that stand for those of any framework."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ View: TypeAlias = np.ndarray[Any, Any]
 
 
 def overlaps_itself(view: View) -> bool:
-    """Whether several entries may lie in one place, as those of a broadcast array do."""
+    """Whether several entries may share memory, as those of a broadcast array do."""
     end = view.itemsize
     for stride, n in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
         if stride < end:
@@ -24,7 +24,7 @@ def overlaps_itself(view: View) -> bool:
 
 
 def sharing(views: list[View | None]) -> Iterator[tuple[int, int, bool]]:
-    """Yield the pairs of arrays that have memory in common, by their numbers, and whether they are the same."""
+    """Yield the pairs of arrays that share memory, by their numbers, and whether they are the same."""
     known = {number: view for number, view in enumerate(views) if view is not None and view.size}
     bounds = {number: byte_bounds(view) for number, view in known.items()}
     near: list[int] = []
@@ -43,4 +43,4 @@ def _share(view: View, other: View) -> bool:
         work: Any = 100_000  # NumPy's own type for it is too narrow
         return bool(np.shares_memory(view, other, max_work=work))
     except TooHardError:
-        return True  # not known to be apart
+        return True  # not known to be disjoint

@@ -14,7 +14,7 @@ from uniclip.backends.base import PIECE, Array, Backend
 from uniclip.backends.host import WIDE, squares, squares_along, walk
 
 _NOT_NUMPYS = 2
-"""What ``dtype.isbuiltin`` is of the types of other packages; the kind of some is one of NumPy's."""
+"""The value of ``dtype.isbuiltin`` for other packages' types, some of whose kinds are NumPy's."""
 
 
 def _isdtype(dtype: Any, kind: str) -> bool:
@@ -28,7 +28,7 @@ namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 def _scaled(array: Array, factor: Any, *, in_place: bool) -> Array:
     if array.itemsize >= WIDE:
         return np.multiply(array, factor, out=array if in_place else None)
-    array = array if in_place else array.copy("K")  # no wide copy of all of it
+    array = array if in_place else array.copy("K")  # avoids a wide copy of all of it
     with walk([array], "readwrite") as pieces:
         for piece in pieces:
             piece[...] = piece * np.float32(factor)
@@ -40,7 +40,7 @@ class _NumPy(Backend):
         return np.promote_types(dtype, np.float64)
 
     def is_array(self, leaf: Any) -> bool:
-        # The product of matrices is not that of their entries, and what masked entries count is not said.
+        # A matrix product is not elementwise, and whether masked entries count is undefined.
         if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, (np.ndarray, np.generic)):
             return False
         # A format of exponents alone has neither zero nor negative numbers.
@@ -73,7 +73,7 @@ class _NumPy(Backend):
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         if not in_place and all([array.itemsize >= WIDE for array in arrays]):
-            return list(map(mul, arrays, factors))  # a number of Python's leaves the dtype as it is
+            return list(map(mul, arrays, factors))  # a Python number keeps the dtype
         return [_scaled(array, factor, in_place=in_place) for array, factor in zip(arrays, factors, strict=True)]
 
     def large(self, array: Array) -> bool:
@@ -99,7 +99,7 @@ class _NumPy(Backend):
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         if axes is None or array.dtype != np.float32:
             return np.sum(array, axis=axes)
-        # NumPy adds pairwise, which is accurate, only over the whole of an array.
+        # NumPy's accurate pairwise sum is used only over the whole of an array.
         return np.sum(array, axis=axes, dtype=np.float64).astype(np.float32)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
-from tensorflow.python.eager import record  # there is no public question
+from tensorflow.python.eager import record  # there is no public function for it
 from tensorflow.python.ops import control_flow_util
 
 from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, in_groups, on_accelerator, sum_dtype
@@ -33,9 +33,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 _GPUS = tf.config.list_physical_devices("GPU")
 _ROW = 16
-"""How many entries are added in a row: XLA adds one by one, and the errors of equal entries have one sign."""
+"""How many entries are added in a row: XLA adds sequentially, and the errors of equal entries have one sign."""
 _VIEWED = {tf.float32, tf.float64, tf.bool, tf.int32, tf.int64}
-"""The dtypes of what follows from norms."""
+"""The dtypes of values computed from norms."""
 _FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
@@ -68,7 +68,7 @@ def _clip(x: Array, min: Any = None, max: Any = None) -> Array:  # noqa: A002 - 
 
 
 def _where(condition: Array, x: Any, y: Any, /) -> Array:
-    """Choose; a number becomes as wide as the array beside it."""
+    """Choose elementwise; a number gets the dtype of the array beside it."""
     x = x if hasattr(x, "dtype") else tf.constant(x, y.dtype)
     return tf.where(condition, x, y if hasattr(y, "dtype") else tf.constant(y, x.dtype))
 
@@ -88,18 +88,18 @@ def _isfinite(x: Array) -> Array:
 
 def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
     def extreme(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
-        """Return the maximum or minimum, NaN if there is one: XLA's own pass over NaN."""
+        """Return the maximum or minimum, NaN if there is one; XLA's own drop NaN."""
         found = reduce(x, axis, keepdims)
         if not x.dtype.is_floating:
             return found
-        # Made of the NaN that is there: a constant would alarm those who look for it.
+        # Uses the NaN that is there: a constant would trigger NaN debuggers.
         return found + tf.reduce_sum(tf.where(tf.math.is_nan(x), x, tf.zeros_like(x)), axis, keepdims)
 
     return extreme
 
 
 def _sort(x: Array, /, *, axis: int = -1) -> Array:
-    # tf.sort reads its axis to the host, which is a tensor there.
+    # tf.sort reads its axis on the host, which is a tensor there.
     order = list(range(x.shape.rank))
     order.append(order.pop(axis))
     last = -tf.nn.top_k(-tf.transpose(x, order), x.shape[axis]).values
@@ -238,7 +238,7 @@ class _TensorFlow(Backend):
     one_pass = on_accelerator
 
     def large(self, array: Array) -> bool:
-        # Without XLA, code that is traced would make the copy too.
+        # Without XLA, traced code would make the copy too.
         narrow = array.dtype in {tf.float16, tf.bfloat16}
         return narrow and array.shape.is_fully_defined() and array.shape.num_elements() > PIECE
 
@@ -247,7 +247,7 @@ class _TensorFlow(Backend):
             return tf.reduce_sum(array, axes)
         if axes is None:
             return _in_rows(array, lambda rows: tf.reduce_sum(rows, -1))
-        # Along axes TensorFlow adds float32 entries one by one.
+        # Along axes TensorFlow adds float32 entries sequentially.
         return tf.cast(tf.reduce_sum(tf.cast(array, tf.float64), axes), tf.float32)
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
@@ -291,7 +291,7 @@ class _TensorFlow(Backend):
 
     def once(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
-        # nothing out of a conditional; if its branches did not differ, there would be none.
+        # nothing out of a conditional, and removes one whose branches are equal.
         if not self.traced(array):
             return array
         number = tf.cast(array, tf.float32) if array.dtype.is_bool else array
@@ -315,17 +315,17 @@ def _squares_of(rows: Array) -> Array:
 def _viewed(array: Array) -> np.ndarray[Any, Any]:
     """Return the memory of an eager tensor as a NumPy array."""
     if array.dtype != tf.bfloat16:
-        return np.asarray(memoryview(array))  # the fastest way, but it knows no bfloat16
-    return np.asarray(array if array.shape.rank else array.numpy())  # a 0-d one has no ``__array__`` that works
+        return np.asarray(memoryview(array))  # the fastest way, but it does not know bfloat16
+    return np.asarray(array if array.shape.rank else array.numpy())  # ``__array__`` of a 0-d one does not work
 
 
 def _in_xla() -> bool:
-    """Whether XLA will compile what is being traced; there is no public question."""
+    """Whether XLA will compile what is being traced; there is no public function for it."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def _in_rows(array: Array, total: Callable[[Array], Array]) -> Array:
-    """Return the sum of the totals of short rows, in double precision: XLA adds the entries of a row one by one."""
+    """Return the sum of the totals of short rows in float64, since XLA adds the entries of a row sequentially."""
     size = array.shape.num_elements()
     flat = tf.reshape(array, [-1])
     if size is None or size <= _ROW:
@@ -337,9 +337,9 @@ def _in_rows(array: Array, total: Callable[[Array], Array]) -> Array:
 
 
 def _merged(slices: tf.IndexedSlices) -> Array:
-    """Return the values, float32 or wider, with each row's sum at its first place, and zeros where it occurs again.
+    """Return the values, float32 or wider, with each row's sum at its first occurrence, and zeros at later ones.
 
-    So many rows come out as went in: XLA needs to know how many, and the indices stay as they are.
+    The number of rows stays the same, as XLA must know it, and so do the indices.
     """
     count = tf.size(slices.indices)
     _, row = tf.unique(tf.reshape(slices.indices, [-1]))

@@ -44,7 +44,7 @@ def _result_type(*dtypes: torch.dtype) -> torch.dtype:
 
 
 _NARROW = {dtype: torch.finfo(dtype).max for dtype in (torch.float16, torch.bfloat16, torch.float32)}
-"""The largest numbers of the dtypes that cannot hold all of Python's."""
+"""The largest numbers of the dtypes that cannot hold all Python numbers."""
 
 
 def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -52,21 +52,21 @@ def _asarray(value: Any, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value if dtype is None else value.to(dtype)
     if torch.compiler.is_compiling() and isinstance(value, (float, torch.SymFloat)):
-        return torch.ones((), dtype=dtype) * value  # else torch.compile takes the number for a constant
+        return torch.ones((), dtype=dtype) * value  # else torch.compile treats the number as a constant
     if isinstance(value, float) and dtype in _NARROW and abs(value) > _NARROW[dtype]:
-        return torch.full((), value, dtype=torch.float64).to(dtype)  # ∞, as elsewhere, and no error
+        return torch.full((), value, dtype=torch.float64).to(dtype)  # ∞, as elsewhere, instead of an error
     if isinstance(value, (bool, int, float, torch.SymInt)):
         return torch.full((), value, dtype=dtype)  # torch.export cannot save constants inside torch.cond
     return compat.asarray(np.array(value) if hasattr(value, "__array__") else value, dtype=dtype)
 
 
 def _isfinite(x: torch.Tensor, /) -> torch.Tensor:
-    """Ask in two operations, where PyTorch takes four."""
+    """Check in two operations, where PyTorch takes four."""
     return x - x == 0
 
 
 def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002 - the standard's names
-    """Clip by one operation where bounds are numbers; array-api-compat, which also takes arrays, does more."""
+    """Clip in one operation where bounds are numbers; array-api-compat, which also takes arrays, does more."""
     numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
     return torch.clamp(x, min, max) if numbers and x.is_floating_point() else compat.clip(x, min, max)
 
@@ -89,9 +89,9 @@ _FLOATS = {*SINGLE, *_DOUBLE, torch.complex64}
 _CPU = torch.device("cpu")
 _REAL = {torch.float32, torch.float64}
 _VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
-"""The dtypes of what follows from norms."""
+"""The dtypes of values computed from norms."""
 _STORED = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
-"""Formats to keep numbers in, with which PyTorch does not calculate: they are worked on as float32."""
+"""Storage formats, with which PyTorch does not compute: they are converted to float32."""
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES_TAKEN = {*_FLOATS, *_STORED, *_INTEGERS, torch.complex32}
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
@@ -108,11 +108,11 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (lambda x: x.is_quantized, "it is quantized; use dequantize()"),
     (lambda x: x.dtype not in _DTYPES_TAKEN, "PyTorch does not calculate with {0.dtype}; use to(torch.float32)"),
 ]
-"""Kinds of tensors that cannot be clipped, why, and what to make of them first."""
+"""Kinds of tensors that cannot be clipped, why, and what to convert them to."""
 
 
 class _Memory:
-    """What NumPy may know of a tensor's memory; it looks at the address, never at what is there."""
+    """A tensor's memory as NumPy sees it, for its address only; the contents are never read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -126,10 +126,10 @@ class _Memory:
 
 
 def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
-    """Return the operand, a copy if it is another view of the array that is to be changed."""
-    if torch.compiler.is_compiling():  # which reads before it writes
+    """Return the operand, copied if it is another view of the array to change."""
+    if torch.compiler.is_compiling():  # it reads before it writes
         return operand
-    # Memory is looked at only where there is some of one's own.
+    # The memory of subclasses and of traced tensors is unknown.
     unknown = type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing()
     same = unknown or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
     return operand.clone() if same else operand
@@ -141,12 +141,12 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     tensors = isinstance(first, torch.Tensor)
     same = all([one is first if tensors else one == first for one in factors]) and not (tensors and first.ndim)
     if isinstance(first, float) and any([array.dtype in _HALVES for array in arrays]):
-        factors = torch.tensor(factors, dtype=torch.float64).unbind()  # numbers of Python's become as narrow first
+        factors = torch.tensor(factors, dtype=torch.float64).unbind()  # Python numbers are narrowed first
     return factors[0] if same else list(factors)
 
 
 def groups_of(all_reduce: Any) -> list[Any] | None:
-    """Return the process groups of a group or a mesh, ``None`` if it is neither."""
+    """Return the process groups of a group or a mesh, ``None`` for anything else."""
     if not torch.distributed.is_available():
         return None
     if isinstance(all_reduce, torch.distributed.ProcessGroup):
@@ -158,7 +158,7 @@ def groups_of(all_reduce: Any) -> list[Any] | None:
 
 
 def _all_reduce(groups: Sequence[Any], array: Array, op: Literal["sum", "max"]) -> Array:
-    """Return an array reduced over process groups, one after the other; it is a new one."""
+    """Return a new array, reduced over process groups one after the other."""
     operation = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
     array = array.clone()
     for group in groups:
@@ -184,7 +184,7 @@ class _Torch(Backend):
         return True
 
     def _inside(self, leaf: Any, *, gradient: bool) -> Any:
-        """Return the local tensor of a distributed one that needs no care; ``None`` of all else."""
+        """Return the local tensor of a distributed one without special cases; ``None`` for anything else."""
         if not is_dtensor(leaf) or (gradient and isinstance(leaf, torch.nn.Parameter)):
             return None
         care = dtensor.is_partial(leaf) or (leaf.requires_grad and torch.is_grad_enabled()) or in_forward_mode()
@@ -223,7 +223,7 @@ class _Torch(Backend):
         arrays = [array.detach() for array in arrays]
         if all([array.is_cpu for array in arrays]):
             return [array.clone() for array in arrays]
-        kept = list(arrays)  # a CUDA graph writes over what its last run returned
+        kept = list(arrays)  # a CUDA graph overwrites the outputs of its last run
         for numbers in _by_device(arrays):
             flat = torch.cat([arrays[number].reshape(-1) for number in numbers])
             pieces = flat.split([arrays[number].numel() for number in numbers])
@@ -284,7 +284,7 @@ class _Torch(Backend):
         by = _operands(arrays, factors)
         if not in_place:
             new = torch._foreach_mul(arrays, by)  # noqa: SLF001
-            # 0-d ones have become as wide as the factor.
+            # 0-d ones now have the dtype of the factor.
             return [one.to(old.dtype) for one, old in zip(new, arrays, strict=True)]
         if any([array.is_neg() or array.is_conj() for array in arrays]):
             return None
@@ -313,7 +313,7 @@ class _Torch(Backend):
         return not tracing() and not norm.is_cpu
 
     def large(self, array: Array) -> bool:
-        if type(array) is not torch.Tensor or self.traced(array):  # whose size may be a symbol
+        if type(array) is not torch.Tensor or self.traced(array):  # whose size may be symbolic
             return False
         return array.numel() > PIECE and not recorded(array)  # derivatives would keep every piece anyway
 
@@ -333,7 +333,7 @@ class _Torch(Backend):
             array, rebuild = self.stored(leaf.to(torch.float32))
             return array, lambda new: rebuild(new).to(leaf.dtype)
         if leaf.layout is torch.sparse_coo:
-            # Entries that occur often are summed in float32, not in half precision.
+            # Repeated entries are summed in float32, not in half precision.
             merged = leaf if leaf.is_coalesced() else leaf.to(sum_dtype(self.xp, leaf.dtype)).coalesce()
             return merged.values(), lambda new: torch.sparse_coo_tensor(
                 merged.indices(), new, leaf.shape, is_coalesced=True, check_invariants=False
@@ -375,13 +375,13 @@ class _Torch(Backend):
         return super().reducer(all_reduce) if groups is None else partial(_all_reduce, groups)
 
     def joined_dtype(self, dtype: Any, array: Array) -> Any:
-        narrow = array is not None and array.device.type == "mps"  # has no doubles
+        narrow = array is not None and array.device.type == "mps"  # has no float64
         return dtype if narrow else torch.float64
 
     def replicated(self, array: Array, operand: Array) -> Array:
         if is_dtensor(operand):
             return operand
-        if operand.ndim or array.is_meta:  # every device but that one takes 0-d tensors of the CPU
+        if operand.ndim or array.is_meta:  # every other device accepts 0-d CPU tensors
             operand = operand.to(array.device)
         return dtensor.replicated(array, operand) if is_dtensor(array) else operand
 
@@ -442,7 +442,7 @@ class _Torch(Backend):
 
 
 def _by_device(arrays: list[Array]) -> list[list[int]]:
-    """Return the numbers of the arrays of each device and dtype."""
+    """Return the numbers of the arrays by device and dtype."""
     found: dict[Any, list[int]] = {}
     for number, array in enumerate(arrays):
         found.setdefault((array.device, array.dtype), []).append(number)

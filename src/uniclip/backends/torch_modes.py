@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""What PyTorch does with the code that is running: whether it is traced, and whether derivatives are worked out.
+"""The state of PyTorch around the running code: whether it is traced, and whether derivatives are computed.
 
-These questions are asked at every call, so most are one call into PyTorch's core: about 0.03 µs.
+These functions are called at every step, so most are one call into PyTorch's core: about 0.03 µs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-# PyTorch has no public questions for any of these.
+# PyTorch has no public functions for any of these.
 _C = torch._C  # noqa: SLF001
 _MODES = _C._TorchDispatchModeKey  # noqa: SLF001
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def tracing() -> bool:
-    """Whether the code that is running is recorded to run later on other values, or runs on tensors without values."""
+    """Whether the running code is recorded to run later on other values, or runs on tensors without values."""
     return (
-        torch.compiler.is_compiling()  # the first one: a compiler knows the answer, and none of the others
+        torch.compiler.is_compiling()  # first, as a compiler knows only this answer
         or in_transform()
         or (_C._len_torch_dispatch_stack() > 0 and _any_tracer())  # noqa: SLF001
         or _C._is_tracing()  # noqa: SLF001 - torch.jit.trace
@@ -33,7 +33,7 @@ def tracing() -> bool:
 
 
 def valueless(array: Any) -> bool:
-    """Whether an array has no values to read, wherever it is used: a tensor of the device ``meta``, or a fake one."""
+    """Whether an array has no values anywhere: a tensor of the device ``meta``, or a fake one."""
     if not isinstance(array, torch.Tensor):
         return False  # a number
     if type(array) is torch.Tensor:
@@ -42,7 +42,7 @@ def valueless(array: Any) -> bool:
 
 
 def _any_tracer() -> bool:
-    """Whether make_fx, aot_function or FakeTensorMode is at work; other modes, which count or log, see real values."""
+    """Whether make_fx, aot_function or FakeTensorMode is active; other modes, which count or log, see real values."""
     return any([_C._get_dispatch_mode(key) is not None for key in _TRACERS])  # noqa: SLF001
 
 
@@ -52,7 +52,7 @@ def _before_dispatch() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether ``torch.func`` is transforming the caller: then a value may stand for many."""
+    """Whether ``torch.func`` transforms the caller, so that a value may stand for many."""
     return bool(_C._functorch.get_dynamic_layer_stack_depth())  # noqa: SLF001
 
 
@@ -68,24 +68,24 @@ def one_for_all(array: torch.Tensor) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether derivatives are worked out forward."""
+    """Whether derivatives are computed forward."""
     return bool(forward_ad._current_level >= 0)  # noqa: SLF001
 
 
 def recorded(array: torch.Tensor) -> bool:
-    """Whether derivatives with respect to the array are being worked out."""
+    """Whether derivatives with respect to the array are recorded."""
     return in_forward_mode() or (array.requires_grad and torch.is_grad_enabled())
 
 
 def at_home(array: Any) -> AbstractContextManager[Any] | None:
-    """Return what makes new tensors where ``array`` is: on its device, and fake if it is; ``None`` if they are so.
+    """Return a context for new tensors on the device of ``array``, fake if it is; ``None`` if none is needed.
 
-    A tensor of one device cannot be combined with one that was made on the default device of the user.
+    A tensor of one device cannot be combined with one on the user's default device.
     """
     if isinstance(array, FakeTensor):
         mode: AbstractContextManager[Any] = array.fake_mode  # it may be used outside of its mode
         return mode
     # A default device is a mode for functions; a compiler takes this class for one, not torch.device itself.
-    # With none, new tensors are on the CPU, and every device but one takes 0-d tensors from there.
+    # Without one, new tensors are on the CPU, and every device but one accepts 0-d tensors from there.
     apart = array is not None and (_C._len_torch_function_stack() > 0 or array.is_meta)  # noqa: SLF001
     return DeviceContext(array.device) if apart else None

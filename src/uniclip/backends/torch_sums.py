@@ -15,17 +15,17 @@ from uniclip.backends.host import few, small, squares, squares_of_joined, sums_o
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 
 _ROW = 256
-"""How many squares are added in a row: so few keep precision even if equal, and rows are read as fast as memory is."""
+"""How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
 _SHORT = 2**11
-"""Up to how many entries a copy in double precision takes no longer than norms of rows."""
+"""The number of entries up to which a float64 copy takes no longer than norms of rows."""
 _SMALL = 2**14
-"""Up to how many entries it is faster to copy arrays into one than to look at each."""
+"""The number of entries up to which copying arrays into one is faster than processing each."""
 _KEPT = 2**22
-"""Of how many entries, about, norms of rows are kept before these are added: the memory for them is limited."""
+"""For how many entries, about, norms of rows are kept before they are added, to bound the memory."""
 
 
 def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return vectors of the same norm together, which are short: the norms of rows, and the entries that are left."""
+    """Return short vectors with the same joint norm: the norms of rows, and the remaining entries."""
     if flat.numel() < _SHORT:
         return [flat]
     whole = flat.numel() - flat.numel() % _ROW
@@ -47,7 +47,7 @@ def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
 
 
 def _total(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> float | None:
-    """Return the sum of squares of arrays, ``None`` if one of them does not lie in a row."""
+    """Return the sum of squares of arrays, ``None`` if one of them is not contiguous."""
     total, parts, entries = 0.0, [], 0
     for flat in _vectors(arrays, wide):
         if flat is None:
@@ -62,7 +62,7 @@ def _total(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> float | None:
 
 
 def _vectors(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Tensor | None]:
-    """Yield the entries of arrays in pieces, small arrays together; ``None`` for one that does not lie in a row."""
+    """Yield the entries of arrays in pieces, small arrays together; ``None`` for one that is not contiguous."""
     small: list[torch.Tensor] = []
     entries = 0
     for array in arrays:
@@ -92,15 +92,15 @@ def _dot(parts: list[torch.Tensor]) -> float:
 
 
 def squares_in_double(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor | None:
-    """Return the sums of squares in double precision, to which a compiler converts each entry where it is read."""
-    if any(array.dtype not in SINGLE or array.device.type == "mps" for array in arrays):  # has no doubles
+    """Return the sums of squares in float64, to which a compiler converts each entry where it is read."""
+    if any(array.dtype not in SINGLE or array.device.type == "mps" for array in arrays):  # has no float64
         return None
     return _by_group([array.float().double().square().sum() for array in arrays], lengths)
 
 
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Return the sums of squares on an accelerator, in double precision: there is no second look at what overflowed."""
-    narrow = arrays[0].device.type == "mps"  # has no doubles
+    """Return the sums of squares on an accelerator in float64, so that nothing overflows and needs a second pass."""
+    narrow = arrays[0].device.type == "mps"  # has no float64
     norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)  # noqa: SLF001
     if len(lengths) == 1:
         norms = torch.stack(norms)
@@ -110,7 +110,7 @@ def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
 
 
 def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
-    """Return the sums of squares along axes on an accelerator, in double precision; ``None`` for norms of entries."""
+    """Return the sums of squares along axes on an accelerator in float64; ``None`` for norms of entries."""
     if arrays[0].device.type == "mps" or not all(axes):
         return [None] * len(arrays)
     norms = [torch.linalg.vector_norm(a, dim=some, dtype=torch.float64) for a, some in zip(arrays, axes, strict=True)]
@@ -120,14 +120,14 @@ def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list
 
 
 def _by_group(totals: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Return the totals of arrays as those of their groups."""
+    """Return the totals of groups from those of arrays."""
     if len(totals) == len(lengths):
         return torch.stack(totals)
     return torch.stack([torch.stack(list(some)).sum() for some in in_groups(totals, lengths)])
 
 
 def _flat(array: torch.Tensor) -> torch.Tensor | None:
-    """Return a real array as a vector without a copy, ``None`` if it does not lie in a row."""
+    """Return a real array as a vector without a copy, ``None`` if it is not contiguous."""
     if array.is_contiguous():
         return array.view(-1)
     ordered = in_order(array)
@@ -135,5 +135,5 @@ def _flat(array: torch.Tensor) -> torch.Tensor | None:
 
 
 def in_order(array: torch.Tensor) -> torch.Tensor:
-    """Return the array with its axes as they lie in memory."""
+    """Return the array with its axes in memory order."""
     return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """See what clipping does: record a run, read it, replay other rules on it, and choose a limit.
 
-Nothing of it is imported by ``import uniclip``, and matplotlib only where something is drawn.
+``import uniclip`` does not import it, and matplotlib is imported only for drawing.
 """
 
 from __future__ import annotations

@@ -21,24 +21,24 @@ Array = np.ndarray[Any, Any]
 
 STABLE, OUTLIERS, UNSTABLE, TOO_LITTLE = "stable", "outliers", "unstable", "too little data"
 FEWEST = 100
-"""How many norms are needed, for the verdict that a run is stable."""
+"""The number of norms needed for the verdict that a run is stable."""
 FEWEST_LATER = 50
-"""How many of them after the warm-up."""
+"""The number of them needed after the warm-up."""
 WARM_UP, WARM_UP_STEPS = 0.1, 20
-"""What is left out at the beginning: this share of the steps, and at least so many."""
+"""What is left out at the beginning: this share of the steps, and at least this number."""
 QUANTILE = 90
 PREFIX = 10
-"""How many norms before an explosion say what was usual."""
+"""The number of norms before an explosion that tell what was usual."""
 NEAR = 2
-"""A recorded limit up to so many times the wanted one is as good as it."""
+"""A recorded limit up to this multiple of the wanted one is as good as it."""
 OUTLIER_SHARE, FEWEST_OUTLIERS, LOUD = 0.005, 3, 10
-"""Spikes count as outliers if they are this share of the steps and so many, or one is so many times the median."""
+"""Spikes count as outliers from this share and number of steps on, or if one is this multiple of the median."""
 HALF = 0.5
 SMALLEST, LARGEST = 2.0**-126, 1e38
 """Limits are suggested only between these, which float32 holds: smaller ones may be rounded to 0 there, larger ones
 limit nothing."""
 _FAR = 1e150
-"""Norms and losses beyond it count as it: sums of them would overflow."""
+"""Norms and losses are clamped to it, since sums of larger ones would overflow."""
 _LINE = 100
 NORMALIZER = (
     "there clipping is a normalizer, and the learning rate sets the length of the steps. "
@@ -47,7 +47,7 @@ NORMALIZER = (
 
 
 class Advice(NamedTuple):
-    """What `suggest` found; ``str()`` of it is a text for a terminal.
+    """The result of `suggest`; ``str()`` of it is a text for a terminal.
 
     Attributes
     ----------
@@ -57,10 +57,17 @@ class Advice(NamedTuple):
     reasons : list of str
         A sentence for each number and decision.
     table : WhatIf
-        What these limits, two between them and the recorded one would have done to the norms that count; of too little
-        data what limits around the median would have done.
+        The effect that these limits, two between them and the recorded one would have had on the norms that count;
+        with too little data the effect of limits around the median.
     record_at : float or None
-        The limit to record another run with, where this one cannot tell.
+        The limit for another recorded run, if this run is not enough.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> print(insight.suggest(record).reasons[0])
+    The loss, as medians of 10 steps, went from 0.946 to 0.0192 and did not rise.
     """
 
     verdict: str
@@ -88,16 +95,16 @@ class Advice(NamedTuple):
 def suggest(record: Record) -> Advice:
     """Say whether a run was stable, and which three limits to try.
 
-    A stable run is one whose norms and losses stay finite and whose loss, as a median of 10 steps, never rises above
-    its least value so far by more than 20 % of what it falls by in all, nor by more than three times the noise of a
-    single step. Of such a run c is the 90th percentile of the norms after the warm-up. Of an unstable one only the
-    steps before the trouble count: with their median it is to be recorded again, unless it was clipped at that or below
-    already; then the learning rate is to be lowered, and c is a quarter of the lesser of the two.
+    In a stable run norms and losses stay finite, and the loss, as a median of 10 steps, never rises above its minimum
+    so far by more than 20 % of its total decrease and three times the noise of a single step. Then c is the 90th
+    percentile of the norms after the warm-up. Of an unstable run only the steps before the trouble count: the advice
+    is to record it again with their median as the limit. If it was already clipped at that or below, the advice is to
+    lower the learning rate, and c is a quarter of the smaller of the two.
 
     Parameters
     ----------
     record : Record
-        Best of a full run that was clipped at 1.0: its norms are measured before clipping.
+        Preferably of a full run that was clipped at 1.0; norms are measured before clipping.
 
     Returns
     -------
@@ -106,18 +113,20 @@ def suggest(record: Record) -> Advice:
     Raises
     ------
     TypeError
-        If ``record`` is no `Record`.
+        If ``record`` is not a `Record`.
 
     Notes
     -----
-    No single number is given: with a tuned learning rate none was found to be reliably better than 1.0. Steps that are
-    not finite and were skipped are outliers; without losses, norms that grow tenfold are taken for instability.
+    It returns no single number: with a tuned learning rate none was found to be reliably better than 1.0. Steps that
+    are not finite and were skipped are outliers; without losses, tenfold growth of the norms counts as instability.
 
     Examples
     --------
-    ::
-
-        print(insight.suggest(insight.read("run.jsonl")))
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> advice = insight.suggest(record)
+    >>> advice.verdict, advice.limits
+    ('outliers', (0.37, 1.5, 5.9))
     """
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
     record = record._replace(norms=_near(record.norms), losses=_near(record.losses))
@@ -135,14 +144,14 @@ def suggest(record: Record) -> Advice:
 
 
 def recorded_limit(record: Record) -> float:
-    """Return the limit that a run was clipped at: the median, ∞ if most steps had none."""
+    """Return the limit of a run: the median, or ∞ if most steps had none."""
     limits = record.limits[~np.isnan(record.limits)]
     limits = np.where(limits < UNLIMITED, limits, math.inf)
     return float(np.median(limits)) if len(limits) else math.inf
 
 
 def _stable(record: Record, known: Array, start: int) -> Advice:
-    """Return the advice for a run that kept its course: the percentile of the norms that are no spikes."""
+    """Return the advice for a stable run: the percentile of the norms that are not spikes."""
     first = record.steps[start]
     found = [spike for spike in spikes(record) if spike.step >= first]
     usual = known & ~np.isin(record.steps, [spike.step for spike in found])
@@ -160,7 +169,7 @@ def _stable(record: Record, known: Array, start: int) -> Advice:
 
 
 def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
-    """Return the advice for a run that left its course: nothing after that counts."""
+    """Return the advice for an unstable run; nothing after the trouble counts."""
     prefix = record.norms[: trouble.before][known[: trouble.before]]
     limit, reasons = recorded_limit(record), [trouble.reason]
     if len(prefix) < PREFIX or not _limits(float(np.median(prefix))):
@@ -188,7 +197,7 @@ def _unstable(record: Record, known: Array, trouble: Trouble) -> Advice:
 
 
 def _advice(record: Record, verdict: str, c: float, reasons: list[str], again: float | None = None) -> Advice:
-    """Return advice with what follows from its limits."""
+    """Return advice with the text that follows from its limits."""
     limits = _limits(c)
     own = recorded_limit(record)
     tried = {*limits, *(_rounded(c * factor) for factor in (0.5, 2) if limits), *([] if math.isinf(own) else [own])}
@@ -204,7 +213,7 @@ def _advice(record: Record, verdict: str, c: float, reasons: list[str], again: f
 
 
 def _limits(c: float) -> tuple[float, ...]:
-    """Return the limits to try around c; none where one would be out of range."""
+    """Return the limits to try around c; none if one of them would be out of range."""
     return (_rounded(c / 4), _rounded(c), _rounded(4 * c)) if c >= 4 * SMALLEST and 4 * c <= LARGEST else ()
 
 
@@ -215,7 +224,7 @@ def _near(values: Array) -> Array:
 
 
 def _about(record: Record) -> list[str]:
-    """Return what is to be known of the norms that were recorded."""
+    """Return a description of the recorded norms."""
     reasons = []
     if record.scope == "each_leaf":
         reasons += ["The norms are the largest of a leaf: these are limits for each leaf, as uc.by_norm has."]
@@ -231,7 +240,7 @@ def _about(record: Record) -> list[str]:
 
 
 def _outliers(found: list[Spike], steps: int) -> tuple[bool, str]:
-    """Return whether spikes make outliers, and what they are."""
+    """Return whether spikes count as outliers, with a description of them."""
     if not found:
         return False, "No step stands out from those before it."
     ratios = [spike.ratio for spike in found if not math.isnan(spike.ratio)]

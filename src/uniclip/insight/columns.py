@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The lines of a recorded run as columns, and the check of each value on the way."""
+"""The lines of a recorded run as columns, with a check of each value."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Array: TypeAlias = np.ndarray[Any, Any]
 NUMBERS = {int, float, bool, type(None)}
 _SCOPES = ("all_leaves", "each_leaf", "other")
 _WHOLE = 2**63
-"""What whole numbers are below."""
+"""An upper bound of integers."""
 _TOO_LARGE = "a number that float64 holds"
 _NORM = "a norm, at least 0"
 
 
 class Line(NamedTuple):
-    """What was recorded of a step, and on which line of the file."""
+    """The values recorded for a step, and the number of its line in the file."""
 
     number: int
     values: dict[str, Any]
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON; ``None`` if it is none, or is nested too deeply to be a record."""
+    """Parse JSON; ``None`` if it is not valid, or nested too deeply to be a record."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -39,13 +39,13 @@ def parsed(text: str | bytes) -> Any:
 
 
 def refuse(name: str, number: int, what: str) -> NoReturn:
-    """Say which line of which file is damaged, and how."""
+    """Raise an error that says which line of which file is damaged, and how."""
     msg = f"{name}, line {number}: {what}"
     raise ValueError(msg)
 
 
 def checked_header(name: str, number: int, header: dict[str, Any]) -> dict[str, Any]:
-    """Return a header; refuse one of a newer format, or with a value that is not of its kind."""
+    """Return a header; refuse a newer format, or a value of the wrong kind."""
     version = header["uniclip"]
     if type(version) is not int or version < 1:
         refuse(name, number, f'"uniclip" must be the number of the format, {FORMAT}, got {short(version)}')
@@ -75,7 +75,7 @@ def _is_size(value: Any) -> bool:
 
 
 def ascending(name: str, lines: list[Line]) -> list[Line]:
-    """Drop what was recorded before a run was resumed from an earlier step."""
+    """Drop lines from before a run was resumed at an earlier step."""
     kept: list[Line] = []
     for line in lines:
         step = line.values.get("step")
@@ -106,14 +106,14 @@ class Table(NamedTuple):
             self._refuse(key, _in_range, _TOO_LARGE)
 
     def norms(self, key: str) -> Array:
-        """Return the numbers of a key, none of which may be below 0."""
+        """Return the numbers of a key, none of which may be negative."""
         column = self.column(key)
         if (column < 0).any():
             self._refuse(key, lambda value: value is None or not value < 0, _NORM)
         return column
 
     def flags(self, key: str, *, usual: bool) -> Array:
-        """Return the flags of a key, the usual one where there is none."""
+        """Return the flags of a key, the default where there is none."""
         values = [line.values.get(key, usual) for line in self.lines]
         if not set(map(type, values)) <= {bool}:
             self._refuse(key, lambda value: type(value) is bool, "true or false")
@@ -124,7 +124,7 @@ class Table(NamedTuple):
         return np.asarray([key in line.values for line in self.lines], bool)
 
     def rows(self, key: str, count: int) -> Array:
-        """Return the norms in the lists of a key, ``(m, count)``, a row for each of the m lines that have one."""
+        """Return the norms in the lists of a key, ``(m, count)``, one row for each of the m lines that have it."""
         lists = [line.values[key] for line in self.lines if key in line.values]
         if not all([_is_row(row, count) for row in lists]):
             self._refuse(key, lambda row: _is_row(row, count), f"{count} norms, as the first line names")
@@ -143,7 +143,7 @@ class Table(NamedTuple):
         return {type(line.values.get(key)) for line in self.lines} <= NUMBERS
 
     def _refuse(self, key: str, fits: Callable[[Any], bool], wanted: str) -> NoReturn:
-        """Refuse the first line whose value does not fit."""
+        """Refuse the first line with an invalid value."""
         line = next(line for line in self.lines if key in line.values and not fits(line.values[key]))
         refuse(self.name, line.number, f"{key} must be {wanted}, got {short(line.values[key])}")
 
@@ -153,5 +153,5 @@ def _is_row(row: Any, count: int) -> bool:
 
 
 def _in_range(value: Any) -> bool:
-    """Whether a number, or ``None``, can be one of float64."""
+    """Whether a number, or ``None``, is in the range of float64."""
     return type(value) is not int or abs(value) <= sys.float_info.max

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command ``uniclip``: what a recorded run says, in the terminal or as a page."""
+"""The command ``uniclip``: report on a recorded run, in the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from uniclip.insight.record import Record
 from uniclip.insight.spikes import FEWEST, WINDOW, Spike, Z, spikes
 
 _PROBLEM = 2
-"""The status of a file that cannot be read or written, and of a library that is missing, as of wrong arguments."""
+"""The exit status for an unreadable or unwritable file or a missing library, as for wrong arguments."""
 _MOST = 20
-"""How many spikes a report in the terminal lists."""
+"""The number of spikes in a report in the terminal."""
 _LARGE = 5_000_000
-"""From how many bytes on reading takes about a second."""
+"""The file size in bytes from which reading takes about a second."""
 _FILE = "a file of uniclip.insight.Recorder, a trainer_state.json of Hugging Face, or a metrics.csv of Lightning"
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0; 2 where a file or library is missing, damaged, or cannot be written.
+        The exit status: 0, or 2 if a file or library is missing or damaged, or a file cannot be written.
     """
     parser = _parser()
     chosen = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(chosen.run(chosen), flush=True)  # noqa: T201 - a command prints
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else f"{error}")
     except (ModuleNotFoundError, _RefusedError) as error:
@@ -63,17 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _RefusedError(Exception):
-    """A file that is not a record, or is one that a page would replace."""
+    """A file that is not a record, or one that a page would overwrite."""
 
 
 def _complain(problem: str) -> int:
-    """Say in one line what is wrong."""
+    """Print an error in one line."""
     print(f"uniclip: {printable(' '.join(problem.split()))}", file=sys.stderr)  # noqa: T201 - a command prints
     return _PROBLEM
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return what reads the arguments."""
+    """Return the argument parser."""
     parser = argparse.ArgumentParser("uniclip", description="See what gradient clipping did in a recorded run.")
     parser.add_argument("--version", action="version", version=f"uniclip {version()}")
     parser.set_defaults(run=None)
@@ -104,7 +104,7 @@ def _add(
 
 
 def _z(text: str) -> float:
-    """Read how many deviations are allowed."""
+    """Parse the number of deviations."""
     try:
         return float(positive("z", float(text)))
     except ValueError as error:
@@ -112,7 +112,7 @@ def _z(text: str) -> float:
 
 
 def _window(text: str) -> int:
-    """Read how many norms are compared with."""
+    """Parse the size of the window."""
     try:
         return int(whole("window", int(text), FEWEST))
     except ValueError as error:
@@ -120,7 +120,7 @@ def _window(text: str) -> int:
 
 
 def _report(chosen: argparse.Namespace) -> str:
-    """Return all there is to say of a run; write its page if asked."""
+    """Return the whole report on a run; write its page if asked."""
     if chosen.page is not None:
         _refuse_page(chosen.page, chosen.file)
     with _stages(chosen.file, 3 if chosen.page is None else 4) as begin:
@@ -145,7 +145,7 @@ def _report(chosen: argparse.Namespace) -> str:
 
 
 def _refuse_page(page: Path, file: Path) -> None:
-    """Refuse to write a page over the file that is read, or another record."""
+    """Refuse to write a page over the file that is read, or over another record."""
     if page.exists() and file.exists() and page.samefile(file):
         msg = f"{page} is the file that is read: give another path for the page"
         raise _RefusedError(msg)
@@ -183,7 +183,7 @@ def _record(path: Path) -> Record:
 
 @contextmanager
 def _stages(path: Path, count: int) -> Iterator[Callable[[str], None]]:
-    """Yield what is told of each stage as it begins, and shows it in a terminal if it all takes more than a second."""
+    """Yield a function to call with each stage, which shows it in a terminal if all takes more than a second."""
     try:
         from tqdm import tqdm  # noqa: PLC0415 - not everybody has it
     except ModuleNotFoundError:
@@ -201,12 +201,12 @@ def _stages(path: Path, count: int) -> Iterator[Callable[[str], None]]:
 
 
 def _headed(title: str, *parts: str) -> str:
-    """Return a part of the report under its title."""
+    """Return a part of the report with its title."""
     return "\n".join([title, "-" * len(title), *parts])
 
 
 def _listed(found: Sequence[Spike], most: int | None = None) -> str:
-    """Return spikes as a table, and how many there are."""
+    """Return spikes as a table, and their number."""
     if not found:
         return "No spikes."
     rest = f", the {most} largest of them" if most is not None and len(found) > most else ""
@@ -218,10 +218,10 @@ def _table(table: tables.Table) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Return a text whose long lines are wrapped."""
+    """Return a text with long lines wrapped."""
     return "\n".join("\n".join(textwrap.wrap(line, _width(), subsequent_indent="  ")) for line in text.splitlines())
 
 
 def _width() -> int:
-    """Return how many characters fit beside each other in the terminal."""
+    """Return the width of the terminal in characters."""
     return shutil.get_terminal_size().columns

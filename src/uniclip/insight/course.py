@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Whether a run kept its course: its gradients and losses stay finite, and do not rise again."""
+"""Whether a run is stable: its gradients and losses stay finite, and do not rise again."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from uniclip.insight.record import Record
 Array = np.ndarray[Any, Any]
 
 SPAN = 10
-"""How many losses, or norms, a median is taken of to see where they go."""
+"""The number of losses, or norms, in a median that shows their course."""
 FEWEST_LOSSES = 2 * SPAN
 RISE = 0.2
-"""The share of what the loss has fallen by that it may rise again."""
+"""The share of its decrease by which the loss may rise again."""
 NOISE, AROUND = 3, 100
-"""A rise counts only if it is so many standard deviations of a single step's loss, as its last so many changes tell."""
+"""A rise counts only from this number of standard deviations of a single step's loss, over this number of changes."""
 GROWTH = 10
 """Without losses: the growth of the norms that counts as unstable."""
 AGAIN = 2
-"""And they have to be so many times those after the warm-up."""
+"""And the norms must also be this multiple of those after the warm-up."""
 
 
 class Trouble(NamedTuple):
-    """Where a run leaves its course: how many steps came before, and what happened."""
+    """Where a run becomes unstable: the number of steps before, and what happened."""
 
     before: int
     reason: str
 
 
 def first_trouble(record: Record, finite: Array, known: Array, start: int) -> Trouble | None:
-    """Return the first trouble; a run may leave its course long before something is not finite."""
+    """Return the first trouble; a run may be unstable long before something is not finite."""
     found = [_not_finite(record, finite), _left_course(record, known, start)]
     return min([trouble for trouble in found if trouble is not None], default=None)
 
 
 def kept_course(record: Record) -> str:
-    """Return what a run that kept its course was judged by."""
+    """Return the evidence that a run was stable."""
     losses = _losses(record)[1]
     if len(losses) < FEWEST_LOSSES:
         return f"No loss is recorded: the verdict is from the norms alone, which did not grow {GROWTH}-fold."
@@ -48,7 +48,7 @@ def kept_course(record: Record) -> str:
 
 
 def _not_finite(record: Record, finite: Array) -> Trouble | None:
-    """Return the first step whose gradients or loss are not finite and which was taken all the same, if any."""
+    """Return the first step that was taken although its gradients or loss were not finite, if any."""
     lost = np.isinf(record.losses)
     taken = np.flatnonzero((~finite | lost) & ~record.skipped)
     if not len(taken):
@@ -58,7 +58,7 @@ def _not_finite(record: Record, finite: Array) -> Trouble | None:
 
 
 def _left_course(record: Record, known: Array, start: int) -> Trouble | None:
-    """Return where the loss rises for good, or, without losses, the norms."""
+    """Return where the loss, or without losses the norms, rises lastingly."""
     where, losses = _losses(record)
     if len(losses) < FEWEST_LOSSES:
         later = np.flatnonzero(known)
@@ -76,7 +76,7 @@ def _left_course(record: Record, known: Array, start: int) -> Trouble | None:
 def _noise(losses: Array) -> Array:
     """Return the standard deviation of a step's loss around each run of `SPAN` losses, from the changes up to its end.
 
-    Many a loss gets as quiet as it gets small, and what is usual in the whole run is little for its beginning.
+    The noise of many losses shrinks with them, and the average noise of a run is too small for its beginning.
     """
     changes = np.abs(np.diff(losses))
     count = min(AROUND, len(changes))
@@ -87,12 +87,12 @@ def _noise(losses: Array) -> Array:
 
 
 def _spread(changes: Array) -> Any:
-    """Return the standard deviation of what changes so much from step to step."""
+    """Return the standard deviation of values, given the changes from step to step."""
     return 1.48 / math.sqrt(2) * np.median(changes, axis=-1)
 
 
 def _grown(record: Record, places: Array) -> Trouble | None:
-    """Return where the norms have grown tenfold above their least, and to twice those after the warm-up."""
+    """Return where the norms have grown tenfold above their minimum, and to twice those after the warm-up."""
     medians = _running(record.norms[places])
     least = np.minimum.accumulate(medians)
     high = (medians > GROWTH * least) & (medians > AGAIN * medians[0])
@@ -101,7 +101,7 @@ def _grown(record: Record, places: Array) -> Trouble | None:
 
 
 def _risen(record: Record, places: Array, medians: Array, high: Array, words: tuple[str, str]) -> Trouble | None:
-    """Return the trouble of medians that get high, told by the words before and after how far they rise."""
+    """Return the trouble where medians rise, worded with the texts before and after the numbers."""
     found = np.flatnonzero(high)
     if not len(found):
         return None
@@ -111,7 +111,7 @@ def _risen(record: Record, places: Array, medians: Array, high: Array, words: tu
 
 
 def _losses(record: Record) -> tuple[Array, Array]:
-    """Return where losses are known, and these."""
+    """Return where losses are known, and the losses."""
     where = np.flatnonzero(np.isfinite(record.losses))
     return where, record.losses[where]
 

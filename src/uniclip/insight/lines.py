@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The lines of a recorded run: what is written of a step, and the file."""
+"""The lines of a recorded run: the text for each step, and the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
 class Counts(NamedTuple):
-    """How many values there are of each kind in a part of a report."""
+    """The number of values of each kind in a part of a report."""
 
     norms: int
     limits: int
@@ -37,17 +37,17 @@ class Counts(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """One step: its values in a row, arrays or numbers, and what they are."""
+    """One step: its values in a row, arrays or numbers, and their layout."""
 
     own: Backend | None
-    """That of the report's arrays, flags among them."""
+    """The backend of the report's arrays, flags among them."""
     step: int
     values: list[Any]
     parts: list[Counts]
     leaves: int
-    """How many arrays hold norms of leaves."""
+    """The number of arrays that hold norms of leaves."""
     places: Sequence[int] | None
-    """Which leaves these are of, ``None`` for all."""
+    """The leaves of these norms, ``None`` for all."""
     names: list[str]
     """The names of the other values."""
 
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
 def kept_of(
     step: int, parts: list[Parts], leaves: list[Any], places: Sequence[int] | None, more: dict[str, Any]
 ) -> Kept:
-    """Return what is kept of a step."""
+    """Return the values to keep of a step."""
     values: list[Any] = []
     counts = []
     for part in parts:
@@ -87,7 +87,7 @@ def _not_empty(arrays: Sequence[Any]) -> list[Any]:
 
 
 def row_of(kept: Kept) -> tuple[dict[str, Any], np.ndarray[Any, Any] | None]:
-    """Return what is written of a step whose values are numbers or NumPy's, and the norms of its leaves."""
+    """Return the line of a step whose values are numbers or NumPy arrays, and the norms of its leaves."""
     values = iter(kept.values)
     found = [_of_part(values, counts) for counts in kept.parts]
     row: dict[str, Any] = {"step": kept.step}
@@ -122,7 +122,7 @@ def _of_part(values: Iterator[Any], counts: Counts) -> tuple[Any, ...]:
 
 
 def _count(flags: Any) -> int:
-    """Return how many flags are set."""
+    """Return the number of flags that are set."""
     return int(np.count_nonzero(flags)) if getattr(flags, "ndim", 0) else int(flags)
 
 
@@ -133,7 +133,7 @@ def _over(function: Any, arrays: list[Any]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number for JSON, in the digits that its dtype has; ``None`` if it is not finite."""
+    """Return a number for JSON, with the digits of its dtype; ``None`` if it is not finite."""
     number = float(value.item() if isinstance(value, np.ndarray) else value)
     if not math.isfinite(number):
         return None
@@ -141,7 +141,7 @@ def _number(value: Any) -> float | None:
 
 
 def _limit(value: Any) -> float | None:
-    """Return a limit for JSON, ``None`` where it limits nothing."""
+    """Return a limit for JSON, ``None`` for no limit."""
     return None if value >= UNLIMITED else _number(value)
 
 
@@ -153,7 +153,7 @@ def written(row: dict[str, Any], leaves: np.ndarray[Any, Any] | None = None) -> 
 
 
 def refuse_other(path: Path) -> None:
-    """Refuse a file that is no recorded run: it would be lost."""
+    """Refuse a file that is not a recorded run, which would be lost."""
     if path.exists():
         with path.open("rb") as file:
             first = _parsed(file.readline())
@@ -178,20 +178,20 @@ class File:
         self._begun = False
 
     def begin(self, header: dict[str, Any], step: int) -> None:
-        """Begin, or go on from a step of an earlier run; once is enough."""
+        """Begin, or continue an earlier run from a step on; done only once."""
         if not self._begun:
             self._go_on(header, step)
             self._begun = True
 
     def write(self, header: dict[str, Any], lines: list[str]) -> None:
-        """Add lines, under a header where they need one."""
+        """Append lines, with a header where they need one."""
         there = self.path.exists() and self.path.stat().st_size
         with self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(("" if there and self._header == header else written(header)) + "".join(lines))
         self._header = header
 
     def _go_on(self, header: dict[str, Any], step: int) -> None:
-        """Drop the lines of an earlier run from a step on; if none is left, keep it all in another file."""
+        """Drop the lines of an earlier run from a step on; if none is left, keep all of them in another file."""
         if not self.path.exists():
             return
         refuse_other(self.path)
@@ -217,25 +217,25 @@ class File:
 
 
 def _lines_of(path: Path) -> list[bytes]:
-    """Return the lines of a file with their ends; a text may hold what Python takes for ends of lines, too."""
+    """Return the lines of a file with their ends; texts may contain characters that Python counts as line ends."""
     parts = path.read_bytes().split(b"\n")
     return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
 
 def _free(path: Path) -> Path:
-    """Return where a file of an earlier run is kept."""
+    """Return a path for the file of an earlier run."""
     names = (path.with_name(f"{path.name}.old{number or ''}") for number in (0, *range(2, 10**6)))
     return next(name for name in names if not name.exists())
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return what a line holds, ``None`` if it is torn."""
+    """Return the value in a line, ``None`` if the line is incomplete."""
     row = parsed(line) if line.endswith(b"\n") else None
     return row if isinstance(row, dict) else None
 
 
 def scope_of(kept: Kept) -> str:
-    """Return what a norm is taken for if nobody tells the rule: one number is that of all leaves."""
+    """Return the assumed scope of norms without a rule: a single number covers all leaves."""
     alone = len(kept.parts) == 1 and kept.parts[0].norms == 1 and not getattr(kept.values[0], "ndim", 0)
     return "all_leaves" if alone else "other"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a rule would have measured at the steps of a recorded run."""
+"""The norms that a rule would have measured at the steps of a recorded run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 _EVERY_LEAF = 'replay needs the norms of leaves at every step: record with Recorder(..., leaves="all")'
 _ROUNDED = 5e-9
-"""How far a float32 number may be from its nine digits in a file, relative to it."""
+"""The largest relative error of a float32 number with nine digits in a file."""
 
 
 class Measured(NamedTuple):
-    """What a rule sees of n steps, with one norm each or k of them.
+    """The inputs of a rule at n steps, with one norm each or k of them.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 def measured(record: Record, rule: Rule) -> Measured:
-    """Return the steps with norms, and these as the rule measures them."""
+    """Return the steps with norms, and the norms as the rule measures them."""
     joint = rule.scope.label is everything
     known_order = record.ord is not None or not record.labels
     whole = joint and record.scope == "all_leaves" and known_order
@@ -70,7 +70,7 @@ def measured(record: Record, rule: Rule) -> Measured:
 
 
 def _refuse_gaps(record: Record, rule: Rule, steps: Array, absent: Array) -> None:
-    """Refuse a record that lacks steps which the rule remembers, or gradients that it needs at every step."""
+    """Refuse a record without steps, or gradients, that the rule needs at every step."""
     gaps = np.flatnonzero(np.diff(steps) != 1)
     if rule.memory and len(gaps):
         before, after = steps[gaps[0]], steps[gaps[0] + 1]
@@ -117,7 +117,7 @@ def _present(record: Record) -> Array:
 
 
 def _absent(record: Record) -> Array:
-    """Return which of these leaves had none at each step, where that is known: what was not finite was noted."""
+    """Return which of these leaves had no gradient at each step, where known: steps that are not finite are marked."""
     present = _present(record)
     if not _every_leaf(record):
         return np.zeros((len(record.steps), int(present.sum())), bool)
@@ -126,7 +126,7 @@ def _absent(record: Record) -> Array:
 
 
 def _sizes(record: Record, rule: Rule, absent: Array, *, joint: bool) -> Any:
-    """Return how many entries each norm covers, at least 1."""
+    """Return the number of entries of each norm, at least 1."""
     if not (record.labels and (record.sizes > 0).all()):
         msg = f"{short(rule)} divides norms by the sizes of leaves, which the record does not hold"
         raise TypeError(msg)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from uniclip.insight.pictures import Picture
 
 MOST = 50
-"""How many spikes are listed."""
+"""The number of spikes that are listed."""
 COMPARE = (
     "Train with each of these three limits and compare the validation losses. One run is no measurement: seeds differ, "
     "so repeat what looks best."
@@ -68,15 +68,15 @@ def page(record: Record, path: str | PathLike[str]) -> Path: ...
 def page(record: Record, path: str | PathLike[str] | None = None) -> str | Path:
     """Make a page about a recorded run: the advice, other limits, the spikes, pictures, and what the run was.
 
-    It is one file of HTML 5 with pictures inside, without script, and asks for nothing from a network. It is light or
-    dark as the browser is.
+    The page is one HTML 5 file with inline pictures, without script and network access. It follows the browser's light
+    or dark mode.
 
     Parameters
     ----------
     record : Record
         What `read` returns.
     path : str or path, optional
-        Where to write the page, over what is there, as UTF-8.
+        The file to write, in UTF-8; an existing page is overwritten.
 
     Returns
     -------
@@ -86,9 +86,9 @@ def page(record: Record, path: str | PathLike[str] | None = None) -> str | Path:
     Raises
     ------
     TypeError
-        If an argument is of another kind.
+        If an argument has the wrong type.
     ValueError
-        If there is a recorded run at ``path``, which is not written over.
+        If ``path`` is a recorded run, which is never overwritten.
     ModuleNotFoundError
         If matplotlib is not installed.
     OSError
@@ -96,9 +96,10 @@ def page(record: Record, path: str | PathLike[str] | None = None) -> str | Path:
 
     Examples
     --------
-    ::
-
-        insight.page(insight.read("run.jsonl"), "run.html")
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> print(insight.page(record, "run.html"))
+    run.html
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("path", path, path is None or isinstance(path, (str, PathLike)), "the path of a file, or None")
@@ -128,7 +129,7 @@ def refuse_records(path: Path) -> None:
 
 
 def written(record: Record, advice: Advice, found: Sequence[Spike]) -> str:
-    """Return the page of a record and of what was found in it."""
+    """Return the page on a record and the results about it."""
     with drawing():
         from uniclip.insight.pictures import pictures  # noqa: PLC0415 - imports matplotlib
     parts = [
@@ -164,7 +165,7 @@ def _advice(advice: Advice) -> str:
 
 
 def _spikes(found: Sequence[Spike]) -> str:
-    """Return the largest spikes, and how many there are."""
+    """Return the largest spikes, and their number."""
     about = "A spike is a norm far above the median of the norms before it, or one that is not finite."
     if not found:
         return f"<p>None. {about}</p>"
@@ -173,7 +174,7 @@ def _spikes(found: Sequence[Spike]) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    """Return a picture with its title, and how to read it."""
+    """Return a picture with its title and explanation."""
     return (
         f"<figure><h3>{escape(picture.title)}</h3>{picture.svg}<figcaption>{escape(picture.meaning)}</figcaption>"
         "</figure>"
@@ -181,7 +182,7 @@ def _figure(picture: Picture) -> str:
 
 
 def _html(table: tables.Table, look: str = "numbers") -> str:
-    """Return a table in a box of its own, which scrolls where the page is too narrow."""
+    """Return a table in its own box, which scrolls where the page is too narrow."""
     if not table.rows:
         return f"<p>{tables.EMPTY}</p>"
     head = "".join(f'<th scope="col">{_shown(cell)}</th>' for cell in table.columns)
@@ -196,5 +197,5 @@ def _row(row: Sequence[str]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return text for HTML."""
+    """Return text escaped for HTML."""
     return escape(printable(text))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The panels of a picture of a recorded run, each drawn into axes of matplotlib, which is not imported here."""
+"""The panels of a picture of a recorded run, each drawn into matplotlib axes; matplotlib is not imported here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from uniclip.insight.record import Record
 Array: TypeAlias = np.ndarray[Any, Any]
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-"""Of the palette of Okabe and Ito; their contrast is at least 3 on white and on black."""
+"""From the palette of Okabe and Ito; their contrast is at least 3 on white and on black."""
 COLUMNS = 600
 """About one for each pixel of a panel."""
 MARKS = 200
-"""How many markers of a kind there are at most; more run into each other."""
+"""The largest number of markers of a kind, as more overlap."""
 _SINGLE = 60
-"""Up to how many steps each has a dot."""
+"""The largest number of steps with a dot each."""
 _NAMED = 32
-"""How many leaves have their label, where there are more."""
+"""The number of leaves with a label, if there are more."""
 _LONGEST = 26
-"""How many characters of a label are shown, its last."""
+"""The number of characters of a label that are shown, its last."""
 _LEGEND: dict[str, Any] = {
     "frameon": False,
     "borderaxespad": 0.2,
@@ -72,7 +72,7 @@ def spread(ax: Any, record: Record, *, upright: bool = False) -> None:
     if not values.size:
         nothing(ax, "no finite norms")
         return
-    low, high = values[0] / 1.02, values[-1] * 1.02  # equal norms have a bin, too
+    low, high = values[0] / 1.02, values[-1] * 1.02  # equal norms need a bin, too
     ax.hist(values, np.geomspace(low, high, 41), orientation="vertical" if upright else "horizontal", color=BLUE)
     other = ax.twinx() if upright else ax.twiny()
     shown = np.unique(np.linspace(0, values.size - 1, COLUMNS).astype(int))
@@ -124,7 +124,7 @@ def leaves(ax: Any, record: Record) -> None:
 
 
 def name_leaves(ax: Any, labels: list[str]) -> None:
-    """Write labels of leaves beside their rows; where there are many, of some."""
+    """Write labels of leaves beside their rows, only some if there are many."""
     shown = range(0, len(labels), -(-len(labels) // _NAMED))
     texts = [labels[row] if len(labels[row]) <= _LONGEST else f"…{labels[row][1 - _LONGEST :]}" for row in shown]
     ax.set_yticks(shown)
@@ -133,7 +133,7 @@ def name_leaves(ax: Any, labels: list[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text with U+FFFD in place of characters that are not seen, such as control characters, which may act."""
+    """Return text with U+FFFD in place of invisible characters, such as control characters."""
     return "".join([one if one.isprintable() else "\ufffd" for one in text])
 
 
@@ -148,26 +148,26 @@ def has_leaves(record: Record) -> bool:
 
 
 def height_of_leaves(record: Record) -> float:
-    """Return how high the panel of the leaves is, in inches."""
+    """Return the height of the panel of the leaves, in inches."""
     return 0.8 + 0.17 * min(max(len(record.labels), 4), _NAMED)
 
 
 def clipped(record: Record) -> Array:
-    """Return at which steps a factor was not 1; none where that was not recorded."""
+    """Return at which steps a factor was not 1; none if that was not recorded."""
     known = np.where(np.isnan(record.shares), record.factors != 1, record.shares > 0)
     result: Array = known & ~(np.isnan(record.shares) & np.isnan(record.factors))
     return result
 
 
 def level_of(record: Record) -> tuple[Array, str]:
-    """Return above which norm each step is clipped, and what that is called."""
+    """Return the norm above which each step is clipped, and its name."""
     if np.isfinite(record.thresholds).any():
         return record.thresholds, "threshold"
     return record.limits, "limit"
 
 
 def plain_numbers(axis: Any) -> None:
-    """Write the numbers of a logarithmic axis without powers; between those of 10, 2 and 5 where there is room."""
+    """Write the numbers of a logarithmic axis without powers; also multiples of 2 and 5 where there is room."""
 
     def between(value: float, _: int) -> str:
         low, high = sorted(axis.get_view_interval())
@@ -179,12 +179,12 @@ def plain_numbers(axis: Any) -> None:
 
 
 def nothing(ax: Any, text: str) -> None:
-    """Write into a panel why it is empty."""
+    """Write in an empty panel why it is empty."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center")
 
 
 def _line(ax: Any, steps: Array, values: Array, shown: Array, label: str) -> None:
-    """Draw values over steps: each of a few, of many the median of each column in a band from smallest to largest."""
+    """Draw values over steps: each of a few; of many the median of each column in a band from smallest to largest."""
     shown = shown & np.isfinite(values)
     steps, values = steps[shown], values[shown]
     if not steps.size:
@@ -210,7 +210,7 @@ def _middle(ax: Any, steps: Array, level: Array, label: str) -> None:
 
 
 def _mark(ax: Any, record: Record, chosen: Array, **look: Any) -> None:
-    """Mark steps at their norms; of many, the largest norm in each of some columns."""
+    """Mark steps at their norms; of many, the largest norm in each column."""
     chosen = chosen & np.isfinite(record.norms) & (record.norms > 0)
     steps, values = record.steps[chosen], record.norms[chosen]
     if not steps.size:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The panels of a recorded run as SVG inside HTML, in the colors of the page around them."""
+"""The panels of a recorded run as inline SVG for HTML, in the colors of the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from uniclip.insight import panels
 from uniclip.insight.record import Record
 
 _INK = "#010203"
-"""A color that nothing else has; in the page it is that of the text."""
+"""A color used nowhere else; in the page it becomes that of the text."""
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "uniclip",  # the same bytes each time
@@ -36,7 +36,7 @@ _WIDTH = 5.6
 
 
 class Picture(NamedTuple):
-    """A panel, and what it shows.
+    """A panel, and its explanation.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Picture(NamedTuple):
 
 
 def pictures(record: Record) -> list[Picture]:
-    """Draw the panels that a record has something for."""
+    """Draw the panels for which the record has data."""
     limit = panels.level_of(record)[1]
     found = [
         _picture("norms", "Norm at each step", _about_norms(record, limit), 3.2, panels.norms, record),
@@ -73,7 +73,7 @@ def pictures(record: Record) -> list[Picture]:
 
 
 def _about_norms(record: Record, limit: str) -> str:
-    """Say how to read the norms over the steps."""
+    """Explain the norms over the steps."""
     many = record.steps.size > 2 * panels.COLUMNS
     each = f" Each of {panels.COLUMNS} columns shows its smallest, median and largest norm." if many else ""
     return (
@@ -83,7 +83,7 @@ def _about_norms(record: Record, limit: str) -> str:
 
 
 def _about_spread(limit: str) -> str:
-    """Say how to read the histogram."""
+    """Explain the histogram."""
     return (
         "Bars: how many steps had which norm. Falling line: which share of the steps was above a norm; where it "
         f"crosses the dashed line, the {limit} at half of the run, it shows how many were clipped."
@@ -97,7 +97,7 @@ def _spread(ax: Any, record: Record) -> None:
 def _picture(  # noqa: PLR0913, PLR0917 - what a picture is made of
     name: str, title: str, meaning: str, height: float, draw: Callable[[Any, Record], None], record: Record
 ) -> Picture:
-    """Draw a panel, and make it a part of a page."""
+    """Draw a panel as a part of a page."""
     file = io.StringIO()
     with matplotlib.style.context(_STYLE, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a browser has more fonts
@@ -109,7 +109,7 @@ def _picture(  # noqa: PLR0913, PLR0917 - what a picture is made of
 
 
 def _inline(svg: str, name: str, title: str) -> str:
-    """Make a file of SVG an element of a page: its ids are unique, its ink is the color of the text."""
+    """Convert an SVG file to an element of a page, with unique ids and the color of the text."""
     box = re.search(r'viewBox="[^"]*"', svg)
     body = re.sub(r"<style.*?</style>", "", svg[svg.index(">", svg.index("<svg")) + 1 :], flags=re.DOTALL)
     body = re.sub(r"<[^>]*>", lambda tag: _own(tag[0], name), body)
@@ -117,6 +117,6 @@ def _inline(svg: str, name: str, title: str) -> str:
 
 
 def _own(tag: str, name: str) -> str:
-    """Put a name before the ids in a tag, and the color of the text in place of the ink."""
+    """Prefix the ids in a tag, and replace the ink by the color of the text."""
     tag = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", tag)
     return tag.replace(_INK, "currentColor")

@@ -13,16 +13,16 @@ from uniclip.insight.record import Record
 
 INSTALL = 'pip install "uniclip-gradients[insight]"'
 _WIDTH, _MAIN, _LOSSES = 9.0, 3.2, 1.4
-"""Of the figure and its panels, in inches."""
+"""The sizes of the figure and its panels, in inches."""
 
 
 def plot(record: Record, ax: Any = None) -> Any:
     """Draw the norms of a recorded run, and what was clipped.
 
-    The main panel shows the norm at each step on a logarithmic axis, with the limit (or the threshold, where the rule
-    clips to less than what it compares with), the clipped and the skipped steps, and at the top those that were not
-    finite. Without ``ax`` there are also a histogram of the norms with the share of steps above each norm, the losses
-    and the norms of the leaves, as far as they were recorded. Runs of more than 1,200 steps are drawn as the smallest,
+    The main panel shows the norm at each step on a logarithmic axis, the limit (or the threshold, if the rule clips to
+    less than the threshold), the clipped and the skipped steps, and at the top the steps that were not finite. Without
+    ``ax`` there are also a histogram of the norms with the share of steps above each norm, the losses and the norms of
+    the leaves, if recorded. Runs of more than 1,200 steps are drawn as the smallest,
     median and largest norm in each of 600 columns, so that no spike is lost.
 
     Parameters
@@ -35,27 +35,27 @@ def plot(record: Record, ax: Any = None) -> Any:
     Returns
     -------
     matplotlib.axes.Axes
-        That of the main panel; ``.figure`` is the figure.
+        The axes of the main panel; ``.figure`` is the figure.
 
     Raises
     ------
     TypeError
-        If an argument is of another kind.
+        If an argument has the wrong type.
     ModuleNotFoundError
         If matplotlib is not installed.
 
-    Examples
-    --------
-    ::
-
-        ax = insight.plot(insight.read("run.jsonl"))
-        ax.figure.savefig("run.png")
-
     Notes
     -----
-    Text, ticks and frames have the colors of ``matplotlib.rcParams``, so that any style applies; those of the data are
-    of the palette of Okabe and Ito (2008), which people of all kinds of color vision can tell apart, and have a
-    contrast of at least 3 on white and on black. Characters of labels that the fonts lack are drawn as U+FFFD.
+    Text, ticks and frames have the colors of ``matplotlib.rcParams``, so that any style applies. The colors of the data
+    are from the color-blind safe palette of Okabe and Ito (2008), with a contrast of at least 3 on white and on black.
+    Characters that the fonts lack are drawn as U+FFFD.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> ax = insight.plot(record)
+    >>> ax.figure.savefig("run.png")
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("ax", ax, ax is None or hasattr(ax, "get_xaxis_transform"), "one Axes of matplotlib, or None")
@@ -68,14 +68,14 @@ def plot(record: Record, ax: Any = None) -> Any:
         if "leaves" in axes:
             panels.leaves(axes["leaves"], record._replace(labels=_in_font(record.labels)))
             for colors in axes["leaves"].child_axes:
-                colors.set_in_layout(False)  # beside it is room enough
+                colors.set_in_layout(False)  # there is room beside it
         ax = axes["norms"]
     panels.norms(ax, record)
     return ax
 
 
 def _panels(record: Record) -> dict[str, Any]:
-    """Make a figure with an axes for each panel that has something to show, by name."""
+    """Make a figure with an axes for each panel that has data, by name."""
     with drawing():
         import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
     rows, heights = [["norms", "spread"]], [_MAIN]
@@ -94,7 +94,7 @@ def _panels(record: Record) -> dict[str, Any]:
 
 
 def _in_font(labels: list[str]) -> list[str]:
-    """Return labels with U+FFFD in place of what the fonts lack: matplotlib would draw a box, and warn each time."""
+    """Return labels with U+FFFD in place of characters that the fonts lack, for which matplotlib would warn."""
     from matplotlib.font_manager import FontProperties, findfont, get_font  # noqa: PLC0415 - imports matplotlib
 
     fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]
@@ -106,7 +106,7 @@ def _in_font(labels: list[str]) -> list[str]:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Say what to install where matplotlib cannot be imported.
+    """Say what to install if matplotlib cannot be imported.
 
     Raises
     ------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Read a recorded run: the JSON Lines of the recorder, or the log that a trainer wrote."""
+"""Read a recorded run: the JSON Lines of the recorder, or the log of a trainer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from uniclip.insight.record import BEGINNING, OWN, Record
 from uniclip.report import LOGGED, UNLIMITED
 
 _JOINT = "grad_norm"
-"""What trainers call the joint norm before clipping."""
+"""The name of the global norm before clipping in trainers' logs."""
 _NORMS = (_JOINT, LOGGED[0])
 _FROM_LOGS = dict(zip(LOGGED[1:], ("limit", "threshold", "factor", "share", "skipped"), strict=True))
-"""The names of a line of the recorder for what a trainer's log holds beside the norm."""
+"""The keys of the recorder's lines for the values in a trainer's log."""
 _LOSSES = ("loss", "train_loss", "train/loss", "train_loss_step", "train/loss_step")
 _NOT_TRAINING = ("eval", "test", "val")
 _EXACT = 2**53
@@ -40,23 +40,30 @@ def read(path: str | os.PathLike[str]) -> Record:
     Returns
     -------
     Record
-        Its steps ascend: where a step comes again, as in a run that was resumed, all lines before from that step on are
-        dropped. What a line does not hold is NaN.
+        Its steps ascend: where a step occurs again, as in a resumed run, the earlier lines from that step on are
+        dropped. Missing values are NaN.
 
     Raises
     ------
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is a file of another kind, or of a newer format, or if a line is damaged, or holds a value that cannot
-        be, such as a negative norm. A damaged last line is left out: the run was killed while it was written.
+        If it is another kind of file or a newer format, or if a line is damaged or holds an impossible value, such as
+        a negative norm. A damaged last line is ignored: the run was killed while writing it.
 
     Notes
     -----
-    A trainer's log holds the steps that it logged, as it counted them; ``loss`` and ``clip/share`` may be means over
-    the steps since the log before, and ``clip/skipped`` counts as skipped where all of these were. It does not say what
-    ``clip/norm`` is the norm of: without a ``grad_norm`` it is taken for the Euclidean norm of all leaves. Write
+    A trainer's log holds only the steps that were logged, in the trainer's count. There ``loss`` and ``clip/share`` may
+    be means since the previous log, and a step counts as skipped if all steps since then were. The log does not tell
+    the scope of ``clip/norm``: without a ``grad_norm`` it is taken for the Euclidean norm of all leaves. Write
     ``record._replace(scope="each_leaf")`` if it is the largest norm of a leaf.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> len(record.steps), record.rule, float(record.norms.max())
+    (400, 'uc.Rule(1.0)', 20.0)
     """
     text = Path(path).read_bytes().decode("utf-8-sig", "replace")  # the end may be torn in the middle of a character
     name, first = os.fspath(path), text.partition("\n")[0]
@@ -96,7 +103,7 @@ def _of_recorder(name: str, header: dict[str, Any], text: str) -> Record:
 
 
 def _joined(name: str, number: int, header: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return the header of a run that went on with another one, with another rule for example."""
+    """Return the header of a run that continued another one, for example with another rule."""
     both = {**header, **later}
     if header.get("leaves", both.get("leaves")) != both.get("leaves"):
         refuse(name, number, "the run goes on with other leaves than it began with")
@@ -108,13 +115,13 @@ def _joined(name: str, number: int, header: dict[str, Any], later: dict[str, Any
 
 
 def _cells(name: str, text: str) -> list[Line]:
-    """Read the rows of a table as one line for each step: some log what is of one step in several rows."""
+    """Read the rows of a table as one line for each step, as some loggers write several rows for a step."""
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
         refuse(name, reader.line_num, f"{error}")
-    if not text.endswith("\n"):  # the last number may be cut off
+    if not text.endswith("\n"):  # the last number may be incomplete
         rows = rows[: max(1, len(rows) - 1)]
     names, lines = rows[0][1], list[Line]()
     for number, row in rows[1:]:
@@ -131,7 +138,7 @@ def _cells(name: str, text: str) -> list[Line]:
 
 
 def _number(cell: str) -> Any:
-    """Return a cell as a number if it is one, as a whole one if it is that."""
+    """Return a cell as an int or float if it is a number."""
     try:
         value = float(cell)
     except ValueError:
@@ -160,7 +167,7 @@ def _of_log(name: str, lines: list[Line]) -> Record:
 
 def _as_recorded(values: dict[str, Any], named: dict[Any, str]) -> dict[str, Any]:
     """Return an entry of a log as a line of the recorder."""
-    own = {key for key in values if key in OWN and key != "step" and key not in named}  # of another meaning
+    own = {key for key in values if key in OWN and key != "step" and key not in named}  # with another meaning
     line = {named.get(key, key): value for key, value in values.items() if key not in own}
     if type(line["norm"]) in NUMBERS:
         line["finite"] = line["norm"] is not None and abs(line["norm"]) < math.inf
@@ -173,12 +180,12 @@ def _as_recorded(values: dict[str, Any], named: dict[Any, str]) -> dict[str, Any
 
 
 def _keys(lines: Iterable[Line]) -> dict[str, None]:
-    """Return the keys of all lines in the order in which they come."""
+    """Return the keys of all lines in order of appearance."""
     return dict.fromkeys(key for line in lines for key in line.values)
 
 
 def _record(name: str, header: dict[str, Any], lines: list[Line]) -> Record:
-    """Make the columns of the lines."""
+    """Build the columns from the lines."""
     lines = ascending(name, lines)
     table = Table(name, lines)
     finite, limits, losses = table.flags("finite", usual=True), table.column("limit"), table.column("loss")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Write what a rule saw and did at each step into a file, without a read from an accelerator in between."""
+"""Write a rule's reports to a file, step by step, without waiting for an accelerator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from uniclip.scopes import each_leaf
 from uniclip.tree import Tree, flatten
 
 _WAITING: set[Recorder] = set()
-"""The recorders that have something to write: held here, or what a collected one has not written would be lost."""
+"""The recorders with steps to write, held here so that they are not garbage-collected before."""
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
 _COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes", "_own", "_scope"}
 
@@ -34,37 +34,36 @@ _COPIED = {"path", "every", "leaves", "step", "_rule", "_labels", "_sizes", "_ow
 class Recorder:
     """Record what clipping does: one line of JSON for each step.
 
-    It keeps the small arrays of each report where they are, and reads those of many steps together: nothing waits for
-    an accelerator in between. A run that is killed loses what it has not read yet. Of several processes the first one
-    writes.
+    The small arrays of each report stay on their device, and those of many steps are read together, so that no step
+    waits for an accelerator. A run that is killed loses the steps that were not yet read. With several processes the
+    first one writes.
 
     Parameters
     ----------
     path : str or path
-        A file of JSON Lines, for `uniclip.insight.read`, and for pandas, Polars, DuckDB and jq. If it exists, a run
-        that goes on from a checkpoint (whose first step is one that the file has, or the one after) goes on in it, and
-        the lines from that step on are dropped. A run that begins anew renames it: ``run.jsonl`` to ``run.jsonl.old``,
-        or ``.old2`` and so on.
+        A JSON Lines file, for `uniclip.insight.read`, pandas, Polars, DuckDB and jq. If it exists, a run resumed from
+        a checkpoint (its first step is in the file, or the next one) continues the file, and the lines from that step
+        on are dropped. A new run renames the old file: ``run.jsonl`` to ``run.jsonl.old``, or ``.old2`` and so on.
     every : int, default 100
-        After how many steps the lines are written. They are also written by `flush`, `close`, when the ``with`` block
-        or the program ends, also by an error, and, of the integrations, at each checkpoint.
+        The number of steps between writes. Lines are also written by `flush` and `close`, when the ``with`` block or
+        the program ends, also by an error, and in the integrations at each checkpoint.
     leaves : bool or "all", default False
-        Whether to record the norm of each leaf: with ``True`` at every ``every``-th step and where the norm is a spike,
-        with ``"all"`` at each step, for `uniclip.insight.replay` of rules with a norm for each leaf.
+        Whether to record the norm of each leaf: with ``True`` at every ``every``-th step and at spikes, with ``"all"``
+        at each step, for `uniclip.insight.replay` of rules with one norm for each leaf.
     rule : Rule, optional
-        The rule that makes the reports, for `uniclip.insight.replay` and the page; the integrations know it. If nobody
-        tells it, a report with one norm is taken for that of the Euclidean norm of all leaves.
+        The rule of the reports, for `uniclip.insight.replay` and the page; the integrations set it. Without it, a
+        single norm is taken for the Euclidean norm of all leaves.
     params : tree of arrays, optional
-        The parameters, whose paths and sizes name the leaves in the file; the integrations know them.
+        The parameters, whose paths and sizes describe the leaves in the file; the integrations set them.
 
     Raises
     ------
     TypeError
-        If an argument is of the wrong type.
+        If an argument has the wrong type.
     ValueError
-        If ``every`` is below 1; if the file exists, and is no recorded run.
+        If ``every`` is below 1, or the file exists and is not a recorded run.
     FileNotFoundError
-        If there is no such folder.
+        If the folder does not exist.
 
     Examples
     --------
@@ -110,9 +109,9 @@ class Recorder:
     def _begin(self) -> None:
         """Begin without steps."""
         self.loss: Any = None
-        """The loss of the next step, where it is not given with that; ``None`` after the step."""
+        """The loss of the next step, if it is not passed with the step; ``None`` after the step."""
         self.holder: Any = None
-        """A weak reference to the handle that records by it, if that is no loop: there is only one."""
+        """A weak reference to the handle that records by it, unless a loop does; there is only one."""
         self._file = File(self.path)
         self._kept: list[Kept] = []
         self._sources: list[Callable[[], None]] = []
@@ -122,7 +121,7 @@ class Recorder:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: no steps, which would be written twice."""
+        """Return the state of a copy or a pickle, without steps, which would be written twice."""
         return {name: value for name, value in vars(self).items() if name in _COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,7 +130,7 @@ class Recorder:
         self._begin()
 
     def __repr__(self) -> str:
-        """Return where it writes, and the last step it has seen."""
+        """Return the path, and the last recorded step."""
         return f"<Recorder: {str(self.path)!r}, step {self.step}{', closed' if self._closed else ''}>"
 
     def __enter__(self) -> Recorder:  # noqa: PYI034 - typing has no Self before 3.11
@@ -139,7 +138,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write what is left."""
+        """Write the remaining steps."""
         self.close()
 
     def __call__(
@@ -155,25 +154,25 @@ class Recorder:
         Parameters
         ----------
         report : Report or dict of str to 0-d array
-            What `uniclip.clip` or `uniclip.Rule.update` returned, also from compiled code, but not inside of it; or
-            its scalars, which is what an integration without reports has.
+            The report of `uniclip.clip` or `uniclip.Rule.update`, also from compiled code, but not inside of it; or
+            its scalars, for integrations without reports.
         step : int, optional
-            The number of the step; the one after the last if it is left out.
+            The number of the step; by default the one after the last.
         loss : float or 0-d array, optional
             The loss of the step.
         leaves : (k,) array or tree of k 0-d arrays, optional
-            The norms of all leaves, as `uniclip.insight.leaf_norms` returns them. A rule with a norm for each leaf
-            has them in its report, where the recorder knows the rule.
+            The norms of all leaves, as `uniclip.insight.leaf_norms` returns them. Not needed for a rule with one norm
+            for each leaf, if the recorder knows the rule.
         **extra : float or 0-d array
-            Whatever else the file is to hold.
+            Other numbers to record.
 
         Raises
         ------
         TypeError
-            If an argument is of the wrong type, or what a compiler traces; or if ``leaves`` are to be recorded, and
-            there are none.
+            If an argument has the wrong type or is traced by a compiler, or if norms of leaves are missing.
         ValueError
-            If ``step`` is not above the last one, a name of ``extra`` is one of the recorder's own, or it is closed.
+            If ``step`` is not above the last one, a name in ``extra`` is one of the recorder's keys, or the recorder
+            is closed.
         """
         if compiling():
             raise TypeError(_INSIDE)
@@ -184,7 +183,7 @@ class Recorder:
         self.take(parts, step, loss, rows, places, extra)
 
     def _leaves_of(self, report: Report | dict[str, Any], leaves: Any) -> tuple[list[Any], list[int] | None]:
-        """Return the norms of leaves as arrays, and which leaves they are of."""
+        """Return the norms of leaves as arrays, and the leaves they belong to."""
         if not self.leaves:
             check("leaves", leaves, leaves is None, "left out, or recorded with Recorder(..., leaves=True)")
             return [], None
@@ -249,7 +248,7 @@ class Recorder:
         return number
 
     def _count(self, kept: Kept) -> None:
-        """Refuse norms of other leaves than at the steps before."""
+        """Refuse norms of other leaves than at earlier steps."""
         if not kept.leaves or kept.places is not None:
             return
         first, arrays = sum(map(sum, kept.parts)), kept.leaves
@@ -267,7 +266,7 @@ class Recorder:
         return self._writes and not self._stopped
 
     def describe(self, rule: Any, params: Tree | None = None) -> None:
-        """Note the rule, and the leaves by their paths and sizes: what the integrations know."""
+        """Set the rule, and the leaves by their paths and sizes, which the integrations know."""
         self._rule = self._rule if rule is None else rule
         if params is not None and params.leaves:
             self._own = backend_of(params.leaves[0])
@@ -275,17 +274,17 @@ class Recorder:
             self._sizes = [math.prod(leaf.shape) for leaf in params.leaves]
 
     def draws_from(self, source: Callable[[], None]) -> None:
-        """Call a function before the lines are written: it takes steps from where compiled code has left them."""
+        """Register a function to call before lines are written, which fetches steps from compiled code."""
         self._sources.append(source)
         _WAITING.add(self)
 
     def resume(self, step: int) -> None:
-        """Go on after a step, as a run does that goes on from a checkpoint; the file loses the lines of later steps.
+        """Continue after a step, as a run resumed from a checkpoint does; later steps are dropped from the file.
 
         Parameters
         ----------
         step : int
-            The last step before the next one that is recorded.
+            The last step before the next recorded one.
         """
         with self._lock:
             step = int(whole("step", step, 0))
@@ -295,14 +294,14 @@ class Recorder:
                 self._file.begin(self._header(), step + 1)
 
     def flush(self) -> None:
-        """Read what is kept, and write it.
+        """Read the values that are kept, and write them.
 
         Raises
         ------
         OSError
-            If the file cannot be written. In a step it is a warning, and nothing more is recorded.
+            If the file cannot be written. During a step this is a warning, and recording stops.
         ValueError
-            If the file is a run of other leaves.
+            If the file is a run with other leaves.
         """
         with self._lock:
             for source in self._sources:
@@ -325,7 +324,7 @@ class Recorder:
             self._file.write(header, lines)
 
     def _flush_in_training(self) -> None:
-        """Write what is kept; what is wrong with the file is no reason to stop a training."""
+        """Write the lines that are kept, without stopping a training run at an error in the file."""
         try:
             self.flush()
         except OSError as error:
@@ -337,7 +336,7 @@ class Recorder:
         return header_of(self._rule, self._scope, self.every, *named)
 
     def _with_leaves(self, rows: list[dict[str, Any]]) -> list[bool]:
-        """Return of each step whether the norms of its leaves are written."""
+        """Return for each step whether the norms of its leaves are written."""
         if self.leaves is not True:
             return [bool(self.leaves)] * len(rows)
         before, new = self._file.norms, [math.nan if row.get("norm") is None else row["norm"] for row in rows]
@@ -356,7 +355,7 @@ class Recorder:
         return whole
 
     def close(self) -> None:
-        """Write what is left; more cannot be recorded."""
+        """Write the remaining lines, and stop recording."""
         with self._lock:
             if not self._closed:
                 self.flush()
@@ -366,7 +365,7 @@ class Recorder:
 
 @atexit.register
 def _at_exit() -> None:
-    """Write what is left when the program ends."""
+    """Write the remaining lines at exit."""
     for recorder in list(_WAITING):
         recorder.close()
 
@@ -381,7 +380,7 @@ def _of_scalars(scalars: dict[str, Any]) -> list[Parts]:
 
 
 def _to_keep(kept: Kept) -> list[Any]:
-    """Return the values of a step, detached and, where they may be written over, copied; refuse what is no number."""
+    """Return the values of a step, detached, and copied if they may be overwritten; refuse all but numbers."""
     values, first = list(kept.values), sum(map(sum, kept.parts))
     names = ["the report"] * first + ["leaves"] * kept.leaves + kept.names
     for number in range(first, len(values)):
@@ -403,7 +402,7 @@ def _to_keep(kept: Kept) -> list[Any]:
 
 
 def _checked(name: str, value: Any, *, one: bool) -> Any:
-    """Return a value as it is kept, a copy if it is the host's; ``one`` number, if it has to be."""
+    """Return a value to keep, copied if it is on the host; ``one`` number, if it must be."""
     if one and math.prod(getattr(value, "shape", ())) != 1:
         msg = f"{name} must be one number, got {short(value)}"
         raise ValueError(msg)
@@ -415,7 +414,7 @@ def _checked(name: str, value: Any, *, one: bool) -> Any:
 
 
 def _as_float(name: str, value: float) -> float:
-    """Return a number of Python's as a float."""
+    """Return a Python number as a float."""
     try:
         return float(value)
     except OverflowError as error:
@@ -431,7 +430,7 @@ def _real(backend: Backend, name: str, array: Any) -> Any:
     """Return an array of real numbers or flags; refuse others."""
     try:
         real = any(backend.xp.isdtype(array.dtype, kind) for kind in ("bool", "integral", "real floating"))
-    except (TypeError, ValueError):  # a dtype of no kind that the array API knows
+    except (TypeError, ValueError):  # a dtype unknown to the array API
         real = False
     if not real:
         raise TypeError(_no_number(name, array))
@@ -439,7 +438,7 @@ def _real(backend: Backend, name: str, array: Any) -> Any:
 
 
 def _read(steps: list[Kept]) -> list[Kept]:
-    """Return the steps with NumPy's arrays: all those of one framework are read together."""
+    """Return the steps as NumPy arrays; all arrays of one framework are read together."""
     theirs: dict[Any, list[tuple[int, int]]] = {}
     for step, kept in enumerate(steps):
         for backend, numbers in kept.by_backend().items():

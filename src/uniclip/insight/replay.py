@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What another rule would have done on the norms that a run recorded."""
+"""Replay another rule on the norms of a recorded run."""
 
 from __future__ import annotations
 
@@ -25,26 +25,34 @@ from uniclip.scopes import all_leaves, each_leaf, everything
 Array: TypeAlias = np.ndarray[Any, Any]
 
 _POWERS = -122, 123
-"""Those of 2 around which limits of float32 are tried."""
+"""The powers of 2 between which limits of float32 are tried."""
 
 
 class Replay(NamedTuple):
-    """What a rule would have done at n steps; what `replay` returns.
+    """The effect of a rule at n steps, returned by `replay`.
 
     Attributes
     ----------
     steps : (n,) array of int64
     norms, limits, factors : (n,) or (n, k) array of float64
-        As in `uniclip.Report`, of all leaves together or of each of the k leaves that ever had a gradient: the norms
-        that the rule would have seen, what they were allowed to be (∞ where nothing limits) and what the gradients
-        would have been multiplied by. A factor that is not known, or is none, is NaN.
+        As in `uniclip.Report`, for all leaves together or for each of the k leaves that ever had a gradient: the norms
+        that the rule would have measured, their limits (∞ for none) and factors. A factor that is unknown or does not
+        exist is NaN.
     share : float
-        The share of the factors that are not 1, as ``"clip/share"`` of `uniclip.Report.scalars`; NaN without any.
+        The share of the factors that are not 1, as ``"clip/share"`` of `uniclip.Report.scalars`; NaN without factors.
     error : float
-        How far from it the share of another part of the run is, at most, in nine of ten cases: between blocks of steps
-        of this part it differs so. At least 0, at most 1; NaN if there are too few steps to tell.
+        Half the width of a 90 % prediction interval for the share in another part of the run, estimated from blocks of
+        steps; from 0 to 1, NaN if there are too few steps.
     skipped : (n,) array of bool
-        Whether the rule would have left out the step.
+        Whether the rule would have skipped the step.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> replayed = insight.replay(record, uc.by_global_norm(2.0))
+    >>> replayed.steps[replayed.factors < 1]
+    array([220, 248, 260, 271, 300])
     """
 
     steps: Array
@@ -67,13 +75,20 @@ class Replay(NamedTuple):
 
 
 class WhatIf(NamedTuple):
-    """What limits would have done; what `what_if` returns.
+    """The effect of constant limits, returned by `what_if`.
 
     Attributes
     ----------
     max_norms, shares, errors, factors : (n,) array of float64
-        The limits; the share of the steps that each would have clipped, and its error, as in `Replay`; the smallest
+        The limits; the share of steps that each would have clipped, and its error, as in `Replay`; the smallest
         factor.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> insight.what_if(record, [0.5, 1.0, 2.0]).shares.round(3)
+    array([0.985, 0.472, 0.012])
     """
 
     max_norms: Array
@@ -101,61 +116,65 @@ def percent(share: float, error: float) -> str:
 def replay(record: Record, rule: AnyRule) -> Replay:
     """Return what a rule would have done on the norms of a recorded run.
 
-    The real rule is run on gradients that have these norms, so that the result is exact for every rule whose factors
-    follow from them. It computes in float32 if all norms are float32 numbers (to nine digits), as the
-    rule that measured them did, else in float64.
+    The rule itself is run on gradients with these norms, so that the result is exact for every rule whose factors
+    depend only on them. It runs in float32 if all norms are float32 numbers (to nine digits), else in float64.
 
     Parameters
     ----------
     record : Record
     rule : Rule
-        From the norms of all leaves together: `uniclip.by_global_norm`, `uniclip.to_global_norm`, `uniclip.autoclip`,
-        `uniclip.zclip`, `uniclip.log_zscore`, `uniclip.skip_spikes` (with the losses where they are recorded), and any
-        `uniclip.Rule` over all leaves whose limit asks for nothing else. From those of each leaf at every step, these
+        With the norms of all leaves together: `uniclip.by_global_norm`, `uniclip.to_global_norm`, `uniclip.autoclip`,
+        `uniclip.zclip`, `uniclip.log_zscore`, `uniclip.skip_spikes` (with the losses if recorded), and any
+        `uniclip.Rule` over all leaves whose limit needs nothing else. With the norms of each leaf at every step, these
         and `uniclip.by_norm`, `uniclip.percentile_clipping`, `uniclip.adagc`, `uniclip.norm_growth`,
         `uniclip.adagn`, and, with their sizes, `uniclip.by_average_norm` and `uniclip.by_block_rms`.
 
     Returns
     -------
     Replay
-        Of the steps whose norms are recorded; NaN where a leaf had no gradient.
+        For the steps with recorded norms; NaN where a leaf had no gradient.
 
     Raises
     ------
     TypeError
-        If norms do not determine what the rule does: it compares gradients with parameters (`uniclip.agc`,
-        `uniclip.larc`, `uniclip.cowclip`); its norms are of parts of leaves (``axis``, examples) or of entries
-        (`uniclip.spam`, whose limits are running means of the square of each entry); it is a function of entries
-        (`uniclip.by_value`); it is a rule of rules, of which the second sees what the first leaves (`uniclip.chain`),
-        or some leaves (`uniclip.masked`); or it groups leaves by their paths, which a record does not hold
-        (`uniclip.by_group_norm`). And if the record lacks what the rule looks at: norms of that order, those of leaves,
-        their sizes, or, for a rule that remembers, steps, or the gradients of a leaf at some of them.
+        If norms alone do not determine the result: the rule uses the parameters (`uniclip.agc`, `uniclip.larc`,
+        `uniclip.cowclip`); its norms cover parts of leaves (``axis``, examples) or entries (`uniclip.spam`); it is
+        elementwise (`uniclip.by_value`); it is a rule made of rules (`uniclip.chain`, `uniclip.masked`); or it groups
+        leaves by paths, which a record does not hold (`uniclip.by_group_norm`). And if the record lacks what the rule
+        needs: norms of its order, norms of leaves, their sizes, or, for a rule with memory, steps, or gradients of a
+        leaf at some steps.
     FloatingPointError
         If a step is not finite, and the rule has the policy ``"raise"``, which would have stopped there.
 
     Notes
     -----
-    Norms are recorded before clipping, so a run that was clipped can be replayed, and had better be: without clipping
-    gradients of another size follow. For the same reason it is what the rule would have done on **these** gradients;
-    had it clipped, the later ones would have been others.
+    Norms are recorded before clipping, so record a run that was clipped: without clipping, later gradients have other
+    sizes. For the same reason the result is what the rule would have done on **these** gradients; had it been used,
+    later gradients would have differed.
 
-    A leaf whose norm is null at a step whose gradients were all finite had no gradient there, and is ``None`` for the
-    rule; one that never had a gradient is left out.
+    A leaf whose norm is null at a step with finite gradients had no gradient there, and is ``None`` for the rule; a
+    leaf that never had a gradient is left out.
 
-    Where a record does not say of what order its norms are, as that of a rule with root mean squares, the norms of
-    leaves are Euclidean.
+    If a record does not tell the order of its norms, as with root mean squares, the norms of leaves are Euclidean.
 
-    The memory of a rule begins with the first recorded step. At a step that is not finite the rule does what its policy
-    says; with ``"zero"`` the norm of what is left is known only if the recorded rule had that policy, too.
+    The memory of a rule begins with the first recorded step. At a step that is not finite the rule's policy applies;
+    with ``"zero"`` the norm of the rest is known only if the recorded rule had that policy, too.
 
-    A rule that remembers takes about a second for 8,000 steps, and shows a progress bar on the standard error if it
-    takes longer; a constant limit takes a second for millions.
+    A rule with memory takes about a second for 8,000 steps, and shows a progress bar on standard error if it takes
+    longer; a constant limit takes a second for millions.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> print(insight.replay(record, uc.zclip()))
+    clipped 3.25 ± 5.2 % of 400 steps, smallest factor 0.049
     """
     own = _norm_rule(rule)
     seen = measured(record, own)
     norms = seen.norms
     unit = replace(own, norm=Norm(own.norm.ord), scope=each_leaf if norms.ndim > 1 else all_leaves)
-    if own.nonfinite != "zero":  # which alone sees a norm where not all is finite
+    if own.nonfinite != "zero":  # only that policy sees a norm where not all is finite
         norms = _spoiled(norms, seen.finite)
     seen = seen._replace(norms=norms, finite=seen.finite & np.isfinite(by_step(norms)).all(axis=1))
     if own.nonfinite == "raise" and not seen.finite.all():
@@ -174,7 +193,7 @@ def replay(record: Record, rule: AnyRule) -> Replay:
 
 
 def _norm_rule(rule: AnyRule) -> Rule:
-    """Return the rule if norms of all leaves, or of each leaf, are what it looks at; else refuse it."""
+    """Return the rule if it uses only norms of all leaves, or of each leaf; else refuse it."""
     own, why = as_rule(rule), ""
     if isinstance(own, Chain):
         why = "runs rules one after the other, and only the first sees the norms that are recorded: replay that one"
@@ -197,7 +216,7 @@ def _norm_rule(rule: AnyRule) -> Rule:
 
 
 def _spoiled(norms: Array, finite: Array) -> Array:
-    """Return the norms, NaN at a step that is not finite if none of them says which leaf it was."""
+    """Return the norms, with NaN at a step that is not finite if no norm shows which leaf it was."""
     rows: Array = by_step(norms).copy()
     unknown = ~finite & np.isfinite(rows).all(axis=1)
     rows[unknown] = math.nan
@@ -211,15 +230,25 @@ def what_if(record: Record, max_norms: Iterable[float] | None = None) -> WhatIf:
     Parameters
     ----------
     record : Record
-        Its steps may be far apart. A step counts as clipped if the norm in ``record.norms`` is above the limit: of a
+        Its steps may be far apart. A step counts as clipped if the norm in ``record.norms`` is above the limit; for a
         rule with norms of leaves that is the largest of them.
     max_norms : sequence of float, optional
-        The limits; nine powers of 2 around the median of the norms if not given.
+        The limits; by default nine powers of 2 around the median of the norms.
 
     Returns
     -------
     WhatIf
-        Of as many rows as there are limits; without any norm of none.
+        One row for each limit; none if there are no norms.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> print(insight.what_if(record, [0.5, 1.0, 2.0]))
+     max_norm        clipped  smallest factor
+          0.5   98.5 ± 1.9 %            0.025
+            1    47.2 ± 15 %             0.05
+            2   1.25 ± 4.8 %              0.1
     """
     usable = record.norms[np.isfinite(record.norms) & (record.norms > 0)]
     if max_norms is None:

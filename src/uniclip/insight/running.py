@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Run a rule on norms: on gradients that have them, by the code that clips."""
+"""Run a rule on norms: on gradients that have these norms, by the code that clips."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from uniclip.step import Decision, decide
 Array: TypeAlias = np.ndarray[Any, Any]
 
 _SLOW = 1.0
-"""After how many seconds a replay says how far it is."""
+"""The seconds after which a replay shows its progress."""
 
 
 def at_once(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
-    """Return limits, factors and skipped steps of a constant limit: all norms as those of one step."""
+    """Return limits, factors and skipped steps of a constant limit, with all norms in one step."""
     norms = seen.norms
     entries = replace(rule, scope=each_entry, norm=L2, nonfinite="propagate")
     decision = _decided(entries, opened([norms]), NoState(), None)
@@ -48,9 +48,9 @@ def at_once(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
 
 
 def step_by_step(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
-    """Return limits, factors and skipped steps: run the rule on leaves of two entries, the first of which is the norm.
+    """Return limits, factors and skipped steps, running the rule on leaves with two entries: the norm and 0.
 
-    The second is 0; NaN where not all was finite, for the policy that sees a norm all the same.
+    The second entry is NaN where not all was finite, for the policy that still has a norm there.
     """
     rows, absent = by_step(seen.norms), by_step(seen.absent)
     leaves = np.zeros((rows.shape[1], 2), rows.dtype)
@@ -72,20 +72,20 @@ def step_by_step(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
 
 
 def _loss(recorded: float) -> float | None:
-    """Return the loss of a step as the rule is given it: NaN if it was not finite, ``None`` if it is not known."""
+    """Return the loss of a step for the rule: NaN if it was not finite, ``None`` if unknown."""
     if math.isnan(recorded):
         return None
     return float(recorded) if math.isfinite(recorded) else math.nan
 
 
 def _decided(rule: Rule, given: Opened, state: Any, loss: float | None) -> Decision:
-    """Run a step of the rule but for the scaling."""
+    """Run a step of the rule without scaling."""
     with given.backend.quiet(given.first):
         return cast("Decision", decide(rule, given, state, Step(loss=loss)))
 
 
 def _shown(count: int) -> Iterator[int]:
-    """Yield the numbers of steps; after a second show a progress bar or, without tqdm, say how many there are."""
+    """Yield the numbers of steps; after a second show a progress bar or, without tqdm, the number of steps."""
     if importlib.util.find_spec("tqdm") is not None:
         bar = importlib.import_module("tqdm").tqdm
         yield from bar(range(count), "replay", unit=" steps", delay=_SLOW, leave=False)

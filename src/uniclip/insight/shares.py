@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The share of steps that are clipped, and how far that of another part of a run may be from it."""
+"""The share of clipped steps, and how far the share in another part of a run may be from it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 _BLOCKS = 8
 _T = 1.895
-"""The 95 % quantile of Student's t with 7 degrees of freedom, those of 8 blocks."""
+"""The 95 % quantile of Student's t with 7 degrees of freedom, for 8 blocks."""
 _Z = 1.645
-"""That of the normal distribution."""
+"""The same of the normal distribution."""
 
 
 def by_step(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return values of one or several norms a step with a row for each step."""
+    """Return values of one or several norms per step, one row for each step."""
     return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
@@ -28,14 +28,14 @@ def share_and_error(clipped: np.ndarray[Any, Any], absent: np.ndarray[Any, Any] 
     clipped : (n,) or (n, k) array of bool
         A row for each step.
     absent : array of bool, optional
-        Which flags do not count, of the same shape. The share is the mean of those of the steps with any that do.
+        Which flags do not count, of the same shape. The share is the mean over the steps that have any that count.
 
     Returns
     -------
     share : float
         NaN without a flag.
     error : float
-        Half the width of a prediction interval of 90 % for the share of another part of the run, at most 1; NaN of
+        Half the width of a 90 % prediction interval for the share of another part of the run, at most 1; NaN for
         fewer than 16 steps.
 
     Notes

@@ -12,13 +12,13 @@ from uniclip._checks import check, positive, whole
 from uniclip.insight.record import Record
 
 Z, WINDOW = 5, 100
-"""How many standard deviations are allowed, and how many earlier norms are compared with."""
+"""The allowed number of standard deviations, and the number of earlier norms to compare with."""
 FEWEST = 20
-"""How many earlier norms are needed before one is compared with them."""
+"""The smallest number of earlier norms to compare with."""
 NORMAL = 1.48
-"""The standard deviation of a normal law divided by its median absolute deviation."""
+"""The standard deviation of a normal distribution divided by its median absolute deviation."""
 LEAST_SPREAD = 0.05
-"""Of the logarithms: of norms that hardly vary, 5 % is taken as their deviation, or rounding would make spikes."""
+"""The smallest deviation of the logarithms, 5 %; for norms that hardly vary, rounding would make spikes."""
 _ROWS = 4096  # windows at a time: 100 norms each in 3 MB
 _LOSSES, _TOP = 5, 5
 
@@ -34,14 +34,22 @@ class Spike(NamedTuple):
     norm : float
         Before clipping; NaN where it is not finite.
     ratio : float
-        The norm divided by the median of those before it; NaN where there is none.
+        The norm divided by the median of those before it; NaN if there is none.
     skipped : bool
-        Whether the rule left the step out.
+        Whether the rule skipped the step.
     loss_before, loss_after : float
-        The medians of the losses of the five recorded steps before it and after it; NaN where there are none.
+        The medians of the losses of the five recorded steps before and after; NaN if there are none.
     leaves : list of (str, float)
-        The leaves whose norms are the most times their own median so far, at most five, the largest ratio first; ∞
-        where the leaf's norm is not finite. Empty where the leaves of this step or of earlier ones were not recorded.
+        Up to five leaves with the largest ratio of their norm to its median so far, largest first; ∞ if the norm is
+        not finite. Empty if the leaves of this step or of earlier steps were not recorded.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> spike = insight.spikes(record)[0]
+    >>> spike.step, round(spike.norm), round(spike.ratio), spike.skipped
+    (300, 20, 22, False)
     """
 
     step: int
@@ -57,15 +65,16 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     """List the steps with ``norm > median · exp(z · 1.48 · MAD(log norm))``, and those that are not finite.
 
     Median and MAD, the median absolute deviation from the median, are those of the last ``window`` norms before the
-    step. A decision depends on no later norm.
+    step; later norms have no influence.
 
     Parameters
     ----------
     record : Record
     z : float, default 5
-        How many standard deviations of the logarithms, as the MAD estimates them, are allowed; above 0.
+        The allowed number of standard deviations of the logarithms, as the MAD estimates them; above 0.
     window : int, default 100
-        How many earlier norms are compared with, at least 20. Before there are 20, only what is not finite is listed.
+        The number of earlier norms to compare with, at least 20. Before there are 20, only steps that are not finite
+        are listed.
 
     Returns
     -------
@@ -75,25 +84,26 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     Raises
     ------
     TypeError
-        If ``record`` is no `Record`, ``z`` no number, or ``window`` no whole number.
+        If ``record`` is not a `Record`, ``z`` not a number, or ``window`` not an integer.
     ValueError
         If ``z`` is not above 0, or ``window`` below 20.
 
     Notes
     -----
-    Spikes stay in the window, where a median and a MAD hardly see them while they are less than half of it; so a level
-    that lasts is accepted after half a window. Norms that are 0, not known or not finite are not in it. The deviation
-    is taken to be at least 5 %.
+    Spikes stay in the window, where they hardly change a median and a MAD while they are less than half of it; a new
+    level is accepted after half a window. Norms that are 0, unknown or not finite are left out. The deviation is
+    taken to be at least 5 %.
 
-    The noisier the norms, the higher a spike has to be: 1.3 times the median at least, 12 times where their logarithms
-    have a standard deviation of 0.5. Bad data that does not reach the norms is not seen: a network that saturates has
-    small gradients for it. A spike is no early warning: the loss, or the updates of an optimizer, may rise first.
+    The noisier the norms, the higher a spike must be: at least 1.3 times the median, 12 times where their logarithms
+    have a standard deviation of 0.5. Bad data that does not change the norms is not detected: a saturated network has
+    small gradients for it. A spike is not an early warning: the loss, or the updates of an optimizer, may rise first.
 
     Examples
     --------
-    ::
-
-        [spike.step for spike in insight.spikes(insight.read("run.jsonl"))]  # [8214]
+    >>> from uniclip import insight
+    >>> record = insight.read("run.jsonl")
+    >>> [spike.step for spike in insight.spikes(record)]
+    [300]
     """
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
     z, window = positive("z", z), whole("window", window, FEWEST)
@@ -118,15 +128,15 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
 
 def finite_steps(record: Record) -> Array:
-    """Return which steps are not known to be without finite gradients: a norm of NaN may only be unknown."""
+    """Return which steps may have finite gradients: a norm of NaN may only be unknown."""
     finite: Array = record.finite & ~np.isinf(record.norms)
     return finite
 
 
 def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) -> tuple[Array, Array]:
-    """Return the median of the norms before each step, and above what it is a spike; NaN and ∞ where too few are known.
+    """Return the median of the norms before each step, and the threshold of a spike; NaN and ∞ if too few are known.
 
-    The windows are those of the usable norms alone; a step belongs to the window of the usable ones before it.
+    The windows hold usable norms only; a step is compared with the usable norms before it.
     """
     with np.errstate(invalid="ignore"):
         usable = finite & (norms > 0)
@@ -150,20 +160,20 @@ def _middle_and_spread(rows: Array) -> tuple[Array, Array]:
 
 
 def _exp(logs: Array) -> Array:
-    """Return exponentials, ∞ where nothing is known."""
+    """Return exponentials, ∞ where unknown."""
     with np.errstate(over="ignore"):
         return np.where(np.isnan(logs), np.inf, np.exp(logs))
 
 
 def _median(values: Array) -> float:
-    """Return the median of the numbers among values."""
+    """Return the median of the values that are not NaN."""
     known = values[np.isfinite(values)]
     with np.errstate(over="ignore"):
         return float(np.median(known)) if len(known) else math.nan
 
 
 class _Leaves:
-    """Norms of leaves beside what is usual for each: its median in the last rows that are of no spike."""
+    """Norms of leaves relative to each leaf's median over the last rows that are not spikes."""
 
     def __init__(self, record: Record, spike_steps: Array, window: int) -> None:
         self.labels, self.window = record.labels, window
@@ -183,7 +193,7 @@ class _Leaves:
 
 
 def _ratio(norm: float, usual: float) -> float:
-    """Return how many times the usual norm one is: ∞ if it is not finite, NaN if nothing is known or both are 0."""
+    """Return the ratio of a norm to the usual one: ∞ if it is not finite, NaN if nothing is known or both are 0."""
     if math.isnan(usual):
         return math.nan
     if not math.isfinite(norm):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is known of a recorded run as tables of text, for the terminal and for the page."""
+"""A recorded run as tables of text, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from uniclip.insight.replay import WhatIf, percent
 from uniclip.insight.spikes import Spike
 
 EMPTY = "No norm was recorded."
-"""Stands for a table without rows."""
+"""The text for a table without rows."""
 _GAP = "  "
 _NARROWEST = 10
-"""How many characters the last column has at least."""
+"""The smallest width of the last column, in characters."""
 _LEAVES = 3
-"""How many leaves of a spike are named."""
+"""The number of leaves that are named for a spike."""
 _SCOPES = {"all_leaves": "all leaves together", "each_leaf": "each leaf, the largest of them"}
 
 
@@ -41,7 +41,7 @@ class Table(NamedTuple):
 
 
 def summary(record: Record) -> Table:
-    """Return what a run was: the rule, how long, how much was clipped, how large the norms and losses were."""
+    """Return a summary of a run: the rule, its length, how much was clipped, the sizes of norms and losses."""
     count = record.steps.size
     rows: list[tuple[str, ...]] = [("rule", record.rule or "not recorded"), ("norms", _kind(record))]
     rows.append(("steps", f"{count:,} ({record.steps[0]} to {record.steps[-1]})" if count else "none"))
@@ -65,7 +65,7 @@ def summary(record: Record) -> Table:
 
 
 def of_limits(outlook: WhatIf) -> Table:
-    """Return what other limits would have clipped, of what `what_if` returns."""
+    """Return the result of `what_if` as a table."""
     rows: list[tuple[str, ...]] = [
         (number(limit), percent(share, error), number(factor))
         for limit, share, error, factor in zip(*outlook, strict=True)
@@ -74,7 +74,7 @@ def of_limits(outlook: WhatIf) -> Table:
 
 
 def of_spikes(found: Sequence[Spike], most: int | None = None) -> Table:
-    """Return the largest spikes in the order of their steps, and of each the leaves that grew most."""
+    """Return the largest spikes in the order of their steps, each with the leaves that grew most."""
     largest = sorted(found, key=_size, reverse=True)[:most]
     rows: list[tuple[str, ...]] = [
         (
@@ -95,12 +95,12 @@ def of_spikes(found: Sequence[Spike], most: int | None = None) -> Table:
 
 
 def number(value: float) -> str:
-    """Return a number in three digits, ``-`` for NaN."""
+    """Return a number with three digits, ``-`` for NaN."""
     return "-" if math.isnan(value) else f"{value:.3g}"
 
 
 def as_text(table: Table, width: int) -> str:
-    """Return a table in columns, its last one wrapped to the width in characters."""
+    """Return a table in columns, the last one wrapped to the width in characters."""
     if not table.rows:
         return EMPTY
     rows = [table.columns, *table.rows] if any(table.columns) else table.rows
@@ -116,13 +116,13 @@ def as_text(table: Table, width: int) -> str:
 
 
 def _kind(record: Record) -> str:
-    """Return what the norms are of, and their order."""
+    """Return the scope of the norms, and their order."""
     scope = _SCOPES.get(record.scope, "parts of the gradients, the largest of them")
     return scope if record.ord is None else f"{scope}, of order {record.ord:g}"
 
 
 def _part(chosen: Any, unknown: str = "none") -> str:
-    """Return how many steps are chosen, and which share of all."""
+    """Return the number of chosen steps, and their share of all."""
     if not chosen.size:
         return unknown
     if not chosen.any():
@@ -131,12 +131,12 @@ def _part(chosen: Any, unknown: str = "none") -> str:
 
 
 def _times(ratio: float) -> str:
-    """Return how many times a median a norm is; ∞ is the ratio of one that is not finite."""
+    """Return the ratio of a norm to the median as text; ∞ is the ratio of one that is not finite."""
     if math.isinf(ratio):
         return "not finite"
     return "-" if math.isnan(ratio) else f"{ratio:.3g} x"
 
 
 def _size(spike: Spike) -> float:
-    """Return how large a spike is; what is not finite is larger than all."""
+    """Return the size of a spike; one that is not finite is larger than all."""
     return spike.ratio if math.isfinite(spike.norm) and math.isfinite(spike.ratio) else math.inf

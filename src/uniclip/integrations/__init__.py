@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside what people train with; each module imports its own library, and nothing here imports any."""
+"""Clipping inside training frameworks; each module imports its own library, and nothing here imports any."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ if not hasattr(uniclip, "Rule"):
 
 @contextmanager
 def needs(library: str, install: str) -> Iterator[None]:
-    """Say what to install where the imports inside fail."""
+    """Raise an error that says what to install if the imports inside fail."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -30,7 +30,7 @@ def needs(library: str, install: str) -> Iterator[None]:
 
 
 def rule_for_steps(rule: AnyRule) -> RuleLike:
-    """Return a rule for the gradients that optimizers get, a function of one gradient array as a rule.
+    """Return a rule for the gradients of an optimizer; a function of one gradient array becomes a rule.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def rule_for_steps(rule: AnyRule) -> RuleLike:
 
 
 def refuse_record(record: Any, all_reduce: Any = None) -> None:
-    """Refuse what is no recorder, and one of leaves that are not all in one process."""
+    """Refuse an object that is not a recorder, and recording leaves that are not all in one process."""
     if record is None:
         return
     from uniclip.insight.recorder import Recorder  # noqa: PLC0415 - most runs are not recorded
@@ -70,15 +70,15 @@ def refuse_record(record: Any, all_reduce: Any = None) -> None:
 
 
 def looks_at_loss(rule: Any) -> bool:
-    """Whether the limit of a rule, or of one inside of it, looks at the loss."""
+    """Whether the limit of a rule, or of a rule inside it, uses the loss."""
     return "loss" in getattr(getattr(rule, "limit", None), "needs", ()) or any(map(looks_at_loss, inside(rule)))
 
 
 def _by_example(rule: Any) -> bool:
-    """Whether a rule, or one inside of it, has a norm for each example."""
+    """Whether a rule, or one inside it, has a norm for each example."""
     return getattr(rule, "scope", None) == each_example or any(map(_by_example, inside(rule)))
 
 
 def inside(rule: Any) -> list[Any]:
-    """Return the rules that a rule is made of."""
+    """Return the rules inside a rule."""
     return [*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])]

@@ -21,61 +21,61 @@ if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
 _ENGINES = {"DeepSpeedStrategy"}
-"""The strategies that cut gradients into parts that no tensor tells of: pytorch_lightning has others so named."""
+"""The strategies that shard gradients into plain tensors; pytorch_lightning has others with these names."""
 _KEY = "uniclip"
-"""Where a checkpoint keeps the states of the rules, by optimizer, if it leaves them out of the optimizers' own."""
+"""The key of the states of the rules in a checkpoint, by optimizer, if its optimizers omit them."""
 
 
 class ClipGradients(Callback):
     """Clip the gradients of every optimizer by a rule, at the beginning of each of its steps.
 
-    It acts after all micro-batches are accumulated and unscaled, in automatic and in manual optimization.
-    Each optimizer has a norm and a state of its own.
+    It clips accumulated, unscaled gradients, in automatic and in manual optimization. Each optimizer has its own norm
+    and state.
 
     Parameters
     ----------
     rule : Rule, callable, or list of these
-        A list holds one for each optimizer, in the order of ``configure_optimizers``; ``None`` leaves one alone.
+        A list has one for each optimizer, in the order of ``configure_optimizers``; ``None`` for no clipping.
     all_reduce : callable, optional
-        How parts of the gradients in other processes are joined, where they are plain tensors; see
-        `uniclip.integrations.torch.attach`. Distributed tensors, those of ModelParallelStrategy, need none.
+        How to reduce over processes that hold parts of the gradients as plain tensors; see
+        `uniclip.integrations.torch.attach`. Distributed tensors, as with ModelParallelStrategy, need none.
     shared : callable, optional
-        Which leaves are copies beside such parts.
+        A function of a leaf's path and the leaf: true for copies held beside such parts.
     record : uniclip.insight.Recorder, optional
-        Records each step of the one optimizer that is clipped, with its loss: the mean of that of accumulated batches,
-        and none with a loss scale (``"16-mixed"``). A fit that goes on from a checkpoint goes on in the file.
+        Records each step of the one clipped optimizer, with its loss: the mean over accumulated batches, and none with
+        a loss scale (``"16-mixed"``). A fit resumed from a checkpoint continues the file.
 
     Attributes
     ----------
     all_reduce, shared
-        As given; they are looked at when a ``fit`` starts, so that ``configure_model`` can still set what the processes
-        have to exist for.
+        As given; used when a ``fit`` starts, so that ``configure_model`` can still set them, for example to a process
+        group.
     handles : list of Attached
-        What `uniclip.integrations.torch.attach` returned for each optimizer that is clipped, from the start of
-        the last ``fit`` on: ``handles[0].report`` is the report of the last step.
+        The handle of `uniclip.integrations.torch.attach` for each clipped optimizer, from the start of the last ``fit``
+        on: ``handles[0].report`` is the report of the last step.
 
     Raises
     ------
     TypeError
         If ``rule`` is neither a rule nor a function of one gradient array.
     lightning.pytorch.utilities.exceptions.MisconfigurationException
-        At the start of ``fit``: if the Trainer has a ``gradient_clip_val``, too; if a list is not as long
-        as there are optimizers; if the strategy keeps parts of the gradients to itself (DeepSpeed); if several
-        optimizers are clipped, and there is a ``record``.
+        At the start of ``fit``: if the Trainer also has a ``gradient_clip_val``; if the length of a list differs from
+        the number of optimizers; if the strategy hides parts of the gradients (DeepSpeed); if there is a ``record``
+        and several optimizers are clipped.
     ValueError
-        At the start of ``fit``: if an optimizer has a rule already; if its parameters are parts that look like the
-        whole (FSDPStrategy), and there is no ``all_reduce``.
+        At the start of ``fit``: if an optimizer already has a rule; if its parameters are parts that look whole
+        (FSDPStrategy), and there is no ``all_reduce``.
 
     Notes
     -----
-    The state of a rule that remembers is in the checkpoint, in the state of its optimizer or, where the strategy saves
-    only PyTorch's part of that, beside it. The optimizers stay clipped when ``fit`` is over, so that
-    ``trainer.save_checkpoint`` still finds it there.
+    The state of a rule with memory is in the checkpoint, in the state of its optimizer or, where the strategy saves
+    only PyTorch's part of that, beside it. The optimizers stay clipped after ``fit``, so that
+    ``trainer.save_checkpoint`` still finds the state there.
 
-    After each step ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, of a rule that has one,
-    ``"clip/threshold"`` are logged; once in an epoch the means ``"clip/share"`` and, of a rule that may skip a step,
-    ``"clip/skipped"`` over its steps, and its largest norm, ``"clip/norm_max"``; see `uniclip.Report.scalars`. Of
-    several optimizers ``"clip/norm/0"``, ``"clip/norm/1"`` and so on.
+    Logged after each step are ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
+    ``"clip/threshold"``; once per epoch the means over its steps ``"clip/share"`` and, for a rule that may skip a step,
+    ``"clip/skipped"``, and the largest norm ``"clip/norm_max"``; see `uniclip.Report.scalars`. With several optimizers
+    the names are ``"clip/norm/0"``, ``"clip/norm/1"`` and so on.
 
     Examples
     --------
@@ -105,15 +105,15 @@ class ClipGradients(Callback):
         self._loaded: dict[int, Any] = {}
 
     def __repr__(self) -> str:
-        """Return the rules, and what they have seen."""
+        """Return the rules, and their numbers of steps."""
         return f"<ClipGradients: {self.handles or self._rules!r}{'' if self.handles else ', before fit'}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: the rules, no hooks in optimizers."""
+        """Return the state of a copy or a pickle: the rules, without hooks in optimizers."""
         return vars(self) | {"handles": [], "_numbers": [], "_names": [], "_logged": [], "_loaded": {}}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the optimizers, which are made by now but not yet loaded."""
+        """Attach to the optimizers, which exist by now but are not yet loaded."""
         self._refuse(trainer)
         while self.handles:
             self.handles.pop().remove()
@@ -135,13 +135,13 @@ class ClipGradients(Callback):
         self._restore()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Have the recorder go on at the step of the checkpoint, if there is one."""
+        """Let the recorder continue at the step of the checkpoint, if there is one."""
         if self.record is not None:
             self.record.resume(trainer.global_step)
             self._loss_of = -1
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # noqa: ARG002
-        """Leave out the numbers of steps that a loss scale skipped."""
+        """Omit the numbers of steps that a loss scale skipped."""
         if self.record is not None:
             self.record.step = max(self.record.step or 0, trainer.global_step)
 
@@ -154,7 +154,7 @@ class ClipGradients(Callback):
         self._loss_of = trainer.global_step
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Save what the strategy leaves out of the states of the optimizers; every process takes part."""
+        """Save the states that the strategy omits from those of the optimizers; every process takes part."""
         saved = checkpoint["optimizer_states"]
         missing = {
             number: _whole(handle.state_dict())
@@ -165,7 +165,7 @@ class ClipGradients(Callback):
             checkpoint[_KEY] = missing
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Take what was saved so, now or as soon as there are optimizers."""
+        """Restore states saved in that way, now or as soon as there are optimizers."""
         if trainer.state.fn == "fit":
             self._loaded = checkpoint.get(_KEY, {})
             if trainer.strategy.restore_checkpoint_after_setup:
@@ -192,17 +192,17 @@ class ClipGradients(Callback):
                     pl_module.log(NORM_MAX + name, value.where(value.isfinite(), 0.0), sync_dist=True, **over)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Write what is recorded."""
+        """Write the remaining lines of the record."""
         if self.record is not None:
             self.record.flush()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-        """Write what is recorded."""
+        """Write the remaining lines of the record."""
         if self.record is not None:
             self.record.flush()
 
     def _refuse(self, trainer: Any) -> None:
-        """Refuse a trainer that clips by itself, or whose strategy keeps parts of the gradients to itself."""
+        """Refuse a trainer that clips by itself, or a strategy that hides parts of the gradients."""
         if trainer.gradient_clip_val:
             msg = (
                 f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) and ClipGradients would clip twice: leave "
@@ -218,6 +218,6 @@ class ClipGradients(Callback):
 
 
 def _whole(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with distributed tensors whole: one process writes it."""
+    """Return a state with full tensors in the place of distributed ones, as one process writes it."""
     state = {name: value.full_tensor() if is_dtensor(value) else value for name, value in saved["state"].items()}
     return {**saved, "state": state}

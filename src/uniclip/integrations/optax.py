@@ -30,10 +30,20 @@ from uniclip.tree import flatten
 
 
 class ClipState(NamedTuple):
-    """The state of what `to_optax` returns: what the rule remembers, and what a logger shows of the last step.
+    """The state of a transformation of `to_optax`: the rule's memory, and the scalars of the last step.
 
-    Those after ``inner`` and before ``leaves`` are 0-d arrays, zeros before the first step, and ``None`` of a rule that
-    measures no norm; see `uniclip.Report.scalars`. Structure, shapes and dtypes are those of ``init`` from then on.
+    The fields between ``inner`` and ``leaves`` are 0-d arrays, zeros before the first step, and ``None`` for a rule
+    that measures no norm; see `uniclip.Report.scalars`. Structure, shapes and dtypes stay those of ``init``.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from uniclip.integrations.optax import to_optax
+    >>> clip = to_optax(uc.by_global_norm(1.0))
+    >>> _, state = clip.update(jnp.asarray([3.0, 4.0]), clip.init(jnp.zeros(2)))
+    >>> type(state).__name__, float(state.norm), round(float(state.factor), 3)
+    ('ClipState', 5.0, 0.2)
     """
 
     memory: Any
@@ -45,20 +55,19 @@ class ClipState(NamedTuple):
     limit: Any = None
     """The smallest limit."""
     threshold: Any = None
-    """The smallest norm that is clipped; ``None`` of a rule for which that is the limit."""
+    """The smallest norm that is clipped; ``None`` if that is the limit."""
     factor: Any = None
     """The smallest factor."""
     share: Any = None
     """The share of the factors that are not 1."""
     skipped: Any = None
-    """1 if the step was left out, else 0; ``None`` of a rule that leaves none out."""
+    """1 if the step was skipped, else 0; ``None`` for a rule that skips none."""
     leaves: Any = None
-    """Whose norms the memory holds: a checksum of the kind of the rule, then one of each leaf or group; ``None`` of a
-    rule that remembers nothing."""
+    """Checksums of the kind of the rule and of each leaf or group in its memory; ``None`` for a rule without memory."""
 
 
 _SEEN = ClipState._fields[2:-1]
-"""The fields that a logger shows."""
+"""The fields with scalars for loggers."""
 
 
 def to_optax(
@@ -75,29 +84,29 @@ def to_optax(
     rule : Rule or callable
         A callable gets one gradient array and returns the array to put in its place.
     inner : optax.GradientTransformation, optional
-        What gets the clipped gradients. In a step that the rule leaves out the updates are zeros and the state of
-        ``inner`` stays as it was: moments, step counts and schedules too. What follows in a chain sees only zeros.
+        The transformation of the clipped gradients. In a step that the rule skips the updates are zeros, and the state
+        of ``inner`` stays as it was: moments, step counts and schedules. Later transformations in a chain see zeros.
     axis_name : str or tuple of str, optional
-        The axis of ``jax.shard_map`` or ``jax.pmap`` along which each device holds *a part* of the gradients. Leave
-        it out where each holds all of them (they were averaged before), and under ``jax.jit`` with sharded arrays.
+        The axis of ``jax.shard_map`` or ``jax.pmap`` along which each device holds *a part* of the gradients. Omit
+        it where each device holds all gradients (averaged before), and under ``jax.jit`` with sharded arrays.
     shared : callable, optional
-        ``shared(path, leaf)`` is true of a leaf that is the same on all devices of the axis, beside others of which
-        each holds a part. It is needed where JAX does not know that: in ``jax.pmap``, and in ``jax.shard_map`` with
+        ``shared(path, leaf)`` is true for a leaf that is the same on all devices of the axis, while they hold parts of
+        others. Needed where JAX does not know that: in ``jax.pmap``, and in ``jax.shard_map`` with
         ``check_vma=False``.
 
     Returns
     -------
     optax.GradientTransformationExtraArgs
-        Its ``update`` takes ``value=``, the loss, as optax's line searches do, for rules that look at it, such as
-        that of `uniclip.skip_spikes`. Its state is a `ClipState`.
+        Its ``update`` accepts the loss as ``value=``, as optax's line searches do, for rules that use it, such as
+        `uniclip.skip_spikes`. Its state is a `ClipState`.
 
     Raises
     ------
     TypeError
-        If ``rule`` is no rule, or ``inner`` no transformation; and in ``update``, if the state is no `ClipState`.
+        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is not a `ClipState`.
     ValueError
-        In ``update``, if the state of a rule that remembers is that of other leaves or groups, or of another rule:
-        outside of compiled code always, inside if their numbers differ.
+        In ``update``, if the state of a rule with memory belongs to other leaves or groups, or to another rule;
+        in compiled code only if the number of leaves differs.
 
     Examples
     --------
@@ -127,7 +136,7 @@ def to_optax(
         zeros = _all_zeros(params)
         memory = rule.init(zeros)
         here = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
-        _, _, report = rule.update(zeros, memory, zeros, here)  # which numbers there are, and their dtypes
+        _, _, report = rule.update(zeros, memory, zeros, here)  # the fields that exist, and their dtypes
         known = jnp.asarray(_checksums(rule, zeros)) if rule.memory else None
         return ClipState(memory, inside.init(params), **_nothing_seen(report), leaves=known)
 
@@ -152,7 +161,7 @@ def to_optax(
 
 
 def scalars(opt_state: Any) -> dict[str, Any]:
-    """Return what a logger shows of the last step, from the state of an optimizer that clips.
+    """Return the scalars of the last step for a logger, from the state of an optimizer that clips.
 
     Parameters
     ----------
@@ -163,8 +172,8 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to 0-d array
-        As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and of a
-        rule that may leave a step out ``"clip/skipped"``. Of several clip states the first one's names end with
+        As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and for a
+        rule that may skip a step ``"clip/skipped"``. With several clip states the names of the first end with
         ``"/0"``, and so on, in the order of the tree. Nothing is read from the device.
 
     Raises
@@ -200,7 +209,7 @@ def scalars(opt_state: Any) -> dict[str, Any]:
 
 
 def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
-    """Return what a rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
+    """Return a rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
 
     Parameters
     ----------
@@ -209,12 +218,12 @@ def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
     opt_state : tree
         The state of an optimizer with one `to_optax` anywhere inside; as in `scalars`.
     params : tree
-        They say whose norms the state holds.
+        They name the leaves of the norms in the state.
 
     Raises
     ------
     ValueError
-        If there is no clip state, or several, or that of another rule or of other leaves.
+        If there is no clip state, or several, or it belongs to another rule or other leaves.
 
     Examples
     --------
@@ -237,25 +246,38 @@ def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
 
 
 def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> Any:
-    """Return the state of an optimizer with what the rule remembered, whatever saved it and in whatever framework.
+    """Return the state of an optimizer with a rule's memory that was saved by any integration, in any framework.
 
     Parameters
     ----------
     rule : Rule, ByValue, Chain, Masked, or callable
         That of `to_optax`.
     saved : dict
-        An empty one is a new beginning.
+        An empty dict starts anew.
     opt_state : tree
-        What ``init(params)`` returned, or an update; all else in it stays as it is.
+        The state of ``init(params)`` or ``update``; the rest of it stays as it is.
     params : tree
 
     Raises
     ------
     TypeError
-        If ``saved`` is no dict.
+        If ``saved`` is not a dict.
     ValueError
-        If there is no clip state, or several; if ``saved`` is that of another rule or of other leaves, or holds what is
+        If there is no clip state, or several; if ``saved`` belongs to another rule or other leaves, or holds what is
         no finite number.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from uniclip.integrations.optax import from_dict, to_dict, to_optax
+    >>> rule, params = uc.norm_growth(), {"w": jnp.zeros(2)}
+    >>> optimizer = optax.chain(to_optax(rule), optax.adam(0.1))
+    >>> _, state = optimizer.update({"w": jnp.asarray([3.0, 4.0])}, optimizer.init(params))
+    >>> saved = to_dict(rule, state, params)
+    >>> state = from_dict(rule, saved, optimizer.init(params), params)
+    >>> float(state[0].memory.averages[0])
+    5.0
     """
     state = _only(opt_state)
     memory = state_from_dict(rule_for_steps(rule), saved, _all_zeros(params))
@@ -289,7 +311,7 @@ def _not_its_state(rule: Any, why: str) -> str:
 
 
 def _checksums(rule: Any, grads: Any) -> Any:
-    """Return a number for the kind of the rule, and one for each leaf or group that it remembers."""
+    """Return a checksum of the kind of the rule, and of each leaf or group in its memory."""
     labels = labels_of(leaves_of(rule, flatten(grads)))
     return np.asarray([_checksum(text) for text in (identity(rule), *labels)], np.int32)
 
@@ -299,7 +321,7 @@ def _checksum(text: str) -> int:
 
 
 def _refuse_others(rule: Any, known: Any, grads: Any) -> None:
-    """Refuse a state of other leaves, by name where its checksums can be read."""
+    """Refuse a state of other leaves, naming them if the checksums can be read."""
     here = _checksums(rule, grads)
     begin = "begin with init(params), or if they surely are the same, state._replace(leaves=init(params).leaves)"
     if known is None or known.shape != here.shape:
@@ -324,7 +346,7 @@ def _refuse_others(rule: Any, known: Any, grads: Any) -> None:
 
 
 def _is_variable(node: Any) -> bool:
-    """Whether a node is a variable of Flax NNX; its optimizer gives them to ``init``, and arrays to ``update``."""
+    """Whether a node is a Flax NNX variable; its optimizer passes these to ``init``, and arrays to ``update``."""
     return hasattr(node, "get_value") and hasattr(node, "get_metadata")
 
 
@@ -338,7 +360,7 @@ def _seen(report: Report) -> dict[str, Any]:
 
 
 def _nothing_seen(report: Report) -> dict[str, Any]:
-    """Return zeros for the numbers that such reports have, also where the tree had no leaves."""
+    """Return zeros for the numbers of such reports, also for a tree without leaves."""
     if report.finite is None:
         return {}
     seen = _seen(report)
@@ -348,17 +370,17 @@ def _nothing_seen(report: Report) -> dict[str, Any]:
 
 
 def _typed(new: Any, old: Any) -> Any:
-    """Return a part of the state in the dtype that `init` gave it: loops and compiled steps need the same ones."""
+    """Return a part of the state in the dtypes of `init`, which loops and compiled steps must keep."""
     return jnp.asarray(new, old.dtype)
 
 
 def _as_array(checksums: Any) -> Any:
-    """Return checksums as JAX's array; Flax reads those in a file as NumPy's."""
+    """Return checksums as a JAX array; Flax reads NumPy arrays from files."""
     return None if checksums is None else jnp.asarray(checksums)
 
 
 def _clip_states(tree: Any) -> list[ClipState]:
-    """Return every `ClipState` in a tree, one inside another after it."""
+    """Return every `ClipState` in a tree; nested ones come after the one that contains them."""
     found = filter(_is_clip_state, jax.tree.leaves(tree, is_leaf=_is_clip_state))
     return [state for outer in found for state in (outer, *_clip_states(outer.inner))]
 

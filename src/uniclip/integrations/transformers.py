@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside the Trainer of Hugging Face transformers: one callback."""
+"""Clipping inside the Trainer of Hugging Face Transformers: one callback."""
 
 from __future__ import annotations
 
@@ -25,62 +25,62 @@ if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
 _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
-"""The kinds of distributed training that cut gradients into parts of which no tensor tells."""
+"""The kinds of distributed training whose gradients are parts that tensors do not describe."""
 _KEY = "uniclip"
-"""Where ``trainer_state.json`` keeps the state of the rule, among those of the callbacks."""
+"""The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
 _ANEW = f"begin anew by deleting {_KEY!r} from stateful_callbacks in the checkpoint's trainer_state.json"
 
 
 class ClipGradients(TrainerCallback):
     """Clip the gradients by a rule, at the beginning of each step of the optimizer.
 
-    It acts after all micro-batches are accumulated and unscaled. ``max_grad_norm`` is 0 while it trains, so
-    that the Trainer does not clip, too.
+    It clips accumulated, unscaled gradients. ``max_grad_norm`` is 0 during training, so that the Trainer does not also
+    clip.
 
     Parameters
     ----------
     rule : Rule or callable
     all_reduce : callable, process group or device mesh, optional
-        How parts of the gradients in other processes are joined, where they are plain tensors; see
-        `uniclip.integrations.torch.attach`. Distributed tensors, those of FSDP2, need none.
+        How to reduce over processes that hold parts of the gradients as plain tensors; see
+        `uniclip.integrations.torch.attach`. Distributed tensors, as with FSDP2, need none.
     shared : callable, optional
-        Which leaves are copies beside such parts.
+        A function of a leaf's path and the leaf: true for copies held beside such parts.
     record : uniclip.insight.Recorder, optional
-        Records each step, with the loss that the model returns, if it does: the Trainer tells its callbacks none. A
-        training that goes on from a checkpoint goes on in the file.
+        Records each step, with the loss if the model returns one, since the Trainer does not pass it to callbacks. A
+        training run resumed from a checkpoint continues the file.
 
     Attributes
     ----------
     handle : Attached or None
-        What `uniclip.integrations.torch.attach` returned for the optimizer: ``handle.report`` is the report of the
-        last step. ``None`` before the training.
+        The handle of `uniclip.integrations.torch.attach` for the optimizer: ``handle.report`` is the report of the last
+        step. ``None`` before training.
 
     Raises
     ------
     TypeError
         If ``rule`` is neither a rule nor a function of one gradient array.
     ValueError
-        At the beginning of the training: if the optimizer has a rule already; if DeepSpeed or Megatron keeps parts of
-        the gradients to itself; if the parameters are parts that look like the whole (FSDP1), and there is no
-        ``all_reduce``; if the state in the checkpoint is that of another rule; if the policy is ``"zero"``, since the
-        Trainer makes all gradients NaN where one is not finite.
+        At the start of training: if the optimizer already has a rule; if DeepSpeed or Megatron hides parts of the
+        gradients; if the parameters are parts that look whole (FSDP1), and there is no ``all_reduce``; if the state in
+        the checkpoint belongs to another rule; if the policy is ``"zero"``, since the Trainer makes all gradients NaN
+        where one is not finite.
     RuntimeError
-        If the optimizer took a step that the rule did not see, as layer-wise optimizers do.
+        If the optimizer took a step without the rule, as layer-wise optimizers do.
 
     Warns
     -----
     UserWarning
-        If ``max_grad_norm`` was set to another value than its default, since it is not used; if a checkpoint is gone
-        on from that has no state of a rule that remembers.
+        If ``max_grad_norm`` is not its default, since it is not used; if training resumes from a checkpoint without
+        the state of a rule with memory.
 
     Notes
     -----
-    The state of a rule that remembers is in ``trainer_state.json`` of each checkpoint, as plain numbers.
+    The state of a rule with memory is in ``trainer_state.json`` of each checkpoint, as plain numbers.
 
-    To what the Trainer logs about training are added ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, of a
-    rule that has one, ``"clip/threshold"`` of the last step and, over the steps since the last log, the means
-    ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``, and the largest norm,
-    ``"clip/norm_max"``; see `uniclip.Report.scalars`.
+    The Trainer's logs get ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
+    ``"clip/threshold"`` of the last step; and over the steps since the last log the means ``"clip/share"`` and, for a
+    rule that may skip a step, ``"clip/skipped"``, and the largest norm ``"clip/norm_max"``; see
+    `uniclip.Report.scalars`.
 
     Examples
     --------
@@ -107,7 +107,7 @@ class ClipGradients(TrainerCallback):
         self._steps = 0
 
     def __repr__(self) -> str:
-        """Return the rule, and what it has seen."""
+        """Return the rule, and the number of steps."""
         return (
             f"<ClipGradients: {self.rule!r}, before training>"
             if self.handle is None
@@ -115,37 +115,37 @@ class ClipGradients(TrainerCallback):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle holds: the rule, no hooks in an optimizer."""
+        """Return the state of a copy or a pickle: the rule, without hooks in an optimizer."""
         return dict(vars(ClipGradients(self.rule, self.all_reduce, self.shared, self.record)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does."""
+        """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`."""
         return self._loaded if self.handle is None else self.handle.numbers()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what was saved, by whatever holder; a training that goes on from a checkpoint has that of its own.
+        """Restore a memory saved by any integration; checkpoints of the Trainer already hold it.
 
         Parameters
         ----------
         saved : dict
-            An empty one is a new beginning. Before a training it is checked when that begins.
+            An empty dict starts anew. Before training it is checked when training starts.
 
         Raises
         ------
         TypeError
-            If it is no dict.
+            If ``saved`` is not a dict.
         ValueError
-            If it is that of another rule or of other parameters, or holds what is no finite number.
+            If it belongs to another rule or other parameters, or holds anything but finite numbers.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
-        if self.handle is not None and self._given is not None:  # it trains
+        if self.handle is not None and self._given is not None:  # while training
             self.handle.load_state_dict(saved)
         else:
             self._loaded, self.handle = saved, None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Attach to the optimizer, and go on from a checkpoint if there is one."""
-        self._detach()  # where the training before failed
+        """Attach to the optimizer, and restore the state from a checkpoint if there is one."""
+        self._detach()  # if the previous training failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
         self.handle = attached(optimizer, self.rule, self.all_reduce, self.shared, self.record)
@@ -173,25 +173,25 @@ class ClipGradients(TrainerCallback):
         args.max_grad_norm = 0.0
 
     def _see_loss(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
-        """Keep the loss in what the model returns in training."""
+        """Keep the loss in the output of the model in training."""
         loss = output.get("loss") if isinstance(output, dict) else None
         if model.training and loss is not None:
             self._losses.append(loss.detach().mean())
             self._are_parts = kwargs.get("num_items_in_batch") is not None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Leave out the numbers of steps that a loss scale skipped."""
+        """Omit the numbers of steps that a loss scale skipped."""
         if self.record is not None:
             self.record.step = max(self.record.step or 0, state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Have the loss recorded with the step."""
+        """Record the loss with the step."""
         if self.record is not None and self._losses:
             self.record.loss = sum(self._losses) / (1 if self._are_parts else len(self._losses))
         self._losses = []
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take in the report of the step, and read nothing of it."""
+        """Accumulate the report of the step, without reading it."""
         report = None if self.handle is None else self.handle.report
         if report is None or report is self._seen:
             _check_skipped(kwargs["optimizer"], self.rule)
@@ -206,8 +206,8 @@ class ClipGradients(TrainerCallback):
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
-        """Add to what is logged about the steps since the last log."""
-        if "loss" not in logs or not self._steps:  # it is about evaluation
+        """Add the scalars since the last log to what is logged."""
+        if "loss" not in logs or not self._steps:  # a log of evaluation
             return
         means = {name: total / self._steps for name, total in self._sums.items()}
         largest = {} if self._largest is None else {NORM_MAX: self._largest}
@@ -217,7 +217,7 @@ class ClipGradients(TrainerCallback):
         state.log_history[-1].update(clip)  # written before this is called
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Leave the optimizer and the arguments as they were before."""
+        """Restore the optimizer and the arguments."""
         self._detach()
 
     def _detach(self) -> None:
@@ -232,7 +232,7 @@ class ClipGradients(TrainerCallback):
 
 
 class _Snapshot:
-    """The state of a rule, read when the Trainer copies its own state to write it into a file."""
+    """The state of the rule, read when the Trainer copies its own state to write it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -243,7 +243,7 @@ class _Snapshot:
 
 
 def _refuse(optimizer: Any, rule: Any) -> None:
-    """Refuse optimizers that see parts of the gradients only, and a policy that the Trainer leaves nothing to do."""
+    """Refuse optimizers that see only parts of the gradients, and a policy that the Trainer makes useless."""
     kind = optimizer.accelerator_state.distributed_type.value
     if kind in _ENGINES:
         msg = (
@@ -257,7 +257,7 @@ def _refuse(optimizer: Any, rule: Any) -> None:
 
 
 def _refuse_parts(handle: Attached) -> None:
-    """Refuse a state in parts: the Trainer writes its own in one process, where the others' are not."""
+    """Refuse a state in parts: the Trainer writes its state in one process, which lacks the others."""
     if any(map(is_dtensor, optree.tree_leaves(handle.state))):
         handle.remove()
         msg = (
@@ -268,7 +268,7 @@ def _refuse_parts(handle: Attached) -> None:
 
 
 def _check_skipped(optimizer: Any, rule: Any) -> None:
-    """Refuse a step that nobody clipped, unless GradScaler skipped it."""
+    """Refuse a step that was not clipped, unless GradScaler skipped it."""
     if not optimizer.step_was_skipped:
         msg = (
             f"{type(optimizer.optimizer).__name__} took a step in which {short(rule)} saw no gradients: ClipGradients "
@@ -278,7 +278,7 @@ def _check_skipped(optimizer: Any, rule: Any) -> None:
 
 
 def _warn(args: Any) -> None:
-    """Say that ``max_grad_norm`` is not used where the user has set it."""
+    """Warn that ``max_grad_norm`` is not used if the user has set it."""
     default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
     if args.max_grad_norm and args.max_grad_norm != default:
         msg = f"max_grad_norm={args.max_grad_norm} is not used, since ClipGradients clips: leave it out, or set it to 0"

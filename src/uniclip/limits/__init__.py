@@ -4,11 +4,11 @@
 ==============  =====================================================================
 module          limits
 ==============  =====================================================================
-`base`          what a limit is, and what it may ask for
-`fixed`         that are given, or follow from the step, the parameters or the group
-`averages`      that follow from running averages of the norms
+`base`          the base class, and what a limit may use
+`fixed`         fixed, or computed from the step, the parameters or the group
+`averages`      from running averages of the norms
 `zscores`       in standard deviations above the mean of the norms
-`percentiles`   that are percentiles of the norms
+`percentiles`   percentiles of the norms
 ==============  =====================================================================
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Limits that follow from running averages of the norms. A step that is not finite changes none."""
+"""Limits from running averages of the norms. A step that is not finite leaves the averages unchanged."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from uniclip.norms import L2
 
 
 class Averages(NamedTuple):
-    """A running average of each norm, and how many steps were taken: by all rows (`Ema`), or by each."""
+    """A running average of each norm, and the number of steps: for all rows together (`Ema`), or for each row."""
 
     averages: Array
-    """-1 where `Ema` has none yet."""
+    """In `Ema` -1 where there is no average yet."""
     count: Array
 
 
 class MeansAndSquares(NamedTuple):
-    """Running mean and mean square of each norm, and how many steps each row has taken."""
+    """Running mean and mean square of each norm, and the number of steps of each row."""
 
     means: Array
     squares: Array
@@ -45,18 +45,24 @@ class Ema(Remembers):
     Parameters
     ----------
     ratio : float
-        How far above its average a norm may be.
+        How many times its average a norm may be.
     decay : float
-        Of the average; 0 compares with the step before.
+        Decay of the average, from 0 to below 1; 0 compares with the previous step.
     warmup : int, default 0
-        For how many steps all norms are scaled together, to the joint norm ``warmup_norm`` at most,
-        while the average is the smallest norm so far.
+        The number of first steps in which all norms are limited together, to the joint norm ``warmup_norm``, and
+        the average is the smallest norm so far.
     warmup_norm : float, default 1.0
         The largest joint norm in the warm-up.
 
     Notes
     -----
-    The average begins with the first norm above 0: many a layer's first gradients are zeros.
+    The average begins with the first norm above 0, since the first gradients of many layers are zero.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.Ema(1.5, decay=0.5)))
+    >>> [clipper(np.asarray([n])).item() for n in (1.0, 10.0, 10.0)]
+    [1.0, 1.5, 1.875]
     """
 
     ratio: float
@@ -70,11 +76,11 @@ class Ema(Remembers):
         settle(self, warmup=whole("warmup", self.warmup, 0), warmup_norm=nonnegative("warmup_norm", self.warmup_norm))
 
     def init(self, norms: Array, context: Context) -> Averages:
-        """Begin with nothing known."""
+        """Return the state before the first norm."""
         return Averages(norms - 1, context.asarray(0, context.xp.int32))
 
     def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
-        """Compare with the averages, then learn from what is left."""
+        """Compare with the averages, then update them with the clipped norms."""
         xp, averages = context.xp, state.averages
         warm, unknown = state.count < self.warmup, averages < 0
         free, limits = unknown, self.ratio * averages
@@ -90,15 +96,15 @@ class Ema(Remembers):
     def _together(self, norms: Array, context: Context) -> tuple[Array, Array]:
         """Return whether the joint norm is within ``warmup_norm``, and the limits that scale all norms to it."""
         xp, unit, most = context.xp, unit_of(context.xp, context.largest(lambda one: one.norms)), self.warmup_norm
-        dtype = unit.dtype  # the joint norm may be beyond the dtype of these norms
+        dtype = unit.dtype  # the joint norm may overflow the dtype of these norms
         total = context.total(lambda one: (cast(xp, one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
-        # The joint norm is the root times the unit, of which neither leaves the range.
-        # Of zeros, a root has no derivative.
+        # The joint norm is root * unit; neither overflows or underflows.
+        # A root has no derivative at 0.
         total = xp.where(total <= 0, 1.0, xp.clip(total, 0.0, unlimited(xp, unit)))
         root = context.asarray(xp.sqrt(total), dtype)
         unit, own = context.asarray(unit, dtype), cast(xp, norms, dtype)
-        within = xp.logical_not(unit * root > most)  # of NaN, too: other leaves are not limited
-        # own · most / joint: neither is above the joint norm, which may leave the range, as own · most may.
+        within = xp.logical_not(unit * root > most)  # true for NaN: other leaves are not limited
+        # own * most / joint in two parts, since the joint norm and own * most may overflow.
         high = xp.where(within, unit, xp.clip(own, most, unlimited(xp, unit))) / unit
         low = xp.clip(own, 0.0, most) / xp.where(within, 1.0, root)
         return within, cast(xp, high * low, norms.dtype)
@@ -108,20 +114,26 @@ class Ema(Remembers):
 class SecondMoment(Remembers):
     """Allow ``√(factor · v)``, v the running mean square of the norms after clipping.
 
-    With the scope `uniclip.scopes.each_entry` it is the second moment of each entry.
+    With the scope `uniclip.scopes.each_entry` v is the second moment of each entry.
 
     Parameters
     ----------
     factor : float
-        How far a square may be above the mean square.
+        How many times the mean square a square may be.
     decay : float
-        Of the mean square, which begins with 0.
+        Decay of the mean square, which begins at 0.
     warmup : int, default 0
-        For how many steps nothing is limited.
+        The number of first steps without a limit.
 
     Notes
     -----
-    A mean square of 0 limits nothing, or an entry that begins with zeros could never grow.
+    A mean square of 0 limits nothing; otherwise an entry that begins at zero could never grow.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.SecondMoment(4.0, decay=0.5)))
+    >>> [round(clipper(np.asarray([n])).item(), 3) for n in (1.0, 10.0, 10.0)]
+    [1.0, 1.414, 2.236]
     """
 
     factor: float
@@ -134,11 +146,11 @@ class SecondMoment(Remembers):
         settle(self, warmup=whole("warmup", self.warmup, 0))
 
     def init(self, norms: Array, context: Context) -> Averages:
-        """Begin with 0."""
+        """Return zeros."""
         return Averages(norms * 0, counts(context))
 
     def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
-        """Compare with the mean square, then learn from what is left."""
+        """Compare with the mean square, then update it with the clipped norms."""
         xp, v = context.xp, state.averages
         free = (aligned(xp, state.count, norms) < self.warmup) | (v <= 0)
         limits = xp.where(free, unlimited(xp, norms), L2.root(xp, self.factor * v))
@@ -150,15 +162,22 @@ class SecondMoment(Remembers):
 class MeanOverRms(Remembers):
     """Allow the running mean of the norms divided by their running root mean square: about 1, more while norms grow.
 
-    Both learn from every norm, this step's included, and are corrected for beginning with 0. It is made
-    for the curve `uniclip.curves.normalize`.
+    Both averages include this step's norm and are bias-corrected, as Adam's moments. Made for the curve
+    `uniclip.curves.normalize`.
 
     Parameters
     ----------
     mean_decay, square_decay : float
-        From 0 to below 1, of the mean and of the mean square.
+        The decays of the mean and of the mean square, from 0 to below 1.
     eps : float, default 1e-8
         Added to the root mean square.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(uc.limits.MeanOverRms(0.7, 0.9), curve=uc.curves.normalize)
+    >>> clipper = uc.Clipper(rule)
+    >>> [round(clipper(np.asarray([n])).item(), 3) for n in (5.0, 5.0, 100.0, 5.0)]
+    [1.0, 1.0, 0.795, 0.609]
     """
 
     mean_decay: float
@@ -172,11 +191,11 @@ class MeanOverRms(Remembers):
         settle(self, eps=nonnegative("eps", self.eps))
 
     def init(self, norms: Array, context: Context) -> MeansAndSquares:
-        """Begin with nothing known."""
+        """Return the state before the first norm."""
         return MeansAndSquares(norms * 0, norms * 0, counts(context))
 
     def __call__(self, norms: Array, state: MeansAndSquares, context: Context) -> tuple[Array, MeansAndSquares]:
-        """Learn, then divide."""
+        """Update the averages, then divide."""
         xp, count, n = context.xp, state.count + 1, squarable(context.xp, norms)
         means = self.mean_decay * state.means + (1 - self.mean_decay) * n
         squares = self.square_decay * state.squares + (1 - self.square_decay) * n * n

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a limit is: how large norms may be at a step."""
+"""The base class of limits: how large norms may be at a step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ Array: TypeAlias = Any
 State: TypeAlias = Any
 
 LARGEST = 1e18
-"""The largest norm that enters a statistic of squares: a float32 can hold the square."""
+"""The largest norm that enters a statistic of squares: its square fits into float32."""
 
 
 class NoState(NamedTuple):
-    """The state of a rule that remembers nothing."""
+    """The state of a rule without memory.
+
+    Examples
+    --------
+    >>> uc.by_global_norm(1.0).init([np.asarray([3.0])])
+    NoState()
+    """
 
 
 class Block(NamedTuple):
-    """Norms of one shape and dtype, a row for each group, and what belongs to them."""
+    """Norms of one shape and dtype, one row for each group, with their labels, parameters and sizes."""
 
     norms: Array
     """Of shape ``(k, *kept)``; ``kept`` are the axes of a leaf that a norm does not cover."""
@@ -34,22 +40,32 @@ class Block(NamedTuple):
     params: Array = None
     """The norms of the parameters, like ``norms``."""
     sizes: Array = None
-    """How many entries each norm covers, at least 1: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
+    """The number of entries of each norm, at least 1: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
     absent: Sequence[bool] = ()
-    """Of each row, whether all gradients of its group are absent; empty if none are."""
+    """For each row, whether all gradients of its group are absent; empty if no gradient is."""
 
 
 class Context:
-    """What a limit may ask for beside the norms of a block.
+    """What a limit may use beside the norms of a block.
 
-    Most steps have one block; a limit is called once for each, and ``total`` and ``largest`` look at all of them.
+    Most steps have one block. A limit is called once for each block; ``total`` and ``largest`` reduce over all blocks.
+
+    Examples
+    --------
+    >>> class Mean(uc.Limit):
+    ...     def __call__(self, norms, state, context):
+    ...         return context.total(lambda block: block.norms) / context.count, state
+    ...
+    >>> rule = uc.Rule(Mean(), scope=uc.scopes.each_leaf)
+    >>> uc.clip([np.asarray([1.0]), np.asarray([3.0])], rule)[0]
+    [array([1.]), array([2.])]
     """
 
     threshold: Array | None = None
-    """The norms above which a limit limits that then limits to less; set by it, and broadcast as limits are."""
+    """The norms above which a limit clips, if it then clips to less; set by the limit, and broadcast as limits are."""
 
     alone = False
-    """Whether other processes have norms that are not known here, so that no sum is one over all."""
+    """Whether other processes have norms that are not known here, so that no sum covers all norms."""
 
     def __init__(
         self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
@@ -58,7 +74,7 @@ class Context:
 
     @property
     def xp(self) -> Any:
-        """The array API namespace of the norms, NumPy's where the host can read them at no cost."""
+        """The array API namespace of the norms; NumPy's where the host can read them at no cost."""
         return self._backend.xp
 
     @property
@@ -73,47 +89,47 @@ class Context:
 
     @property
     def absent(self) -> Sequence[bool]:
-        """Of each row, whether all gradients of its group are absent, so that its norm is 0; empty if none are."""
+        """For each row, whether all gradients of its group are absent and its norm is 0; empty if no gradient is."""
         return self._blocks[self._number].absent
 
     @property
     def count(self) -> int:
-        """How many groups there are, over all blocks and processes."""
+        """The number of groups in all blocks and processes."""
         return sum(len(block.labels) for block in self._blocks)
 
     @property
     def params(self) -> Array:
-        """The norms of the parameters, like ``norms``; for a limit that needs ``"params"``."""
+        """The norms of the parameters, like ``norms``; requires ``"params"`` in ``needs``."""
         self._refuse_unless_needed("params")
         return self._blocks[self._number].params
 
     @property
     def sizes(self) -> Array:
-        """How many entries each norm of a row covers, at least 1, of shape ``(k, 1, ...)``; needs ``"sizes"``."""
+        """The number of entries of each norm, at least 1, as ``(k, 1, ...)``; requires ``"sizes"`` in ``needs``."""
         self._refuse_unless_needed("sizes")
         return self._blocks[self._number].sizes
 
     @property
     def loss(self) -> Any:
-        """The loss of this step, a float32 0-d array on the device of the norms, or ``None``; needs ``"loss"``."""
+        """The loss of this step as a 0-d float32 array, or ``None``; requires ``"loss"`` in ``needs``."""
         self._refuse_unless_needed("loss")
         return None if self._loss is None else self.asarray(self._loss, self.xp.float32)
 
     def total(self, function: Callable[[Context], Array]) -> Array:
-        """Return the sum of all entries of ``function(context)`` over all blocks, 0-d, in the widest dtype of them."""
+        """Return the sum of all entries of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
         return self._reduced(self.xp.sum, function)
 
     def largest(self, function: Callable[[Context], Array]) -> Array:
-        """Return the largest entry of ``function(context)`` over all blocks, 0-d, in the widest dtype of them."""
+        """Return the largest entry of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
         return self._reduced(self.xp.max, function)
 
     def asarray(self, value: Any, dtype: Any = None) -> Array:
-        """Return a value as an array on the device of the norms, of their dtype unless another is given."""
+        """Return a value as an array on the device of the norms, in their dtype unless ``dtype`` is given."""
         array = self.xp.asarray(value, dtype=self.norms.dtype if dtype is None else dtype)
         return self._backend.to_device_of(self.norms, array)
 
     def row(self, number: int) -> Context:
-        """Return the context of a row of this block alone."""
+        """Return the context of one row of this block."""
         block, here = self._blocks[self._number], slice(number, number + 1)
         params, sizes = (one if one is None else one[here, ...] for one in (block.params, block.sizes))
         alone = Block(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here])
@@ -140,7 +156,7 @@ class Context:
 
 
 class Limit:
-    """How large norms may be; one without memory is its ``__call__`` alone.
+    """The base class of limits. A limit without memory needs only ``__call__``.
 
     Examples
     --------
@@ -157,61 +173,61 @@ class Limit:
     memory: ClassVar[bool] = False
     """Whether the state changes from step to step; if so, `init` makes the first one."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """What it looks at beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``, which cost time to find.
+    """What it uses beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``, which take time to compute.
 
-    For the loss every process takes part in joining their losses."""
+    With ``"loss"`` every process takes part in averaging the losses."""
     host: ClassVar[bool] = False
-    """Whether NumPy arrays will do, which are faster where the host can read the norms at no cost.
+    """Whether it accepts NumPy arrays, which are faster where the host can read the norms at no cost.
 
-    If not, arrays are always those of the gradients' framework."""
+    If not, it always gets arrays of the gradients' framework."""
 
     def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002 - a limit with memory wants them
-        """Return the state before the first step, given zeros for norms.
+        """Return the state before the first step; the norms are zeros.
 
         Returns
         -------
         NamedTuple of arrays
-            Each has a row for each group, along its first axis, or is shared by all: 0-d, or of length 1 along
-            that axis. Where a group has no gradients at a step, the caller restores its rows.
+            Each has one row for each group along its first axis, or is shared by all groups: 0-d, or of length 1
+            along that axis. If a group has no gradients at a step, the caller restores its rows.
         """
         return NoState()
 
     def __call__(self, norms: Array, state: State, context: Context) -> tuple[Array, State]:
-        """Return the limits of norms, and the next state.
+        """Return the limits of the norms, and the next state.
 
         Parameters
         ----------
         norms : array
-            The norms just measured, of shape ``(k, *kept)``: a row for each group in the order of the tree
-            (the keys of a dict sorted), ``kept`` the axes that a norm does not cover; in float32 or wider.
-            A norm that is not finite is NaN here.
+            The norms of this step, of shape ``(k, *kept)``: one row for each group in the order of the tree (dict
+            keys sorted), ``kept`` the axes that a norm does not cover; in float32 or wider. A norm that is not
+            finite is NaN here.
         state : NamedTuple of arrays
-            What `init` or the step before returned.
+            What `init` or the previous step returned.
         context : Context
-            The array API namespace ``context.xp``, the ``context.labels`` of groups, sums over all blocks of
-            norms and, where `needs` names them, ``context.params``, ``context.sizes`` and ``context.loss``; a limit
-            that limits only above a threshold, and then to less, sets ``context.threshold`` for the report.
+            Holds the array API namespace ``context.xp``, the ``context.labels`` of groups, sums over all blocks of
+            norms and, if in `needs`, ``context.params``, ``context.sizes`` and ``context.loss``. A limit that clips
+            above a threshold to less than the threshold sets ``context.threshold`` for the report.
 
         Returns
         -------
         limits : number or array
-            Of a shape that broadcasts against the norms; infinity leaves alone.
+            Of a shape that broadcasts against the norms; infinity for no limit.
         state : NamedTuple of arrays
-            Of the same shapes and dtypes. After a step that is not finite, the old one is kept.
+            With the same shapes and dtypes. After a step that is not finite the old state is kept.
         """
         raise NotImplementedError
 
 
 MaxNorm: TypeAlias = Number | Limit
-"""What is given as a limit, for type checkers."""
+"""The type of arguments that are limits."""
 
 
 class Vectorized(Printed, Limit):
-    """A limit of uniclip's own, for which NumPy arrays will do unless it was given a framework's."""
+    """One of uniclip's limits, which accepts NumPy arrays unless it holds arrays of a framework."""
 
     @cached_property
     def host(self) -> bool:  # type: ignore[override]
-        """Whether no number of its own is an array."""
+        """Whether none of its attributes is an array."""
         return not any(hasattr(value, "shape") for value in vars(self).values())
 
 
@@ -227,7 +243,7 @@ def counts(context: Context) -> Array:
 
 
 def empty(context: Context, length: int, dtype: Any = None) -> Array:
-    """Return zeros of shape ``(k, length, *kept)``, divided among devices as the norms are."""
+    """Return zeros of shape ``(k, length, *kept)``, sharded as the norms are."""
     xp, like = context.xp, context.xp.expand_dims(0 * context.norms, axis=1)
     dtype = like.dtype if dtype is None else dtype
     zeros = xp.zeros((1, length, *[1] * (len(like.shape) - 2)), dtype=dtype)
@@ -235,34 +251,35 @@ def empty(context: Context, length: int, dtype: Any = None) -> Array:
 
 
 def pushed(xp: Any, histories: Array, newest: Array) -> Array:
-    """Return histories, newest first along axis 1, with a new first entry each and without their last one."""
+    """Return histories, newest first along axis 1, with a new first entry and without the last."""
     return xp.concat([xp.expand_dims(newest, axis=1), histories[:, :-1, ...]], axis=1)
 
 
 def aligned(xp: Any, rows: Array, norms: Array) -> Array:
-    """Return values of rows with as many axes as norms have, so that they broadcast."""
+    """Return one value for each row with as many axes as the norms, so that they broadcast."""
     return xp.reshape(rows, tuple(rows.shape) + (1,) * (len(norms.shape) - len(rows.shape)))
 
 
 def unlimited(xp: Any, n: Array) -> float:
-    """Return the limit of norms that are not limited: their dtype's largest number, as debuggers stop at ∞."""
+    """Return the limit that stands for none: the dtype's largest number, since NaN debuggers stop at ∞."""
     return float(xp.finfo(n.dtype).max)
 
 
 def unit_of(xp: Any, top: Array) -> Array:
-    """Return what to divide by, so that squares of numbers up to ``top`` stay in range: ``top`` or a little less.
+    """Return a divisor that keeps squares of numbers up to ``top`` in range: ``top`` or a little less.
 
-    Its reciprocal, by which compilers multiply, is a normal number; that of zeros has a square, a second derivative.
+    Its reciprocal, by which compilers multiply, is a normal number. For zeros it is a number whose reciprocal can be
+    squared in a second derivative.
     """
     numbers = xp.finfo(top.dtype)
     return xp.where(top > 0, xp.clip(top, float(numbers.smallest_normal), float(numbers.max) / 4), 2.0**-30)
 
 
 def at_most(xp: Any, norms: Array, bound: Array | float) -> Array:
-    """Return the smaller of two; the norm if it is NaN."""
+    """Return the smaller of norm and bound; the norm if it is NaN."""
     return xp.where(norms > bound, bound, norms)
 
 
 def squarable(xp: Any, norms: Array) -> Array:
-    """Return norms that enter a statistic of squares: `LARGEST` at most."""
+    """Return norms for a statistic of squares, at most `LARGEST`."""
     return xp.clip(norms, 0.0, LARGEST)

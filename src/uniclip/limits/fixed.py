@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Limits that are given, or follow from the step, the parameters or the group."""
+"""Limits that are fixed, or computed from the step, the parameters or the group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uniclip._types import Number
 from uniclip.limits.base import Array, Context, Limit, NoState, Remembers, State, Vectorized, aligned, unlimited
 
 _NAMED = 10
-"""How many labels an error names."""
+"""The number of labels listed in an error."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,7 +24,14 @@ class Constant(Vectorized):
     Parameters
     ----------
     value : float or array
-        At least 0; a 0-d array may be traced, so that changing it recompiles nothing.
+        At least 0. A 0-d array may be traced, so that a new value needs no recompilation.
+
+    Examples
+    --------
+    >>> uc.clip(np.asarray([3.0, 4.0]), uc.Rule(uc.limits.Constant(1.0)))[0]
+    array([0.6, 0.8])
+    >>> uc.Rule(uc.limits.Constant(1.0)) == uc.Rule(1.0)
+    True
     """
 
     value: Number
@@ -39,7 +46,7 @@ class Constant(Vectorized):
 
 
 class Counted(NamedTuple):
-    """How many steps were taken."""
+    """The number of steps taken."""
 
     count: Array
 
@@ -51,8 +58,8 @@ class Schedule(Remembers):
     Parameters
     ----------
     fn : callable
-        Gets the number of steps before this one, a float32 0-d array (traced in compiled code), and
-        returns a number or a 0-d array. Steps that are not finite are not counted.
+        Called with the number of earlier steps, a 0-d float32 array (traced in compiled code); returns a number or a
+        0-d array. Steps that are not finite are not counted.
 
     Examples
     --------
@@ -64,7 +71,7 @@ class Schedule(Remembers):
     fn: Callable[[Any], Any]
 
     host: ClassVar[bool] = False
-    """The function is written for a framework's arrays."""
+    """The function may use the functions of a framework."""
 
     def __post_init__(self) -> None:
         """Validate the function."""
@@ -75,22 +82,28 @@ class Schedule(Remembers):
         return Counted(context.asarray(0, context.xp.int32))
 
     def __call__(self, norms: Array, state: Counted, context: Context) -> tuple[Array, Counted]:  # noqa: ARG002
-        """Ask the function."""
+        """Call the function."""
         return self.fn(context.xp.astype(state.count, context.xp.float32)), Counted(state.count + 1)
 
 
 @dataclass(frozen=True, repr=False)
 class Relative(Vectorized):
-    """Allow ``ratio · max(‖parameter‖, eps)``: the gradient's norm is compared with its parameter's.
+    """Allow ``ratio · max(‖parameter‖, eps)``, a limit relative to the norm of the parameter.
 
     Parameters
     ----------
     ratio : float or 0-d array
         At least 0.
     eps : float or 0-d array, default 1e-3
-        The least norm of a parameter that counts, or one that is zero could never change.
+        The smallest norm of a parameter that is used; without it a parameter of zeros could never change.
     counts : array, optional
-        One number for each norm of a group, of these norms' shape, to multiply its limit by.
+        Multiplies the limits; of the shape of the norms of one group, one number for each.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_leaf)
+    >>> uc.clip(np.asarray([3.0, 4.0]), rule, params=np.asarray([0.0, 10.0]))[0]
+    array([0.6, 0.8])
     """
 
     ratio: Number
@@ -106,7 +119,7 @@ class Relative(Vectorized):
         check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
 
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
-        """Measure the parameters."""
+        """Return limits relative to the parameters."""
         xp, w = context.xp, context.params
         limits = self.ratio * xp.where(w > self.eps, w, self.eps)
         return (limits if self.counts is None else limits * self._counted(limits, context)), state
@@ -126,11 +139,18 @@ class TrustRatio(Vectorized):
     Parameters
     ----------
     lr : float or 0-d array
-        The learning rate that the optimizer multiplies by.
+        The learning rate of the optimizer.
     trust_coefficient : float
-        How long a step may be beside its parameter.
+        How long a step may be relative to its parameter.
     weight_decay : float
-        What the optimizer adds to the gradient: the factor is for both together.
+        The weight decay of the optimizer, which counts as part of the step.
+
+    Examples
+    --------
+    >>> limit = uc.limits.TrustRatio(lr=0.1, trust_coefficient=0.02, weight_decay=0.0)
+    >>> rule = uc.Rule(limit, scope=uc.scopes.each_leaf)
+    >>> uc.clip(np.asarray([30.0, 40.0]), rule, params=np.asarray([3.0, 4.0]))[0]
+    array([0.6, 0.8])
     """
 
     lr: Number
@@ -140,12 +160,12 @@ class TrustRatio(Vectorized):
     needs: ClassVar[frozenset[str]] = frozenset({"params"})
 
     def __post_init__(self) -> None:
-        """Refuse what is negative."""
+        """Refuse negative values."""
         for name in ("lr", "trust_coefficient", "weight_decay"):
             settle(self, **{name: nonnegative(name, getattr(self, name))})
 
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
-        """Measure the parameters; one that is zero limits nothing."""
+        """Return limits relative to the parameters; a parameter of zeros limits nothing."""
         xp, w = context.xp, context.params
         share = 1 / (1 + self.weight_decay * w / xp.where(norms > 0, norms, 1.0))
         return xp.where(w > 0, self.trust_coefficient * w / self.lr * share, unlimited(xp, norms)), state
@@ -153,7 +173,7 @@ class TrustRatio(Vectorized):
 
 @dataclass(frozen=True, repr=False)
 class Split(Vectorized):
-    """Split a total among K norms, so that the norm of all of them together is within it.
+    """Split a total among K norms, so that their joint norm is at most the total.
 
     Parameters
     ----------
@@ -161,6 +181,12 @@ class Split(Vectorized):
         The largest joint norm.
     by_size : bool, default False
         Give each norm ``total·√(D/ΣD)``, D its number of entries, instead of ``total/√K``.
+
+    Examples
+    --------
+    >>> rule = uc.Rule(uc.limits.Split(2.0), scope=uc.scopes.each_leaf)
+    >>> uc.clip([np.asarray([float(n)]) for n in (1, 2, 3, 4)], rule)[0]
+    [array([1.]), array([1.]), array([1.]), array([1.])]
     """
 
     total: Number
@@ -172,7 +198,7 @@ class Split(Vectorized):
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """The sizes, if it goes by them."""
+        """The sizes, if the total is split by size."""
         return frozenset({"sizes"} if self.by_size else ())
 
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
@@ -184,18 +210,25 @@ class Split(Vectorized):
 
 @dataclass(frozen=True, repr=False)
 class PerGroup(Printed, Limit):
-    """Give each group of the scope `uniclip.scopes.groups` a limit of its own.
+    """Give each group of the scope `uniclip.scopes.groups` its own limit.
 
     Parameters
     ----------
     limits : mapping of label to float, array or Limit
-        One for each label that occurs; ``math.inf`` leaves a group alone.
+        One for each label that occurs; ``math.inf`` does not clip a group.
+
+    Examples
+    --------
+    >>> limit = uc.limits.PerGroup({"body": 1.0, "head": 6.0})
+    >>> rule = uc.Rule(limit, scope=uc.scopes.groups(lambda path, leaf: path[0]))
+    >>> uc.clip({"body": np.asarray([3.0, 4.0]), "head": np.asarray([12.0])}, rule)[0]
+    {'body': array([0.6, 0.8]), 'head': array([6.])}
     """
 
     limits: Any
 
     def __post_init__(self) -> None:
-        """Read numbers as constant limits, and keep what can be hashed."""
+        """Convert numbers to constant limits, and store a hashable tuple."""
         check("limits", self.limits, isinstance(self.limits, (Mapping, tuple)), "a mapping of label to limit")
         pairs = self.limits.items() if isinstance(self.limits, Mapping) else self.limits
         settle(self, limits=tuple((label, as_limit(limit)) for label, limit in pairs))
@@ -207,17 +240,17 @@ class PerGroup(Printed, Limit):
 
     @property
     def memory(self) -> bool:  # type: ignore[override]
-        """Whether one of the limits remembers."""
+        """Whether one of the limits has memory."""
         return any(limit.memory for _, limit in self.limits)
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """What the limits look at."""
+        """What the limits use beside the norms."""
         return frozenset().union(*(limit.needs for _, limit in self.limits))
 
     @property
     def host(self) -> bool:  # type: ignore[override]
-        """Whether NumPy arrays will do for all of the limits."""
+        """Whether all of the limits accept NumPy arrays."""
         return all(limit.host for _, limit in self.limits)
 
     def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002
@@ -226,7 +259,7 @@ class PerGroup(Printed, Limit):
         return tuple(limit.init(row.norms, row) for limit, row in rows)
 
     def __call__(self, norms: Array, state: State, context: Context) -> tuple[Array, State]:
-        """Ask each group's limit."""
+        """Call each group's limit."""
         limits = self._chosen(context)
         top = float(context.xp.finfo(norms.dtype).max)
         if all([type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]):
@@ -246,7 +279,7 @@ class PerGroup(Printed, Limit):
         return [(limit, context.row(number)) for number, limit in enumerate(limits)]
 
     def _chosen(self, context: Context) -> list[Any]:
-        """Return the limit of each group; one whose gradients are absent needs none."""
+        """Return the limit of each group; groups whose gradients are absent need none."""
         absent = [label for label, gone in zip(context.labels, context.absent, strict=False) if gone]
         limits: dict[Any, Limit] = {**dict.fromkeys(absent, Constant(math.inf)), **dict(self.limits)}
         for label in context.labels:
@@ -259,16 +292,16 @@ class PerGroup(Printed, Limit):
 
 
 def _like_norms(limit: Any, top: float, context: Context) -> Array:
-    """Return a number, ``top`` at most, or an array as one of the norms' shape and dtype."""
+    """Return a number (at most ``top``) or an array, in the shape and dtype of the norms."""
     number = isinstance(limit, (float, int))
     return context.xp.zeros_like(context.norms) + (float(min(limit, top)) if number else context.asarray(limit))
 
 
 def as_limit(value: Any) -> Limit:
-    """Return a limit as it is, a number or an array as a constant one."""
+    """Return a limit as it is, a number or an array as a constant limit."""
     if isinstance(value, Limit):
         return value
-    if not isinstance(value, (float, int)):  # of which a compiler does not know what else they are
+    if not isinstance(value, (float, int)):  # checked first, since a compiler cannot tell what else they are
         fits = not callable(value) and not hasattr(value, "memory")
         called = isinstance(value, type) and issubclass(value, Limit)
         hint = f" (call the class, {value.__name__}(...))" if called else " (of a rule, rule.limit)"

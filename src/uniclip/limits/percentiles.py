@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Limits that are percentiles of the norms so far, or follow one. A step that is not finite changes none."""
+"""Limits that are percentiles of earlier norms, or track one. A step that is not finite leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from uniclip.limits.base import Array, Context, Remembers, aligned, counts, empt
 
 
 class History(NamedTuple):
-    """The last norms, newest first along axis 1, -1 where there is none yet; and how many each row has."""
+    """The last norms, newest first along axis 1, -1 where there is none yet; and the number of norms in each row."""
 
     norms: Array
     count: Array
 
 
 class Histogram(NamedTuple):
-    """How many norms had at most each of the logarithms, along axis 1; and how many each row had."""
+    """The number of norms up to each bin's logarithm, along axis 1; and the number of norms of each row."""
 
     below: Array
     count: Array
@@ -35,16 +35,22 @@ class Thresholds(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Percentile(Remembers):
-    """Allow a percentile of the last norms, this step's among them; in between two of them, linearly.
+    """Allow a percentile of the last norms, this step's included, with linear interpolation.
 
     Parameters
     ----------
     percentile : float
         From 0, the smallest norm, to 100, the largest.
     window : int
-        How many norms are kept.
+        The number of norms that are kept.
     filled : bool, default False
-        Whether the first norm fills the window, as if it had been there all along.
+        Whether the first norm fills the whole window.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.Percentile(50, window=3)))
+    >>> [clipper(np.asarray([n])).item() for n in (1.0, 2.0, 9.0, 9.0)]
+    [1.0, 1.5, 2.0, 9.0]
     """
 
     percentile: float
@@ -61,7 +67,7 @@ class Percentile(Remembers):
         return History(empty(context, self.window) - 1, counts(context))
 
     def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
-        """Take the norms in, and look the percentiles up."""
+        """Add the norms to the windows, and compute the percentiles."""
         xp, history = context.xp, pushed(context.xp, state.norms, norms)
         count = xp.where(state.count < self.window, state.count + 1, self.window)
         if self.filled:
@@ -75,10 +81,10 @@ class Percentile(Remembers):
 
 @dataclass(frozen=True, repr=False)
 class PercentileOfAll(Remembers):
-    """Allow a percentile of all norms so far, this step's among them, to half a percent.
+    """Allow a percentile of all norms so far, this step's included, to within half a percent.
 
-    The norms are counted by their logarithms, in steps of a hundredth: a state of 77 kB for each norm, of 582 kB for
-    one in float64, whose range is wider.
+    Norms are counted in bins of their logarithms, 0.01 wide. The state takes 77 kB for each norm, or 582 kB in
+    float64, whose range is wider.
 
     Parameters
     ----------
@@ -87,17 +93,23 @@ class PercentileOfAll(Remembers):
 
     Notes
     -----
-    Source of the way of counting: Masson, Rim and Lee, *DDSketch*, arXiv:1908.10693.
+    Source of the histogram: Masson, Rim and Lee, *DDSketch*, arXiv:1908.10693.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.PercentileOfAll(50)))
+    >>> [round(clipper(np.asarray([n])).item(), 1) for n in (1.0, 2.0, 9.0, 9.0)]
+    [1.0, 1.5, 2.0, 5.5]
     """
 
     percentile: float
 
     step: ClassVar[float] = 0.01
     first: ClassVar[float] = -103.5
-    """The least logarithm of float32 numbers."""
+    """The logarithm of the smallest float32 number."""
     bins: ClassVar[int] = 19_250
     first_wide: ClassVar[float] = -745.5
-    """That of wider ones."""
+    """The same for wider dtypes."""
     bins_wide: ClassVar[int] = 145_600
 
     def __post_init__(self) -> None:
@@ -105,12 +117,12 @@ class PercentileOfAll(Remembers):
         settle(self, percentile=within("percentile", self.percentile, 0, 100))
 
     def init(self, norms: Array, context: Context) -> Histogram:
-        """Begin with nothing counted."""
+        """Begin with empty histograms."""
         bins = self._range(context.xp, norms)[1]
         return Histogram(empty(context, bins, context.xp.int32), counts(context))
 
     def __call__(self, norms: Array, state: Histogram, context: Context) -> tuple[Array, Histogram]:
-        """Count the norms, and look the percentiles up."""
+        """Count the norms, and compute the percentiles."""
         xp, count, (first, bins) = context.xp, state.count + 1, self._range(context.xp, norms)
         numbers = aligned(xp, context.asarray(xp.reshape(xp.arange(bins), (1, bins))), state.below)
         positive = norms > 0
@@ -122,15 +134,15 @@ class PercentileOfAll(Remembers):
         return lower + aligned(xp, share, lower) * (upper - lower), Histogram(below, count)
 
     def _value(self, xp: Any, below: Array, rank: Array, first: float, dtype: Any) -> Array:
-        """Return the norm that as many are below as a rank says."""
+        """Return the norm at a rank."""
         bin_ = xp.sum(xp.astype(below <= aligned(xp, rank, below), xp.int32), axis=1)
         log = first + self.step * (xp.astype(bin_, dtype) - 0.5)
-        most = math.log(float(xp.finfo(dtype).max)) - 1e-4  # above it the exponential may be ∞
-        root = xp.exp(xp.where(log > most, most, log) / 2)  # some are ∞ already before
+        most = math.log(float(xp.finfo(dtype).max)) - 1e-4  # above it the exponential may overflow
+        root = xp.exp(xp.where(log > most, most, log) / 2)  # some implementations overflow a little earlier
         return root * root
 
     def _range(self, xp: Any, norms: Array) -> tuple[float, int]:
-        """Return the least logarithm of a dtype, and how many steps its range has."""
+        """Return the smallest logarithm of a dtype, and the number of its bins."""
         return (self.first, self.bins) if norms.dtype == xp.float32 else (self.first_wide, self.bins_wide)
 
 
@@ -138,24 +150,32 @@ class PercentileOfAll(Remembers):
 class TrackedQuantile(Remembers):
     """Allow a limit that moves until the share of norms within it is ``quantile``.
 
-    After each step ``limit ← limit · exp(-rate · (share - quantile))``, where the share is that of the
-    norms of one group (the examples of a batch, say) within the limit.
+    After each step ``limit ← limit · exp(-rate · (share - quantile))``, where share is the share of the
+    norms of one group (such as the examples of a batch) within the limit.
 
     Parameters
     ----------
     quantile : float
-        Which share of the norms is to be within the limit.
+        The share of norms that should be within the limit.
     rate : float
         How fast the limit moves.
     start : float
         The first limit, above 0.
     min, max : float, defaults 0 and ∞
-        Between which the limit moves.
+        The bounds of the limit.
 
     Notes
     -----
-    The share is counted exactly, and on each device by itself: differential privacy needs noise, and several
-    devices need a share that they agree on.
+    The share is exact, and computed on each device alone. Differential privacy needs noise on it, and several devices
+    need to agree on one share.
+
+    Examples
+    --------
+    >>> limit = uc.limits.TrackedQuantile(0.5, rate=0.2, start=1.0)
+    >>> clipper = uc.Clipper(uc.Rule(limit, scope=uc.scopes.each_example))
+    >>> grads = clipper(np.asarray([[0.5], [0.1]]))
+    >>> round(clipper.state.limits.item(), 3)  # it falls: both norms were within 1
+    0.905
     """
 
     quantile: float
@@ -198,9 +218,9 @@ def _over_kept(xp: Any, values: Array) -> Array:
 
 
 def _ranks(xp: Any, q: float, count: Array, dtype: Any) -> tuple[Array, Array, Array]:
-    """Return between which two of so many values, in order, a percentile lies, and how far it is from the first."""
+    """Return the two ranks between which a percentile of ``count`` values lies, and its position between them."""
     position = xp.astype(count - 1, dtype) * (q / 100)
-    nearest = xp.round(position)  # a whole number that was rounded off would take in the next value, which may be huge
+    nearest = xp.round(position)  # or rounding would mix in the next value, which may be huge
     position = xp.where(xp.abs(position - nearest) <= 1e-6 * (1 + position), nearest, position)
     floor = xp.floor(position)
     low = xp.astype(floor, xp.int32)
@@ -210,7 +230,7 @@ def _ranks(xp: Any, q: float, count: Array, dtype: Any) -> tuple[Array, Array, A
 def _selected(context: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
     """Return the norms of each row at two ranks."""
     xp, window = context.xp, history.shape[1]
-    in_order, none_yet = xp.sort(history, axis=1), window - count  # these come first
+    in_order, none_yet = xp.sort(history, axis=1), window - count  # missing entries come first
     numbers = context.asarray(xp.reshape(xp.arange(window), (1, window)), xp.int32)
 
     def at(rank: Array) -> Array:
@@ -221,10 +241,10 @@ def _selected(context: Context, history: Array, count: Array, low: Array, high: 
 
 
 def _selected_on_host(_: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
-    """Return the norms of each row at two ranks, one of which is next to the other."""
+    """Return the norms of each row at two neighboring ranks, computed by NumPy."""
     most = count.max(initial=1)
     there = history[:, :most]
-    if len(set(count.tolist())) == 1:  # for one rank alone NumPy takes less time than it takes to sort
+    if len(set(count.tolist())) == 1:  # partitioning at one rank is faster than sorting
         parts = np.partition(there, high[0], axis=1)
         return parts[:, : low[0] + 1].max(axis=1), parts[:, high[0]]
     rows, none_yet, in_order = np.arange(len(count)), most - count, np.sort(there, axis=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Limits in standard deviations above the mean of the norms so far. A step that is not finite changes neither."""
+"""Limits in standard deviations above the mean of earlier norms. A step that is not finite changes neither."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Target: TypeAlias = Literal["reciprocal", "mean", "threshold"]
 
 
 class Moments(NamedTuple):
-    """Mean and variance of each norm, and how many steps each row has taken (in `LogZScore`, each norm)."""
+    """Mean and variance of each norm, and the number of steps of each row (in `LogZScore` of each norm)."""
 
     means: Array
     variances: Array
@@ -40,30 +40,36 @@ class NormsAndLosses(NamedTuple):
     norms: Array
     """-1 where there is none yet."""
     losses: Array
-    """One row, for all norms; the largest number of float32 where there is none yet: a loss may be negative."""
+    """One row for all norms; the largest float32 where there is none yet, since a loss may be negative."""
 
 
 @dataclass(frozen=True, repr=False)
 class ZScore(Remembers):
-    """Allow ``z`` standard deviations above the running mean; a norm above that is set back to a target.
+    """Allow ``z`` standard deviations above the running mean, and scale larger norms to a target.
 
     Parameters
     ----------
     z : float
         The z-score above which a norm is a spike.
     decay : float
-        Of the running mean and variance. They learn from the norms after clipping.
+        Decay of the running mean and variance, which are updated with the norms after clipping.
     target : {"reciprocal", "mean", "threshold"}, default "reciprocal"
-        What a spike is set back to: ``mean + z²/score · std`` (the higher the spike, the lower),
-        the mean, or ``mean + z · std``.
+        The norm that a spike is scaled to: ``mean + z²/score · std`` (lower for a higher spike), the mean, or
+        ``mean + z · std``.
     warmup : int, default 25
-        For how many steps, at least 2, nothing is limited, and the statistics are those of all norms so far.
+        The number of first steps, at least 2, without a limit; mean and variance are then those of all norms so far.
     eps : float, default 1e-6
         Added to the standard deviation in the z-score.
     clip_factor : float, default 1
-        What the target ``"reciprocal"`` is multiplied by.
+        Multiplies the target ``"reciprocal"``.
     skip_update_on_spike : bool, default False
-        Whether mean and variance stay as they were at a spike, instead of learning from its target.
+        Whether mean and variance stay as they were at a spike, instead of being updated with its target.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.ZScore(2.5, 0.97, warmup=4)))
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 100.0)]
+    [1.0, 2.0, 1.0, 2.0, 1.52]
     """
 
     z: float
@@ -79,7 +85,7 @@ class ZScore(Remembers):
         settle(self, clip_factor=nonnegative("clip_factor", self.clip_factor))
         settle(self, skip_update_on_spike=flag("skip_update_on_spike", self.skip_update_on_spike))
         settle(self, z=nonnegative("z", self.z), decay=below_one("decay", self.decay))
-        settle(self, warmup=whole("warmup", self.warmup, 2))  # without a deviation every norm would be a spike
+        settle(self, warmup=whole("warmup", self.warmup, 2))  # 1 has no standard deviation
         settle(self, eps=nonnegative("eps", self.eps))
         one_of("target", self.target, get_args(Target))
         if self.clip_factor != 1 and self.target != "reciprocal":
@@ -87,11 +93,11 @@ class ZScore(Remembers):
             raise ValueError(msg)
 
     def init(self, norms: Array, context: Context) -> Moments:
-        """Begin with nothing known."""
+        """Return the state before the first norm."""
         return Moments(norms * 0, norms * 0, counts(context))
 
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
-        """Compare with what is known, then learn from what is left."""
+        """Compare with mean and deviation, then update them with the clipped norms."""
         xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
         count, std, excess = count + 1, xp.sqrt(variance), n - mean
         steps, far = aligned(xp, count, n), self.z * (std + self.eps)
@@ -101,7 +107,7 @@ class ZScore(Remembers):
         target = self._target(mean, std, far / xp.where(spike, excess, 1.0))
         weight = xp.where(known, 1 - self.decay, 1 / xp.astype(steps, n.dtype))
         change, left = xp.where(spike, at_most(xp, target, n), n) - mean, 1 - weight
-        # The published rule takes the deviation from the new mean; in the warm-up it is the plain variance.
+        # The published rule uses the deviation from the new mean; in the warm-up this is the plain variance.
         square = weight * change**2 * xp.where(known, left, 1.0)
         means, variances = mean + weight * change, left * (variance + square)
         if self.skip_update_on_spike:
@@ -109,7 +115,7 @@ class ZScore(Remembers):
         return xp.where(spike, target, unlimited(xp, n)), Moments(means, variances, count)
 
     def _target(self, mean: Array, std: Array, share: Array) -> Array:
-        """Return what a norm is set back to; ``share`` is the bound divided by the norm, both less the mean."""
+        """Return the target of spikes; ``share`` is (bound - mean) / (norm - mean)."""
         if self.target == "mean":
             return mean
         high = self.z * std * share if self.target == "reciprocal" else self.z * std
@@ -118,22 +124,28 @@ class ZScore(Remembers):
 
 @dataclass(frozen=True, repr=False)
 class LogZScore(Remembers):
-    """Allow ``z`` standard deviations above the mean in logarithms; a norm above that is set back to exp(mean).
+    """Allow ``z`` standard deviations above the mean logarithm, and scale larger norms to ``exp(mean)``.
 
     Parameters
     ----------
     z : float
         The z-score above which a norm is a spike.
     decay : float
-        Of the running mean and variance of the logarithms. They learn from every norm, this step's
-        included, before it is compared; at first all norms count the same.
+        Decay of the running mean and variance of the logarithms. They are updated with every norm, before it is
+        compared; the first norms are weighted equally.
     eps : float, default 1e-8
-        The least variance.
+        The smallest variance.
 
     Notes
     -----
-    Since this step's norm counts, no z-score is above ``√(decay/(1 - decay))``, 4.4 for a decay of 0.95. A norm of
-    0, which has no logarithm, is not learned from.
+    Since this step's norm counts, no z-score exceeds ``√(decay/(1 - decay))``, 4.4 for a decay of 0.95. A norm of
+    0, which has no logarithm, does not change the averages.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.LogZScore(2.0, 0.95)))
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 50.0)]
+    [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 2.35]
     """
 
     z: float
@@ -146,11 +158,11 @@ class LogZScore(Remembers):
         settle(self, eps=nonnegative("eps", self.eps))
 
     def init(self, norms: Array, context: Context) -> Moments:
-        """Begin with nothing known."""
+        """Return the state before the first norm."""
         return Moments(norms * 0, norms * 0, context.xp.astype(norms, context.xp.int32))
 
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
-        """Learn from the logarithms, then compare with them."""
+        """Update mean and variance of the logarithms, then compare."""
         xp, (mean, variance, count) = context.xp, state
         positive = norms > 0
         log = xp.log(xp.where(positive, norms, 1.0))
@@ -168,20 +180,26 @@ class LogZScore(Remembers):
 
 @dataclass(frozen=True, repr=False)
 class RollingZScore(Remembers):
-    """Allow ``z`` standard deviations above the mean of the last norms; 0 where the loss is as far above its own.
+    """Allow ``z`` standard deviations above the mean of the last norms, and 0 if the loss is as far above its mean.
 
     Parameters
     ----------
     z : float
         The z-score above which a norm, or the loss, is a spike.
     window : int
-        How many norms and losses are kept, spikes too; this step's are compared before they are.
+        The number of norms and losses that are kept, spikes included. This step's are added after they are compared.
     warmup : int
-        How many norms, or losses, at least 2, have to be there before one is a spike.
+        The number of norms, or losses, at least 2, that must be there before one can be a spike.
 
     Notes
     -----
-    The standard deviation is the unbiased one. After the warm-up a loss of NaN or ∞ is a spike; it is not kept.
+    The variance is the unbiased one. After the warm-up a loss of NaN or ∞ is a spike; it is not kept.
+
+    Examples
+    --------
+    >>> clipper = uc.Clipper(uc.Rule(uc.limits.RollingZScore(6.0, window=128, warmup=3)))
+    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 1.1, 0.9, 100.0)]
+    [1.0, 1.1, 0.9, 1.6]
     """
 
     z: float
@@ -191,7 +209,7 @@ class RollingZScore(Remembers):
     needs: ClassVar[frozenset[str]] = frozenset({"loss"})
 
     def __post_init__(self) -> None:
-        """Refuse windows in which nothing can be a spike."""
+        """Refuse windows in which no norm can be a spike."""
         settle(self, z=nonnegative("z", self.z), window=whole("window", self.window, 2))
         settle(self, warmup=whole("warmup", self.warmup, 2))
         within("warmup", self.warmup, 2, self.window)
@@ -204,7 +222,7 @@ class RollingZScore(Remembers):
         return NormsAndLosses(empty(context, self.window) - 1, losses)
 
     def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
-        """Compare with the windows, then keep."""
+        """Compare with the windows, then add to them."""
         xp, losses, loss = context.xp, state.losses, context.loss
         thresholds = limits = self._threshold(xp, state.norms, state.norms >= 0)
         context.threshold = thresholds
@@ -212,7 +230,7 @@ class RollingZScore(Remembers):
             loss = xp.reshape(loss, (1,))
             top = unlimited(xp, loss)
             bound = self._threshold(xp, losses, losses < top)
-            calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, as long as nothing is known
+            calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, during the warm-up
             limits = xp.where(calm, limits, 0.0)
             losses = xp.where(xp.isfinite(loss), pushed(xp, losses, loss), losses)
         return limits, NormsAndLosses(pushed(xp, state.norms, norms), losses)
@@ -222,7 +240,7 @@ class RollingZScore(Remembers):
         enough = count >= self.warmup
         count = xp.where(enough, count, 2.0)
         values = xp.where(there, history, 0.0)
-        unit = unit_of(xp, xp.max(xp.abs(values), axis=1, keepdims=True))  # squares of all else leave the range
+        unit = unit_of(xp, xp.max(xp.abs(values), axis=1, keepdims=True))  # keeps squares in range
         values = values / unit
         mean = xp.sum(values, axis=1, keepdims=True) / count
         change = xp.where(there, values - mean, 0.0)
@@ -232,6 +250,6 @@ class RollingZScore(Remembers):
 
 
 def _above(xp: Any, log: Array, norms: Array) -> Array:
-    """Return the norm of a logarithm, the largest number of the norms' dtype where it is none or too large."""
+    """Return exp(log), the largest number of the norms' dtype where that overflows or is NaN."""
     known = log < math.log(unlimited(xp, norms))
     return xp.where(known, xp.exp(xp.where(known, log, 0.0)), unlimited(xp, norms))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Every published rule by its name, each one expression over the four choices.
+"""The published rules by name, each one expression over the four choices.
 
 ===========  ===========================================================================
 module       rules
 ===========  ===========================================================================
-`fixed`      with a limit that is given: by value, by norm, for groups, normalized
-`relative`   that compare a gradient with its parameters
-`adaptive`   that learn from the norms of earlier steps
+`fixed`      with a fixed limit: by value, by norm, for groups, normalized
+`relative`   relative to the parameters
+`adaptive`   adaptive: they learn from the norms of earlier steps
 `examples`   for gradients of single examples
 ===========  ===========================================================================
 """

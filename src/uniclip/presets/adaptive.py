@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The published rules that remember: they learn from the norms of earlier steps.
+"""Published rules with memory: they learn from the norms of earlier steps.
 
-A step that is not finite changes nothing that they have learned.
+A step that is not finite leaves their state unchanged.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from uniclip.scopes import all_leaves, each_entry, each_leaf
 
 @keywords_known
 def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale all leaves to a percentile of the joint norms so far, this step's among them.
+    """Clip all leaves to a percentile of the global norms so far, this step's included.
 
     Source: Seetharaman, Wichern, Pardo and Le Roux, *AutoClip*, arXiv:2007.14469.
 
     Parameters
     ----------
     percentile : float, default 10
-        The paper's 10 clips nine of ten steps: close to normalizing. 90 to 99 only cuts spikes, 100
-        is off (with a window).
+        The paper's 10 clips nine of ten steps, close to normalizing. 90 to 99 clips only spikes; 100
+        clips nothing (with a window).
     window : int or None, default 10000
-        How many norms count, the newest. The paper keeps all: with ``None`` all count, to half a percent.
+        How many of the latest norms count. With ``None`` all count, as in the paper, to within half a percent.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -53,8 +53,8 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
     -----
     For less than one percent write ``uc.Rule(uc.limits.Percentile(0.5, window))``.
 
-    The published code keeps NaN in its history for ever, and saves it in no checkpoint; its port to
-    TensorFlow takes the percentile of joint norms, but clips each tensor by itself.
+    The published code keeps a NaN in its history forever, and saves the history in no checkpoint; its port to
+    TensorFlow takes the percentile of global norms, but clips each tensor by itself.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: 
 
 
 def _in_percent(name: str, value: float, limit: str = "") -> None:
-    """Refuse a share of 1 where percents are wanted."""
+    """Refuse a fraction where a percentage is wanted."""
     share = number(name, value)
     if 0 < share < 1:
         hint = f"; write uc.Rule(uc.limits.{limit.format(share)}) if it is really meant" if limit else ""
@@ -80,7 +80,7 @@ def _in_percent(name: str, value: float, limit: str = "") -> None:
 
 
 def _at_least_one(ratio: float) -> None:
-    """Refuse a growth where a ratio is wanted: below 1 every norm would be a part of the one before."""
+    """Refuse a growth where a ratio is wanted: with a ratio below 1 every norm would shrink."""
     if isinstance(ratio, Real) and ratio < 1:
         share = float(ratio)
         hint = f" ({1 + share:g} for a growth of {100 * share:g} %; below 1 all gradients shrink to 0)"
@@ -89,7 +89,7 @@ def _at_least_one(ratio: float) -> None:
 
 @keywords_known
 def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to a percentile of its own last ``window`` norms, this step's among them.
+    """Clip each leaf to a percentile of its own last ``window`` norms, this step's included.
 
     Source: Dettmers et al., *8-bit optimizers*, arXiv:2110.02861; ``percentile_clipping`` of bitsandbytes, which
     0.50 removed.
@@ -97,7 +97,7 @@ def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: No
     Parameters
     ----------
     percentile : int, default 5
-        Which of the norms in order, in percent: 5 clips most steps, 100 is off.
+        The rank among the sorted norms, in percent: 5 clips most steps, 100 none.
     window : int, default 100
         How many norms are kept; the first one fills the window.
     nonfinite : str, default "propagate"
@@ -132,7 +132,7 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     skip_update_on_spike: bool = False,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale all leaves back where the joint norm is more than ``z`` standard deviations above its running mean.
+    """Clip all leaves where the global norm is more than ``z`` standard deviations above its running mean.
 
     Source: Kumar, Owen, Chowdhury and Güra, *ZClip*, arXiv:2504.02507.
 
@@ -141,34 +141,34 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     z : float, default 2.5
         The z-score above which a norm is a spike.
     decay : float, default 0.97
-        Of the running mean and variance, which learn from the norms after clipping.
+        Decay of the running mean and variance, which are updated with the norms after clipping.
     target : {"reciprocal", "mean", "threshold"}, default "reciprocal"
-        What a spike of score s is set back to: mean + z²/s · std (the higher, the lower), the mean, or
-        mean + z · std.
+        The norm that a spike with z-score s is scaled to: ``mean + z²/s · std`` (lower for a higher spike), the
+        mean, or ``mean + z · std``.
     warmup : int, default 25
-        For how many steps, at least 2, nothing is clipped, and the statistics are those of all norms.
+        The number of first steps, at least 2, that are not clipped; mean and variance are then those of all norms.
     clip_factor : float, default 1
-        What the target ``"reciprocal"``, mean included, is multiplied by: 0.5 to 0.9 cut spikes harder.
+        Multiplies the target ``"reciprocal"``, mean included: 0.5 to 0.9 clip spikes harder.
     skip_update_on_spike : bool, default False
-        Let a spike, clipped as ever, teach mean and variance nothing; without it they learn from what it is set
-        back to. No step is left out: that is `skip_spikes`.
+        Do not update mean and variance at a spike; by default they are updated with its target. The spike is
+        clipped either way. No step is skipped: for that use `skip_spikes`.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If a number is out of range, ``target`` is none of the three, or ``clip_factor`` is given with another target
-        than ``"reciprocal"``.
+        If a number is out of range, ``target`` is not one of the three, or ``clip_factor`` is given with a target
+        other than ``"reciprocal"``.
 
     Notes
     -----
     The reference implementation also limits every norm to 1.0 (``max_grad_norm``): for that,
-    ``uc.chain(uc.zclip(), uc.by_global_norm(1.0))``. There one NaN spoils mean and variance for ever, a norm of ∞
-    makes the gradients NaN, and the statistics are in no checkpoint. What it calls "percentile" is
-    ``target="threshold"``; many ports do only that. Its docstring multiplies only the deviation by ``clip_factor``, its
-    code the mean, too, as here. Norms that were all the same have no deviation: then any higher
-    one is a spike, for good.
+    ``uc.chain(uc.zclip(), uc.by_global_norm(1.0))``. There one NaN makes mean and variance NaN forever, a norm of ∞
+    makes the gradients NaN, and no checkpoint has the statistics. What it calls "percentile" is
+    ``target="threshold"``; many ports have only that. Its docstring multiplies only the deviation by ``clip_factor``;
+    its code, as here, the mean too. If all norms were equal, their standard deviation is 0, and from then on any
+    higher norm is a spike.
 
     Examples
     --------
@@ -182,7 +182,7 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
 
 @keywords_known
 def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale all leaves to the usual joint norm where it is ``z`` standard deviations above, in logarithms.
+    """Clip all leaves to the usual global norm where its logarithm is ``z`` standard deviations above the mean.
 
     Source: Chorowski, Bahdanau, Cho and Bengio, *End-to-end continuous speech recognition*, arXiv:1412.1602,
     and TensorFlow's former ``adaptive_clipping_fn``.
@@ -190,9 +190,9 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
     Parameters
     ----------
     z : float, default 2
-        The z-score of a spike; this step counts, so that none is above 4.4 with the default decay.
+        The z-score of a spike; this step's norm counts, so that no z-score exceeds 4.4 with the default decay.
     decay : float, default 0.95
-        Of the running mean and variance of the logarithms; at first all norms count the same.
+        Decay of the running mean and variance of the logarithms; the first norms are weighted equally.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -203,7 +203,7 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
 
     Notes
     -----
-    TensorFlow's function without its ``global_step`` begins with a mean logarithm of 0, a limit of about 1; here the
+    Without ``global_step`` TensorFlow's function begins with a mean logarithm of 0, a limit of about 1; here the
     first norm is the first mean. Its ``static_max_norm`` is ``uc.chain(uc.log_zscore(), uc.by_global_norm(max_norm))``.
 
     Examples
@@ -224,17 +224,17 @@ def adagc(
     *,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale each leaf to ``ratio`` times the running average of its own norms after clipping.
+    """Clip each leaf to ``ratio`` times the running average of its own norms after clipping.
 
     Source: Wang et al., *AdaGC*, arXiv:2502.11034.
 
     Parameters
     ----------
     ratio, decay : float, defaults 1.05 and 0.98
-        Later code of the authors has 1.03 and 0.98, and 1.04 and 0.99.
+        Later code of the authors has 1.03 and 0.98, or 1.04 and 0.99.
     warmup : int, default 100
-        For how many steps all leaves are scaled together, to the joint norm ``warmup_norm``; each
-        average begins with the smallest of its norms in that time.
+        The number of first steps in which all leaves are clipped together, to the global norm ``warmup_norm``; each
+        average begins with the leaf's smallest norm in these steps.
     warmup_norm : float, default 1.0
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
@@ -246,11 +246,11 @@ def adagc(
 
     Notes
     -----
-    No filter of spikes: since the averages learn from clipped norms, they sink (norms that vary by a fifth
-    are clipped at two of three steps) and rise by (1 - decay)·(ratio - 1), 0.1 %, at a step at most. That is
-    harmless with Adam, which divides by the scale, not with SGD. The published code learns from the norms
-    before clipping in the warm-up; here, as in the paper, after it. Other than in the paper, norms of 0 do not count in
-    the warm-up: an average of 0 would hold a leaf at 0.
+    It clips more than spikes: since the averages are updated with clipped norms, they sink (norms that vary by a
+    fifth are clipped at two of three steps) and rise by at most ``(1 - decay)·(ratio - 1)``, 0.1 %, per step. That is
+    harmless with Adam, which divides by the scale, but not with SGD. In the warm-up the published code uses the norms
+    before clipping; here, as in the paper, those after it. Unlike in the paper, norms of 0 do not count in the
+    warm-up: an average of 0 would keep a leaf at 0.
 
     Examples
     --------
@@ -264,9 +264,9 @@ def adagc(
 
 @keywords_known
 def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to ``ratio`` times what its norm was after the step before.
+    """Clip each leaf to ``ratio`` times its clipped norm of the step before.
 
-    Source: Chen et al., *Fira*, arXiv:2410.01623, which limits a part of its update so.
+    Source: Chen et al., *Fira*, arXiv:2410.01623, which limits a part of its update in this way.
 
     Parameters
     ----------
@@ -282,8 +282,8 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
 
     Notes
     -----
-    After one tiny gradient the next ones stay tiny for long, after a zero one they stay zero. The first norm above 0
-    is the first limit.
+    After one tiny gradient the next ones stay tiny for long; after a zero gradient they stay zero. The first norm
+    above 0 is the first limit.
 
     Examples
     --------
@@ -297,18 +297,18 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
 
 @keywords_known
 def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *, nonfinite: NonFinite = "skip") -> Rule:
-    """Make all gradients 0 where their joint norm, or the loss, is ``z`` standard deviations above its last mean.
+    """Set all gradients to 0 where their global norm, or the loss, is ``z`` standard deviations above its rolling mean.
 
-    Source: the ``SkipStep`` optimizers of OLMo-core; compare PaLM, arXiv:2204.02311. Give the loss to
-    ``update(..., loss=loss)`` or ``clipper(grads, loss=loss)``, or leave it out.
+    Source: the ``SkipStep`` optimizers of OLMo-core; compare PaLM, arXiv:2204.02311. Pass the loss to
+    ``update(..., loss=loss)`` or ``clipper(grads, loss=loss)``; it is optional.
 
     Parameters
     ----------
     z : float, default 6
     window : int, default 128
-        How many norms and losses count, spikes too, before this step's.
+        How many earlier norms and losses count, spikes included.
     warmup : int, optional
-        How many there have to be before anything is a spike: half the window if not given, at least 2.
+        How many there must be before a step can be a spike, at least 2; by default half the window.
     nonfinite : str, default "skip"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -319,13 +319,13 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
 
     Notes
     -----
-    An optimizer with momentum or weight decay moves on gradients of 0 too: take no step where ``report.skipped``
-    (`uniclip.integrations.torch.attach` takes none).
+    An optimizer with momentum or weight decay changes parameters at gradients of 0 too: take no step where
+    ``report.skipped`` is true (`uniclip.integrations.torch.attach` takes none).
 
-    As in OLMo-core only what is above the mean is a spike (its versions of 2024 skipped steps as far below, too). Other
-    than there the loss may be left out, and norms and losses are judged each by its own number: ``warmup`` before this
-    step's. OLMo-core judges both as soon as half a window of losses is there, this step's included: one step sooner.
-    Its windows are in no checkpoint, so that every restart has 64 blind steps; here they are in the state.
+    As in OLMo-core only values above the mean are spikes (its versions of 2024 also skipped steps as far below).
+    Unlike there, the loss is optional, and norms and losses each need their own ``warmup`` earlier values. OLMo-core
+    judges both as soon as there is half a window of losses, this step's included: one step sooner. No checkpoint has
+    its windows, so that every restart has 64 steps without detection; here they are in the state.
 
     Examples
     --------
@@ -342,16 +342,16 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
 def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each entry to ``±√(factor · v)``, v the running mean of its squares after clipping.
 
-    Source: the clipping of Huang et al., *SPAM*, arXiv:2501.06842. That optimizer's momentum reset is not clipping;
-    make a new state where you reset.
+    Source: the clipping in Huang et al., *SPAM*, arXiv:2501.06842. The momentum reset of that optimizer is not part
+    of it; make a new state where you reset.
 
     Parameters
     ----------
     factor : float, default 5000
     decay : float, default 0.999
-        Of v, which begins with 0 and is not corrected for it, as Adam's second moment inside of SPAM.
+        Decay of v, which begins at 0 without bias correction, as Adam's second moment in SPAM.
     warmup : int, default 20
-        For how many steps nothing is clipped.
+        The number of first steps that are not clipped.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -362,9 +362,9 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
 
     Notes
     -----
-    It remembers as many numbers as the gradients have entries. Since v begins with 0, an entry is clipped at ten
-    times its usual size after 20 steps, at 22 times after 100, in the end at 71 times. An entry that was always
-    0 is not limited; in the reference implementation it stays 0 for ever.
+    The state is as large as the gradients. Since v begins at 0, an entry is clipped at ten times its usual size
+    after 20 steps, at 22 times after 100, in the end at 71 times. An entry that was always 0 is not limited; in the
+    reference implementation it stays 0 forever.
 
     Examples
     --------
@@ -377,7 +377,7 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
 
 @keywords_known
 def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to the running mean of its norms divided by their running root mean square, about 1.
+    """Normalize each leaf to the running mean of its norms divided by their running root mean square, about 1.
 
     Source: AdaGN in Huang et al., *Stable-SPAM* (now *GradientStabilizer*), arXiv:2502.17055.
 
@@ -394,8 +394,8 @@ def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonF
 
     Notes
     -----
-    The size of the gradient is lost, which matters to SGD. The norm is above 1 while norms grow, and too small in the
-    steps after a spike.
+    The size of the gradient is lost, which matters for SGD. The result is above 1 while norms grow, and too small in
+    the steps after a spike.
 
     Examples
     --------

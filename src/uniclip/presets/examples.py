@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The published rules for gradients of single examples, with the examples along the first axis of every leaf.
+"""Published rules for per-example gradients, with the examples along the first axis of every leaf.
 
-`uniclip.clip_and_sum` clips and adds up in one go.
+`uniclip.clip_and_sum` clips and sums in one call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from uniclip.scopes import each_example, each_row
 
 @keywords_known
 def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient, over all leaves, to norm ``max_norm`` at most.
+    """Scale each example's gradient, over all leaves, to a norm of at most ``max_norm``.
 
     Source: Abadi et al., *Deep learning with differential privacy*, arXiv:1607.00133.
 
@@ -29,7 +29,7 @@ def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFin
     max_norm : float, 0-d array, or Limit
         At least 0.
     curve : callable, default hard
-        What happens above the limit; `uniclip.curves.reject` leaves such examples out,
+        What happens above the limit; `uniclip.curves.reject` drops such examples,
         `uniclip.curves.normalize` is AUTO-V.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
@@ -37,7 +37,7 @@ def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFin
     Raises
     ------
     ValueError
-        If ``max_norm`` is negative or NaN, or, when gradients are clipped, if leaves differ in their number of
+        If ``max_norm`` is negative or NaN; when gradients are clipped, if leaves differ in their number of
         examples.
 
     Examples
@@ -53,7 +53,7 @@ def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFin
 
 @keywords_known
 def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient leaf by leaf, so that its norm over all leaves is ``max_norm`` at most.
+    """Scale each example's gradient leaf by leaf, so that its norm over all leaves is at most ``max_norm``.
 
     Source: McMahan, Ramage, Talwar and Zhang, *Learning differentially private recurrent language models*,
     arXiv:1710.06963.
@@ -61,9 +61,9 @@ def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite:
     Parameters
     ----------
     max_norm : float or 0-d array
-        At least 0. Each of K leaves may have the norm max_norm/√K.
+        At least 0. Each of K leaves may have the norm ``max_norm/√K``.
     by_size : bool, default False
-        Let each leaf have max_norm·√(D/ΣD) instead, D its number of entries for an example.
+        Allow each leaf ``max_norm·√(D/ΣD)`` instead, D its number of entries for one example.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -95,10 +95,10 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 ) -> Rule:
     """Scale each example's gradient to a limit that follows a quantile of the examples' norms.
 
-    After each step the limit c becomes ``c · exp(-rate · (share - quantile))``, share being that of the examples
-    within c. Source:
+    After each step the limit c becomes ``c · exp(-rate · (share - quantile))``, where share is the share of the
+    examples within c. Source:
     Andrew, Thakkar, McMahan and Ramaswamy, *Differentially private learning with adaptive clipping*,
-    arXiv:1905.03871; what Opacus calls AdaClip.
+    arXiv:1905.03871; Opacus calls it AdaClip.
 
     Parameters
     ----------
@@ -107,19 +107,19 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
     start : float, default 0.1
         The first limit, above 0.
     min, max : float, defaults 0 and ∞
-        Between which the limit moves, as ``min_clipbound`` and ``max_clipbound`` of Opacus.
+        The bounds of the limit, as ``min_clipbound`` and ``max_clipbound`` of Opacus.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        If a number is out of range, or ``start`` not from ``min`` to ``max``.
+        If a number is out of range, or ``start`` is not between ``min`` and ``max``.
 
     Notes
     -----
-    The share is exact, and each device's own. To be private it needs noise, which uniclip adds to nothing: take the
-    paper's update of c with your own noisy share, and give c to `by_example_norm`.
+    The share is exact, and computed on each device alone. For privacy it needs noise, which uniclip does not add:
+    update c by the paper's formula with your own noisy share, and pass c to `by_example_norm`.
 
     Examples
     --------
@@ -133,17 +133,17 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
 
 @keywords_known
 def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``: no limit has to be found.
+    """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``, which needs no tuned limit.
 
-    Source: automatic clipping of Bu, Wang, Zha and Karypis, arXiv:2206.07136. With ``gamma=r`` and c = 1 it is the
-    normalization of Yang et al., arXiv:2206.13033.
+    Source: AUTO-S in Bu, Wang, Zha and Karypis, *Automatic clipping*, arXiv:2206.07136. With ``gamma=r`` and
+    ``max_norm=1`` it is the normalization of Yang et al., arXiv:2206.13033.
 
     Parameters
     ----------
     max_norm : float or 0-d array, default 1
-        What every norm is just below.
+        Every norm after scaling is just below it.
     gamma : float, default 0.01
-        Above 0: what keeps small gradients small.
+        Above 0; keeps small gradients small.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
@@ -162,7 +162,7 @@ def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite
 
 @keywords_known
 def psac(max_norm: MaxNorm = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``: tiny gradients do not become large.
+    """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``, which keeps tiny gradients small.
 
     Source: Xia et al., *Differentially private learning with per-sample adaptive clipping*, arXiv:2212.00328.
 

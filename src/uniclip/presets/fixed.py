@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The published rules with a limit that is given: by value, by norm, for groups, and normalized."""
+"""Published rules with a fixed limit: by value, by norm, for groups, and normalized."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def by_norm(
     curve: Curve = hard,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale each leaf, or each slice along ``axis``, to norm ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
+    """Scale each leaf, or each slice along ``axis``, to a norm of at most ``max_norm``: ``g · min(1, max_norm/‖g‖)``.
 
     Source: Pascanu, Mikolov and Bengio, *On the difficulty of training recurrent neural networks*,
     arXiv:1211.5063.
@@ -61,7 +61,7 @@ def by_norm(
     max_norm : float, 0-d array, or Limit
         How large each norm may be, at least 0.
     axis : int or tuple of int, optional
-        The axes that one norm covers; all if not given.
+        The axes that one norm covers; by default all.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus.
     curve : callable, default hard
@@ -89,7 +89,7 @@ def by_norm(
 def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
 
-    Source: the function ``clip_by_average_norm`` of TF 1.
+    Source: ``clip_by_average_norm`` of TensorFlow 1.
 
     Parameters
     ----------
@@ -115,14 +115,14 @@ def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") ->
 def by_global_norm(
     max_norm: MaxNorm, ord: float = 2, *, curve: Curve = hard, nonfinite: NonFinite = "propagate"
 ) -> Rule:
-    """Scale all leaves by one factor to joint norm ``max_norm`` at most, which keeps the direction.
+    """Scale all leaves by one factor to a global norm of at most ``max_norm``, which keeps the direction.
 
     Source: Pascanu, Mikolov and Bengio, arXiv:1211.5063.
 
     Parameters
     ----------
     max_norm : float, 0-d array, or Limit
-        How large the joint norm may be, at least 0.
+        How large the global norm may be, at least 0.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
     curve : callable, default hard
@@ -145,7 +145,7 @@ def by_global_norm(
 
 @keywords_known
 def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each leaf to root mean square ``max_norm`` at most: ``g · min(1, max_norm·√N/‖g‖₂)``.
+    """Scale each leaf to a root mean square of at most ``max_norm``: ``g · min(1, max_norm·√N/‖g‖₂)``.
 
     Source: Shazeer and Stern, *Adafactor*, arXiv:1804.04235.
 
@@ -173,14 +173,14 @@ def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Ru
 def by_group_norm(
     max_norm: Mapping[Any, MaxNorm], label: Label, ord: float = 2, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:
-    """Scale the leaves of each group by one factor to the group's own joint norm at most.
+    """Clip the joint norm of each group of leaves to the group's own limit.
 
     Parameters
     ----------
     max_norm : mapping of label to float, 0-d array, or Limit
-        One for each label; ``math.inf`` leaves a group alone.
+        One for each label; ``math.inf`` does not clip a group.
     label : callable
-        ``label(path, leaf)`` names the group of a leaf; ``path`` is the tuple of keys that leads to
+        ``label(path, leaf)`` returns the group of a leaf; ``path`` is the tuple of keys that leads to
         it, such as ``("encoder", 0, "weight")``.
     ord : float, default 2
         The order of the norm, at least 1.
@@ -190,7 +190,7 @@ def by_group_norm(
     Raises
     ------
     ValueError
-        If a limit is negative or NaN, or, when gradients are clipped, if a label has none.
+        If a limit is negative or NaN; when gradients are clipped, if a label has no limit.
 
     Examples
     --------
@@ -203,16 +203,16 @@ def by_group_norm(
 
 @keywords_known
 def to_global_norm(max_norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale all leaves by one factor to joint norm ``max_norm``, smaller gradients too: ``g · max_norm/‖g‖``.
+    """Normalize all leaves by one factor to global norm ``max_norm``, smaller gradients too: ``g · max_norm/‖g‖``.
 
-    This is normalized gradient descent; zeros stay zeros. Source: Hazan, Levy and Shalev-Shwartz, *Beyond convexity*,
+    This is normalized gradient descent; zeros stay zero. Source: Hazan, Levy and Shalev-Shwartz, *Beyond convexity*,
     arXiv:1507.02030; with momentum, Cutkosky and Mehta, arXiv:2002.03305.
-    The size of the gradient is lost: the learning rate alone says how long steps are.
+    The size of the gradient is lost: the learning rate alone sets the length of a step.
 
     Parameters
     ----------
     max_norm : float, 0-d array, or Limit, default 1
-        The joint norm, at least 0.
+        The global norm, at least 0.
     ord : float, default 2
         The order of the norm, at least 1.
     nonfinite : str, default "propagate"

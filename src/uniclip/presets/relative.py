@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The published rules that compare a gradient with its parameters, which they need as ``params``."""
+"""Published rules relative to the parameters, which they need as ``params``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def agc(
     *,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
-    """Scale each output unit's gradient to ``ratio · max(‖w‖, eps)`` at most, w the unit's weights.
+    """Scale each output unit's gradient to a norm of at most ``ratio · max(‖w‖, eps)``, w the unit's weights.
 
     Source: Brock, De, Smith and Simonyan, *High-performance large-scale image recognition without
     normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does:
-    ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``; look at the report, which is ``None``
-    for what is left out.
+    ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``. Check the report, which is ``None``
+    for leaves that are left out.
 
     Parameters
     ----------
     ratio : float or 0-d array, default 0.01
-        The paper's is for batches of 4,096 and SGD; up to 0.16 for small ones. With Adam 0.01 is often
-        far too strong.
+        The paper's value for SGD with batches of 4,096; up to 0.16 for small batches. With Adam 0.01 often
+        clips far too much.
     eps : float, default 1e-3
-        The least norm of weights that counts, or weights that begin with zeros could never change.
+        The smallest norm of weights that is used; without it weights that begin at zero could never change.
     axis : int or tuple of int, optional
-        The axes that one norm covers, as in optax; without it all but that of the output units, by the framework's
-        convention the first in PyTorch and the last elsewhere. A vector or a scalar is one unit then.
+        The axes that one norm covers, as in optax. By default all but the output axis, which is the first in PyTorch
+        and the last elsewhere; then a vector or a scalar is one unit.
     ord : float, default 2
         The order of the norm of gradients and weights, at least 1, as ``norm_type`` in timm; ``math.inf`` is the
         largest modulus.
@@ -47,12 +47,12 @@ def agc(
     Raises
     ------
     ValueError
-        If ``ratio`` or ``eps`` is negative or NaN, ``ord`` below 1, or, when gradients are clipped, without ``params``.
+        If ``ratio`` or ``eps`` is negative or NaN, or ``ord`` below 1; when gradients are clipped, without ``params``.
 
     Notes
     -----
-    Embedding tables, transposed and depthwise convolutions have their units elsewhere: use `masked` and
-    ``axis``. The reference implementation takes (n, 1, 1, 1) as one unit, other ports clip whole leaves.
+    Embedding tables, transposed and depthwise convolutions have their units along another axis: use `masked` and
+    ``axis``. The reference implementation treats (n, 1, 1, 1) as one unit; other ports clip whole leaves.
 
     Examples
     --------
@@ -67,26 +67,26 @@ def agc(
 
 @keywords_known
 def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
-    """Scale each row of an embedding table's gradient to ``ratio · count · max(‖row‖, eps)`` at most.
+    """Scale each row of an embedding table's gradient to at most ``ratio · count · max(‖row‖, eps)``.
 
-    Source: Zheng et al., *CowClip*, arXiv:2204.06240. Only for the embedding table: clip it by itself, or
-    use `masked`. The table's gradient has to be dense.
+    Source: Zheng et al., *CowClip*, arXiv:2204.06240. Only for the embedding table: clip it alone, or
+    use `masked`. The gradient of the table must be dense.
 
     Parameters
     ----------
     counts : array, of shape (rows,)
-        How often each row's id occurs in the batch, 1 for those that do not; of any real dtype, NumPy's too.
+        How often each row's id occurs in the batch, 1 for ids that do not; of any real dtype, also a NumPy array.
         Make a new rule at each step.
     ratio : float, default 1
     eps : float, default 1e-5
-        The least norm of a row that counts; the paper has 1e-5 for Criteo, 1e-4 to 1e-3 for Avazu.
+        The smallest norm of a row that is used; the paper has 1e-5 for Criteo, 1e-4 to 1e-3 for Avazu.
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.
 
     Raises
     ------
     ValueError
-        When gradients are clipped: without ``params``, or if ``counts`` does not fit the rows.
+        When gradients are clipped: without ``params``, or if ``counts`` does not match the rows.
 
     Examples
     --------
@@ -106,7 +106,7 @@ def larc(
 
     The factor is ``min(1, trust_coefficient·‖w‖ / (lr·(‖g‖ + weight_decay·‖w‖)))``. Source: the clipping mode of LARC
     in NVIDIA's apex, after You, Gitman and Ginsburg, *Large batch training of convolutional networks*,
-    arXiv:1708.03888. There the weight decay is added to the gradient before it is multiplied; here the
+    arXiv:1708.03888. There the weight decay is added to the gradient before it is scaled; here the
     optimizer adds it afterwards, so it is not scaled.
 
     Parameters
@@ -114,7 +114,7 @@ def larc(
     lr : float or 0-d array
         The learning rate of this step; make a new rule when it changes.
     trust_coefficient : float, default 0.02
-        How long a step may be beside its parameter.
+        How long a step may be relative to its parameter.
     weight_decay : float, default 0
     nonfinite : str, default "propagate"
         What happens to gradients with NaN or ∞; see `Rule`.

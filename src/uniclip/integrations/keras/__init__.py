@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch: `ClippedOptimizer` around the optimizer."""
+"""Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch: `ClippedOptimizer` wraps the optimizer."""
 
 from uniclip.integrations import needs
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What Keras logs of clipping."""
+"""A callback that adds clipping to Keras' logs."""
 
 from __future__ import annotations
 
@@ -12,38 +12,50 @@ import keras
 from uniclip.integrations.keras.optimizer import ClippedOptimizer
 
 _WRITERS = tuple(getattr(keras.callbacks, name) for name in ("CSVLogger", "RemoteMonitor", "TensorBoard"))
-"""The callbacks of Keras that write what is in the logs of an epoch when it ends."""
+"""Callbacks of Keras that write the logs of an epoch at its end."""
 
 
 class LogClipping(keras.callbacks.Callback):
     """Add the scalars of a `ClippedOptimizer` to the logs of each epoch.
 
-    ``"clip/norm"``, ``"clip/limit"``, ``"clip/threshold"`` where there is one, and ``"clip/factor"`` are those of the
-    epoch's last step, ``"clip/share"`` and
-    ``"clip/skipped"`` the average over its steps, and ``"clip/norm_max"`` is the largest norm of them. They are read
-    once in an epoch. What the optimizer records is read once in a window, and as each epoch ends. Put it before
-    callbacks that write the logs, such as ``CSVLogger``; the progress bar and ``History`` come last by themselves.
+    ``"clip/norm"``, ``"clip/limit"``, ``"clip/threshold"`` if there is one, and ``"clip/factor"`` are those of the
+    epoch's last step; ``"clip/share"`` and ``"clip/skipped"`` are averages over its steps, and ``"clip/norm_max"`` is
+    their largest norm. They are read once per epoch. Steps that the optimizer records are read once per window, and
+    at the end of each epoch. Put it before callbacks that write the logs, such as ``CSVLogger``; the progress bar and
+    ``History`` always come last.
 
     Raises
     ------
     TypeError
-        When the training begins, if the optimizer is no `ClippedOptimizer`.
+        At the start of training, if the optimizer is not a `ClippedOptimizer`.
     ValueError
-        Then, too, if the optimizer records, and ``steps_per_execution`` is larger than its windows; or if on JAX it is
-        in a ``LossScaleOptimizer``, which would save what is recorded.
+        At the start of training, if the optimizer records and ``steps_per_execution`` exceeds its window, or if on JAX
+        it is in a ``LossScaleOptimizer``, which would save the recorded steps.
 
     Warns
     -----
     UserWarning
-        When the training begins, if a callback that writes the logs comes before.
+        At the start of training, if a callback that writes the logs comes before.
+
+    Examples
+    --------
+    >>> import keras
+    >>> from uniclip.integrations.keras import ClippedOptimizer, LogClipping
+    >>> model = keras.Sequential([keras.layers.Dense(1)])
+    >>> optimizer = ClippedOptimizer(keras.optimizers.SGD(0.1), uc.by_global_norm(1.0))
+    >>> model.compile(optimizer, "mse")
+    >>> x, y = np.ones((4, 2)), np.ones((4, 1))
+    >>> history = model.fit(x, y, verbose=0, callbacks=[LogClipping()])
+    >>> sorted(history.history)
+    ['clip/factor', 'clip/limit', 'clip/norm', 'clip/norm_max', 'clip/share', 'loss']
     """
 
     def __repr__(self) -> str:
-        """Return what it is."""
+        """Return the callback as source text."""
         return "<LogClipping>"
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Find the optimizer, also inside of a ``LossScaleOptimizer``."""
+        """Find the optimizer, also inside a ``LossScaleOptimizer``."""
         optimizer = outside = self.model.optimizer
         while optimizer is not None and not isinstance(optimizer, ClippedOptimizer):
             optimizer = getattr(optimizer, "inner_optimizer", None)
@@ -60,7 +72,7 @@ class LogClipping(keras.callbacks.Callback):
         self._warn(inspect.currentframe())
 
     def _refuse(self, record: Any, outside: Any) -> None:
-        """Refuse to record what could not be read in time, or would be saved."""
+        """Refuse to record steps that could not be read in time, or would be saved."""
         if self.model.steps_per_execution > record.every:
             msg = (
                 f"steps_per_execution={self.model.steps_per_execution} is above the {record.every} steps of a window, "
@@ -75,7 +87,7 @@ class LogClipping(keras.callbacks.Callback):
             raise ValueError(msg)
 
     def _warn(self, frame: Any) -> None:
-        """Say that those that come before write logs without the scalars; the list of callbacks is what calls."""
+        """Warn that callbacks that come before write logs without the scalars; the list of callbacks is the caller."""
         while frame is not None and not isinstance(frame.f_locals.get("self"), keras.callbacks.CallbackList):
             frame = frame.f_back
         callbacks = [] if frame is None else frame.f_locals["self"].callbacks
@@ -89,12 +101,12 @@ class LogClipping(keras.callbacks.Callback):
             warnings.warn(msg, UserWarning, stacklevel=2)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Begin the epoch's averages."""
+        """Restart the epoch's averages."""
         self._optimizer.begin_epoch()
         self._optimizer.begin_reading(getattr(self.model, "jax_state_sync", _nothing))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Have the steps read that the recorder has not seen, before there are more than a window holds."""
+        """Have unread steps read by the recorder, before they exceed its window."""
         record, steps = self._optimizer.record, self.model.steps_per_execution
         if record is None:
             return
@@ -104,7 +116,7 @@ class LogClipping(keras.callbacks.Callback):
         self._unread += steps
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Add to the logs."""
+        """Add the scalars to the logs."""
         if logs is not None:
             logs.update(self._optimizer.epoch_scalars())
         if self._optimizer.record is not None:
@@ -112,11 +124,11 @@ class LogClipping(keras.callbacks.Callback):
             self._unread = 0
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Read what is left."""
+        """Read the remaining steps."""
         if self._optimizer.record is not None:
             self._optimizer.record.flush()
         self._optimizer.begin_reading(None)
 
 
 def _nothing() -> None:
-    """Leave variables as they are, which on other backends than JAX are what compiled steps change."""
+    """Leave variables as they are; on backends other than JAX compiled steps change them."""

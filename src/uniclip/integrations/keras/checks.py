@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What cannot be clipped inside Keras' optimizers."""
+"""Checks of what can be clipped inside Keras' optimizers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _INSTEAD = {
     "global_clipnorm": "uc.by_global_norm({0!r})",
     "clipvalue": "uc.by_value(-{0!r}, {0!r})",
 }
-"""The rules that do as Keras' own options."""
+"""The rules that do the same as Keras' own options."""
 
 
 def refuse_optimizer(inner: Any) -> None:
-    """Refuse an optimizer that is none, or does itself what the wrapper has to do."""
+    """Refuse objects that are not optimizers, and optimizers that do what the wrapper has to do."""
     if not isinstance(inner, keras.optimizers.Optimizer):
         msg = f"inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got {short(inner)}"
         raise TypeError(msg)
@@ -48,7 +48,7 @@ def refuse_optimizer(inner: Any) -> None:
 
 
 def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> None:
-    """Refuse gradients of other variables than a rule remembers: it knows them by their order."""
+    """Refuse gradients of other variables than those in the state, whose rows are in their order."""
     there = set(present)
     missing = [path for path in paths if path not in there] if rule.by_leaf else []
     if missing:
@@ -61,6 +61,6 @@ def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> N
 
 
 def refuse_groups(rule: Any, known: Leaves, grads: Any) -> None:
-    """Refuse gradients of other groups than a rule remembers: it knows them by their order, too."""
+    """Refuse gradients of other groups than those in the state, whose rows are in their order."""
     if labelled(rule) and not rule.by_leaf:
         refuse_changed(rule, known, leaves_of(rule, flatten(grads)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Rules as Keras needs them: as the plain data of a config, and with the output axis last."""
+"""Rules in Keras: as the plain data of a config, and with the output axis last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uniclip.rules import Rule
 
 
 def rule_to_config(rule: Any) -> Any:
-    """Return a rule as plain data, as `uniclip.config.to_config` does; a user's functions by their names in Keras.
+    """Return a rule as plain data, as `uniclip.config.to_config` does, with a user's functions by their names in Keras.
 
     Raises
     ------
@@ -26,12 +26,12 @@ def rule_to_config(rule: Any) -> Any:
 
 
 def rule_from_config(config: Any, custom_objects: Any = None) -> Any:
-    """Return what `rule_to_config` was given."""
+    """Return the rule that `rule_to_config` was given."""
     return from_config(config, other=partial(keras.saving.deserialize_keras_object, custom_objects=custom_objects))
 
 
 def output_last(rule: Any) -> Any:
-    """Return the rule for weights whose output axis is the last one, as those of Keras are, on PyTorch too."""
+    """Return the rule with the output axis last, as in Keras' weights, also on PyTorch."""
     if isinstance(rule, Chain):
         return Chain(tuple(map(output_last, rule.rules)))
     if isinstance(rule, Masked):
@@ -43,7 +43,7 @@ def output_last(rule: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OutputLast:
-    """The axes that one norm covers, where the output axis is the last one."""
+    """The axes that one norm covers, with the output axis last."""
 
     axes: Any
 
@@ -53,7 +53,7 @@ class _OutputLast:
 
 
 def _registered(value: Any) -> Any:
-    """Return what Keras makes of a user's function or object."""
+    """Return Keras' config of a user's function or object."""
     what = value if hasattr(value, "__qualname__") else type(value)
     if keras.saving.get_registered_object(keras.saving.get_registered_name(what)) is not what:
         msg = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The optimizer around an optimizer."""
+"""An optimizer that wraps another one."""
 
 from __future__ import annotations
 
@@ -46,38 +46,37 @@ _BEGIN = "begin anew by load_rule_state_dict({})"
 
 @keras.saving.register_keras_serializable(package="uniclip")
 class ClippedOptimizer(keras.optimizers.Optimizer):
-    """Clip the gradients by a rule, then take the step of the optimizer inside.
+    """Clip the gradients by a rule, then take the step of the wrapped optimizer.
 
-    The rule acts once for each step: on gradients that are unscaled and, with
-    ``gradient_accumulation_steps``, accumulated; before weight decay and the moments. Its state is among the
-    optimizer's variables, and so in the files that Keras saves.
+    The rule acts once per step: on unscaled and, with ``gradient_accumulation_steps``, accumulated gradients, before
+    weight decay and the moments. Its state is among the optimizer's variables, and so in the files that Keras saves.
 
     Parameters
     ----------
     inner : keras.optimizers.Optimizer
-        Takes the steps. Its ``learning_rate`` and ``iterations`` are those of the wrapper.
+        The optimizer that takes the steps. The wrapper has its ``learning_rate`` and ``iterations``.
     rule : Rule or function of one gradient array
-        It sees the gradients as a dict by ``variable.path``, so that the path of a leaf is, for example,
+        It gets the gradients as a dict by ``variable.path``, so that the path of a leaf is, for example,
         ``("sequential/dense/kernel",)``.
     loss_scale_factor : float, optional
-        As in Keras' optimizers. For a scale that adapts, put ``keras.optimizers.LossScaleOptimizer`` around.
+        As in Keras' optimizers. For dynamic loss scaling, wrap this in ``keras.optimizers.LossScaleOptimizer``.
     gradient_accumulation_steps : int, optional
-        As in Keras' optimizers, at least 2: so many gradients are averaged, then clipped, then applied.
+        As in Keras' optimizers, at least 2: gradients of this many batches are averaged, then clipped, then applied.
     name : str, optional
-        Of the optimizer.
+        The name of the optimizer.
     record : uniclip.insight.Recorder, optional
-        Records each step, without the loss, which no optimizer of Keras knows. What ``fit`` compiles leaves its steps
-        in variables, which are not saved: give it ``callbacks=[LogClipping()]``, which reads them once in a window. In
-        a compiled loop of your own call ``record.flush()``, at least after each ``every`` steps (on JAX when the
-        optimizer's variables are assigned). It is written when the optimizer is saved, and no part of its config; one
-        that was loaded from a file records from ``optimizer.record = record`` on.
+        Records each step, without the loss, which Keras' optimizers do not know. The compiled steps of ``fit`` are kept
+        in unsaved variables: pass ``callbacks=[LogClipping()]`` to ``fit``, which reads them once per window. In your
+        own compiled loop call ``record.flush()`` at least every ``every`` steps (on JAX when the optimizer's variables
+        are assigned). The record is written when the optimizer is saved, but is not part of its config: set
+        ``optimizer.record = record`` on a loaded optimizer.
 
     Raises
     ------
     TypeError
-        If ``inner`` is no optimizer, ``rule`` no rule, or ``record`` no recorder.
+        If ``inner`` is not an optimizer, ``rule`` not a rule, or ``record`` not a recorder.
     ValueError
-        If ``inner`` clips by itself, scales the loss, or accumulates gradients.
+        If ``inner`` itself clips, scales the loss, or accumulates gradients.
 
     Examples
     --------
@@ -106,7 +105,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
         refuse_optimizer(inner)
         super().__init__(
-            learning_rate=lambda: inner.learning_rate,  # a number would become a variable of its own
+            learning_rate=lambda: inner.learning_rate,  # a number would become a variable itself
             loss_scale_factor=loss_scale_factor,
             gradient_accumulation_steps=gradient_accumulation_steps,
             name=name,
@@ -121,7 +120,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self.record = record
 
     def __repr__(self) -> str:
-        """Return the rule, what it clips and, where they can be read, how many steps were taken."""
+        """Return the rule, the wrapped optimizer and, where it can be read, the number of steps."""
         clips = f"<ClippedOptimizer: {self.rule!r}, {type(self.inner).__name__}"
         if not self.built:
             return f"{clips}, not built>"
@@ -131,7 +130,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return f"{clips} of {counted(len(self._paths), 'variable')}{seen}>"
 
     def build(self, variables: Any) -> None:
-        """Create the variables: those of the rule, and those of the optimizer inside."""
+        """Create the variables: those of the rule, and those of the wrapped optimizer."""
         if self.built:
             return
         refuse_strategies(self, self.inner)
@@ -144,13 +143,13 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
         self._last = self._remember(np.zeros(len(LOGGED), np.float32), "scalars")
         self._totals = self._remember(np.zeros(len(AVERAGED) + 2, np.float32), "totals")
-        with addends(self):  # what is accumulated
+        with addends(self):  # the accumulated gradients
             super().build(variables)
         self._begin_record()
 
     @property
     def record(self) -> Recorder | None:
-        """What records each step, if anything; set before the steps are compiled."""
+        """The recorder of the steps, if any; set before the steps are compiled."""
         return self._record
 
     @record.setter
@@ -162,7 +161,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             self._go_on()
 
     def _begin_record(self) -> None:
-        """Tell the recorder of the rule and the variables, and make room for what compiled steps leave."""
+        """Describe the rule and the variables to the recorder, and make variables for the steps of compiled code."""
         if self._record is not None:
             tree = OrderedDict(zip(self._paths, map(stand_in, self._trainable_variables), strict=True))
             self._record.describe(self.rule, flatten(tree))
@@ -170,14 +169,14 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             self._tape.sync = self._sync
 
     def _go_on(self) -> None:
-        """Have the recorder go on after the steps that a loaded optimizer has taken."""
+        """Let the recorder continue after the steps that a loaded optimizer has taken."""
         steps = int(keras.ops.convert_to_numpy(value_of(self.iterations)))
         if self._record is not None and self._record.step is None and steps:
             self._record.resume(steps)
 
     @contextmanager
     def _not_recording(self) -> Iterator[None]:
-        """Take what is recorded out of the variables."""
+        """Remove the variables of recorded steps."""
         tape, self._tape = self._tape, None
         try:
             yield
@@ -190,8 +189,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The variables of the wrapper, then those of the optimizer inside; on JAX, last, what is recorded."""
-        if self._tape is None or keras.backend.backend() != "jax":  # only there a step has to hand them on
+        """The variables of the wrapper, then those of the wrapped optimizer; on JAX, last, those of recorded steps."""
+        if self._tape is None or keras.backend.backend() != "jax":  # only there must a step pass them on
             return self._saved
         return [*self._saved, *self._tape.variables]
 
@@ -201,7 +200,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return [*super().variables, *self.inner.variables]
 
     def set_weights(self, weights: Any) -> None:
-        """Set all variables, those of the optimizer inside too."""
+        """Set all variables, including those of the wrapped optimizer."""
         weights = list(weights)
         if len(weights) == len(self.variables):
             weights = weights[: len(self._saved)]
@@ -211,7 +210,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             variable.assign(weight)
 
     def save_own_variables(self, store: Any) -> None:
-        """Put the variables into a file, and beside them whose norms the rule's are."""
+        """Save the variables, together with the leaves of the rule's norms."""
         if self._record is not None:
             self._record.flush()
         with self._not_recording():
@@ -220,7 +219,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             store[SAVED] = to_bytes({name: self.rule_state_dict()[name] for name in ("format", "rule", "leaves")})
 
     def load_own_variables(self, store: Any) -> None:
-        """Set the variables to those in a file, unless the rule's state there is of other variables or another rule."""
+        """Load the variables, unless the rule's state in the file belongs to other variables or another rule."""
         names = [name for name in store.keys() if name != SAVED]  # noqa: SIM118 - a store is no dict
         if self.rule.memory and self.built and len(names) == len(self._saved):
             self._check(known_of(store, self.rule), [store[name] for name in map(str, range(len(names)))])
@@ -230,26 +229,25 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             self._record.resume(int(keras.ops.convert_to_numpy(value_of(self.iterations))))
 
     def _check(self, known: dict[str, Any], weights: list[Any]) -> None:
-        """Refuse a state of the rule that does not fit; nothing has changed by then."""
+        """Refuse a state of the rule that does not fit, before anything has changed."""
         numbers = {id(variable): number for number, variable in enumerate(self.variables)}
         names = names_of(optree.tree_unflatten(self._spec, self._state))
         arrays = [np.asarray(keras.ops.convert_to_numpy(weights[numbers[id(v)]])) for v in self._state]
         found, _ = self._restored({**known, "state": dict(zip(names, arrays, strict=True))}, ANEW)
-        if found not in (None, self._leaves):  # Keras puts the variables back in the order of the file
+        if found not in (None, self._leaves):  # Keras assigns variables in the order of the file
             raise ValueError(of_others(self.rule, labels_of(found), labels_of(self._leaves), ANEW))
 
     def _restored(self, saved: Any, anew: str) -> tuple[Leaves | None, Any]:
-        """Return whose norms a saved state holds, by the names that they have here, and the state in NumPy's arrays."""
+        """Return the leaves of a saved state, with their names here, and the state in NumPy arrays."""
         like = optree.tree_unflatten(self._spec, [np.zeros(v.shape, str(v.dtype)) for v in self._state])
         found = from_saved(saved, self.rule, anew)
         found = found._replace(leaves=renumbered(found.leaves, self._leaves))
         return found.leaves, restored(found, self.rule, self._leaves, like, anew)
 
     def rule_state_dict(self) -> dict[str, Any]:
-        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
+        """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
 
-        Moments and the other variables are not in it. Before ``build``, and of a rule that remembers nothing, it is
-        empty.
+        Without moments and other variables. Empty before ``build``, and for a rule without memory.
         """
         if not (self.rule.memory and self.built):
             return {}
@@ -257,19 +255,19 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return to_saved(self.rule, self._leaves, optree.tree_unflatten(self._spec, arrays))
 
     def load_rule_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what a rule remembered, whatever saved it and in whatever framework.
+        """Restore a rule's memory that was saved by any integration, in any framework.
 
         Parameters
         ----------
         saved : dict
-            An empty one is a new beginning.
+            An empty dict starts anew.
 
         Raises
         ------
         TypeError
-            If it is no dict.
+            If ``saved`` is not a dict.
         ValueError
-            Before ``build``; if it is that of another rule or of other variables, or holds what is no finite number.
+            Before ``build``; if it belongs to another rule or other variables, or holds anything but finite numbers.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         if not self.built:
@@ -282,7 +280,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the optimizer inside."""
+        """The learning rate of the wrapped optimizer."""
         return self.inner.learning_rate
 
     @learning_rate.setter
@@ -291,19 +289,19 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> Any:
-        """The number of steps that the optimizer inside has taken."""
+        """The number of steps that the wrapped optimizer has taken."""
         return self.inner.iterations
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Leave variables out of the weight decay of the optimizer inside; see Keras' optimizers."""
+        """Exclude variables from the weight decay of the wrapped optimizer; see Keras' optimizers."""
         self.inner.exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Do as the optimizer inside: with ``use_ema``, set the averages as the final values."""
+        """Do as the wrapped optimizer: with ``use_ema``, set the averages as the final values."""
         self.inner.finalize_variable_values(var_list)
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        """Clip unscaled gradients, and take a step: what Keras' ``apply`` leaves to a kind of optimizer."""
+        """Clip unscaled gradients, and take a step: the part of Keras' ``apply`` that an optimizer implements."""
         if len(grads) != len(trainable_variables):
             msg = (
                 f"grads must hold one gradient (or None) for each of the {len(trainable_variables)} variables, got "
@@ -314,7 +312,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         act(list(grads), list(trainable_variables))
 
     def _accumulate(self, grads: list[Any], variables: list[Any]) -> None:
-        """Add the gradients up; in the last of the micro-batches take a step with their mean."""
+        """Accumulate the gradients; in the last of the micro-batches take a step with their mean."""
         steps = self.gradient_accumulation_steps
         sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]
         for total, grad in zip(sums, grads, strict=True):
@@ -328,7 +326,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._when(keras.ops.equal((self._iterations + 1) % steps, 0), step)
 
     def _step(self, grads: list[Any], variables: list[Any]) -> None:
-        """Clip what the replicas have together, and unless the rule leaves the step out, take it."""
+        """Clip the summed gradients of the replicas, and take the step unless the rule skips it."""
         clipped, report = self._clip(summed(grads), variables)
 
         def take(clipped: list[Any]) -> None:
@@ -340,14 +338,14 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             self._when(keras.ops.logical_not(report.skipped), take, clipped)
 
     def _clip(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], Report]:
-        """Run the rule, and keep its state and its report in the variables."""
+        """Run the rule, and store its state and its report in the variables."""
         places = [self._paths[self._get_variable_index(v)] for v in variables]
         refuse_missing(self.rule, self._paths, places)
         tree = OrderedDict.fromkeys(self._paths)
         tree.update(zip(places, grads, strict=True))
         refuse_groups(self.rule, self._leaves, tree)
         params = OrderedDict(zip(self._paths, map(value_of, self._trainable_variables), strict=True))
-        # Copies: on PyTorch a variable is written in place, and a part of the new state may be one of the old.
+        # Copies: on PyTorch a variable is written in place, and the new state may contain arrays of the old.
         state = optree.tree_unflatten(self._spec, [keras.ops.copy(value_of(variable)) for variable in self._state])
         leaves = None
         if self._record is not None and self._record.leaves:
@@ -363,7 +361,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return [clipped[place] for place in places], report
 
     def _note(self, report: Report) -> None:
-        """Keep the scalars of a report in variables: in compiled code nothing else outlives the step."""
+        """Store the scalars of a report in variables, since nothing else outlives a compiled step."""
         scalars = report.scalars()
         self._logged = tuple(name for name in LOGGED if name in scalars)
         if scalars:
@@ -399,12 +397,12 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return {name: values[LOGGED.index(name)] for name in self._logged}
 
     def begin_epoch(self) -> None:
-        """Begin to average the shares, and to look for the largest norm, anew."""
+        """Restart the averages of the shares, and the largest norm."""
         if self.built:
             self._totals.assign(np.zeros(self._totals.shape, np.float32))
 
     def begin_reading(self, sync: Callable[[], Any] | None) -> None:
-        """Have what is recorded in compiled steps read by a callback, which gives what sets the variables."""
+        """Let a callback read the steps of compiled code; it gets a function that sets the variables."""
         self._sync = sync
         if self._tape is not None:
             self._tape.sync = sync
@@ -424,7 +422,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return values | over_epoch | {NORM_MAX: largest if count else math.nan}
 
     def get_config(self) -> dict[str, Any]:
-        """Return the optimizer inside, the rule and the options as plain data."""
+        """Return the wrapped optimizer, the rule and the options as plain data."""
         return {
             "name": self.name,
             "inner": keras.saving.serialize_keras_object(self.inner),
@@ -435,6 +433,6 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
-        """Return the optimizer that a config describes."""
+        """Return the optimizer described by a config."""
         inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
         return cls(**{**config, "inner": inner, "rule": rule_from_config(config["rule"], custom_objects)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The replicas of ``tf.distribute``, on TensorFlow: gradients that are summed, steps that all of them take or none."""
+"""The replicas of ``tf.distribute``, on TensorFlow: summed gradients, and steps taken by all replicas or by none."""
 # ruff: noqa: SLF001 - Keras has no public way to give an optimizer gradients that are summed
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if ON_TENSORFLOW:
 
 
 def refuse_strategies(optimizer: Any, inner: Any) -> None:
-    """Refuse a strategy that clipping is not for, and an optimizer inside that was made under another one."""
+    """Refuse an unsupported strategy, and a wrapped optimizer that was created under another one."""
     if not ON_TENSORFLOW:
         return
     own, other = optimizer._distribution_strategy, inner._distribution_strategy
@@ -35,12 +35,12 @@ def refuse_strategies(optimizer: Any, inner: Any) -> None:
 
 
 def summed(grads: list[Any]) -> list[Any]:
-    """Return the sums of the gradients that the replicas have."""
+    """Return the sums of the replicas' gradients."""
     return replicas.summed(grads) if ON_TENSORFLOW else grads
 
 
 def addends(optimizer: Any) -> AbstractContextManager[Any]:
-    """Make variables that are different in each replica, and as saved or read from outside the sum of all."""
+    """Create variables that differ between replicas; saved, or read from outside, they are the sum of all."""
     if not ON_TENSORFLOW or optimizer._distribution_strategy.num_replicas_in_sync == 1:
         return nullcontext()
     both = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
@@ -49,13 +49,13 @@ def addends(optimizer: Any) -> AbstractContextManager[Any]:
 
 
 def addable(grad: Any) -> Any:
-    """Return a gradient that can be added to what `addends` made."""
+    """Return a gradient that can be added to a variable of `addends`."""
     sparse = ON_TENSORFLOW and isinstance(grad, tf.IndexedSlices)
     return tf.convert_to_tensor(grad) if sparse and replicas.replica() is not None else grad
 
 
 def apply(inner: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Have the optimizer inside take a step with gradients that are summed, and not sum them again."""
+    """Let the wrapped optimizer take a step with summed gradients, without summing them again."""
     if not ON_TENSORFLOW or replicas.replica() is None:
         inner.apply(grads, variables)
         return
@@ -67,24 +67,24 @@ def apply(inner: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
 
 
 def is_first() -> bool:
-    """Whether the first replica of all runs, or none does."""
+    """Whether this is the first replica of all, or none runs."""
     return not ON_TENSORFLOW or replicas.is_first()
 
 
 def writes(optimizer: Any) -> bool:
-    """Whether this process, of several workers, is the one that writes files."""
+    """Whether this process, of several workers, writes files."""
     return not ON_TENSORFLOW or replicas.writes(optimizer._distribution_strategy)
 
 
 class _Once(threading.local):
-    """The sum over replicas that an optimizer asks for, which in a ``with`` is what it is given.
+    """The sum over replicas that an optimizer calls, which inside a ``with`` returns its argument.
 
-    Each replica is a thread, and has a ``with`` of its own.
+    Each replica is a thread with its own ``with``.
     """
 
     def __init__(self, sums: Callable[[Any], Any]) -> None:
         self.sums, self.asked = sums, -1
-        """How often it was asked in the ``with``; -1 outside."""
+        """How often it was called in the ``with``; -1 outside."""
 
     def __enter__(self) -> None:
         self.asked = 0
@@ -107,7 +107,7 @@ class _Once(threading.local):
 
 
 def when_in_all(flag: Any, function: Callable[..., None], args: Sequence[Any], held: list[Any]) -> None:
-    """Call a function where the flag holds, as `when` does; in compiled code of replicas in all of them or in none."""
+    """Call a function where the flag is true, as `when` does; compiled code of replicas calls it in all or none."""
     if ON_TENSORFLOW and replicas.waits() and traced(flag):
         replicas.in_all(flag, function, args)
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Whose norms a rule remembers, in the files of Keras, which hold arrays of numbers."""
+"""The leaves of a rule's state in Keras' files, which hold only arrays of numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from uniclip._repr import short
 from uniclip.labels import Leaves, labels_of
 
 SAVED = "uniclip"
-"""Where a file keeps it, beside the variables of the optimizer, which are numbered."""
+"""The key in a file, beside the numbered variables of the optimizer."""
 ANEW = (
     "begin anew by loading the model without its optimizer, keras.saving.load_model(path, compile=False), and "
     "compiling it again"
@@ -21,12 +21,12 @@ ANEW = (
 
 
 def to_bytes(known: dict[str, Any]) -> Any:
-    """Return plain data as an array of bytes."""
+    """Encode plain data as an array of bytes."""
     return np.frombuffer(json.dumps(known).encode(), np.uint8)
 
 
 def known_of(store: Any, rule: Any) -> dict[str, Any]:
-    """Return what a file says about the state of a rule."""
+    """Return what a file stores about the state of a rule."""
     if SAVED not in store.keys():  # noqa: SIM118 - a store is no dict
         msg = f"the file does not say whose norms it holds of {short(rule)}, as old files do not: {ANEW}"
         raise ValueError(msg)
@@ -35,10 +35,10 @@ def known_of(store: Any, rule: Any) -> dict[str, Any]:
 
 
 def renumbered(saved: Leaves | None, here: Leaves) -> Leaves | None:
-    """Return the saved leaves by the names that they have here, if these differ only in what Keras chose.
+    """Return the saved leaves with the names here, if these differ only in what Keras chose.
 
-    Keras numbers what has no name, so that the same model made twice has other paths: what was ``dense`` and
-    ``dense_1`` is ``dense_2`` and ``dense_3``. And in a model that was loaded, paths begin further inside.
+    Keras numbers unnamed layers, so that a model built twice has other paths: ``dense`` and ``dense_1`` become
+    ``dense_2`` and ``dense_3``. In a loaded model paths also lack the first parts.
     """
     if saved is None:
         return None
@@ -54,7 +54,7 @@ def renumbered(saved: Leaves | None, here: Leaves) -> Leaves | None:
 
 
 def _counted_from_0(paths: list[list[str]]) -> list[list[tuple[str, int]]]:
-    """Return the names and numbers of paths, the numbers counted from the least one of each name on."""
+    """Return the names and numbers of paths, with the numbers of each name counted from the smallest one."""
     numbered = [list(map(_numbered, path)) for path in paths]
     least: dict[str, int] = {}
     for name, number in (part for path in numbered for part in path):
@@ -63,7 +63,7 @@ def _counted_from_0(paths: list[list[str]]) -> list[list[tuple[str, int]]]:
 
 
 def _parts(label: str) -> list[str]:
-    """Return the parts of a path, without what tells those apart that are alike."""
+    """Return the parts of a path, without suffixes that distinguish equal names."""
     return re.sub(r"#\d+", "", label).strip("[]'\"").split("/")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What compiled steps leave for a recorder: rows of a variable, which somebody outside reads once for many steps."""
+"""Steps of compiled code for a recorder: rows of a variable, which are read once for many steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
 _TURN = 2**23
-"""Where the numbers of the rows begin anew: float32 holds all integers up to twice that."""
+"""Where the numbers of the rows restart: float32 holds all integers up to twice that."""
 _FIRST = 2 + len(LOGGED)
-"""The column of the first leaf: before are the number of the row, the scalars, and whether all is finite."""
+"""The column of the first leaf, after the number of the row, the scalars, and whether all is finite."""
 
 
 class Tape:
-    """The last steps that compiled code took, as many as there are in a window of the recorder.
+    """The last steps that compiled code took, as many as the recorder has in a window.
 
     Parameters
     ----------
@@ -46,16 +46,16 @@ class Tape:
         self._seen = 0
         self._drains = False
         self.sync: Callable[[], Any] | None = None
-        """Puts into the variables what a trainer has beside them; ``None`` where nobody looks in between."""
+        """Sets the variables from the values that a trainer holds; ``None`` where nothing reads them in between."""
         record.draws_from(self.drain)
 
     @property
     def variables(self) -> list[Any]:
-        """What a step of JAX has to hand on."""
+        """The variables that a step of JAX must pass on."""
         return [self._next, self._rows]
 
     def write(self, report: Report, leaves: Any, places: Sequence[int]) -> None:
-        """Write a step in code that is compiled."""
+        """Write a step in compiled code."""
         self._refuse_fit(inspect.currentframe())
         scalars = report.scalars()
         self._names = tuple(name for name in LOGGED if name in scalars)
@@ -73,7 +73,7 @@ class Tape:
         self._next.assign(number + 1)
 
     def _refuse_fit(self, frame: Any) -> None:
-        """Refuse the compiled steps of ``fit`` where nobody reads the rows; its list of callbacks is above."""
+        """Refuse compiled steps of ``fit`` if nothing reads the rows; its list of callbacks is a caller."""
         while frame is not None and self.sync is None:
             if any(isinstance(value, keras.callbacks.CallbackList) for value in frame.f_locals.values()):
                 msg = (
@@ -84,8 +84,8 @@ class Tape:
             frame = frame.f_back
 
     def drain(self) -> None:
-        """Give the recorder the steps since the last time."""
-        if self._names is None or self._drains or not self._writes:  # a full window of the recorder asks again
+        """Pass the steps since the last call to the recorder."""
+        if self._names is None or self._drains or not self._writes:  # a full window of the recorder calls again
             return
         self._drains = True
         try:
@@ -119,7 +119,7 @@ class Tape:
         self._seen += int(ahead[new].max()) + 1
 
     def _parts(self, row: np.ndarray[Any, Any]) -> list[Parts]:
-        """Return what was written of a report."""
+        """Return the parts of a report from a row."""
         names = self._names or ()
         if not names:
             return []
@@ -132,11 +132,11 @@ class Tape:
 
 
 def _variable(array: Any, name: str) -> Any:
-    """Return a variable that is no part of what an optimizer saves."""
+    """Return a variable that an optimizer does not save."""
     return keras.Variable(lambda *_, **__: array, array.shape, str(array.dtype), trainable=False, name=name)
 
 
 def _all(flags: Any) -> Any:
-    """Return whether all flags hold."""
+    """Return whether all flags are true."""
     found = [keras.ops.all(flag) for flag in flatten(flags).leaves]
     return keras.ops.all(keras.ops.stack(found)) if found else True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The variables of Keras on its three backends: their names, values, and changes under a condition."""
+"""The variables of Keras on its three backends: their names, values, and conditional changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uniclip.backends import DEFAULT, backend_of
 
 
 def paths_of(variables: Sequence[Any]) -> tuple[str, ...]:
-    """Return the path of each variable; one that occurs again gets a number."""
+    """Return the path of each variable; a repeated path gets a number."""
     names = [str(getattr(variable, "path", variable.name)) for variable in variables]
     seen: Counter[str] = Counter()
     paths = []
@@ -30,20 +30,20 @@ def value_of(variable: Any) -> Any:
 
 
 def stand_in(variable: Any) -> Any:
-    """Return a NumPy array of a variable's shape that takes no memory; norms are float32 or wider anyway."""
+    """Return a NumPy array of a variable's shape that takes no memory; norms are float32 or wider in any case."""
     wide = keras.backend.standardize_dtype(variable.dtype) == "float64"
     return np.broadcast_to(np.zeros((), np.float64 if wide else np.float32), tuple(variable.shape))
 
 
 def traced(flag: Any) -> bool:
-    """Whether a boolean is one of code that is compiled."""
-    number = keras.ops.cast(flag, "int32")  # a boolean is no array that has a backend
+    """Whether a boolean belongs to code that is compiled."""
+    number = keras.ops.cast(flag, "int32")  # a Python boolean has no backend
     return (backend_of(number) or DEFAULT).traced(number)
 
 
 def when(flag: Any, function: Callable[[], None], held: list[Any]) -> None:
-    """Call a function where the flag holds, in compiled code too; the variables it may change are ``held``."""
-    if not traced(flag):  # JAX would compile the conditional anew at each step
+    """Call a function where the flag is true, also in compiled code; the variables it may change are ``held``."""
+    if not traced(flag):  # JAX would compile the conditional again at each step
         if bool(flag):
             function()
     elif keras.backend.backend() == "jax":

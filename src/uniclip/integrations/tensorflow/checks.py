@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What cannot be clipped inside TensorFlow 1 optimizers."""
+"""Checks of what can be clipped inside TensorFlow 1 optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ tf1 = tf.compat.v1
 
 
 def refuse_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot be wrapped."""
+    """Refuse optimizers that cannot be wrapped."""
     if isinstance(optimizer, tf1.mixed_precision.MixedPrecisionLossScaleOptimizer):
         msg = (
             "MixedPrecisionLossScaleOptimizer would look for overflows in gradients that are clipped: wrap the "
@@ -32,7 +32,7 @@ def refuse_optimizer(optimizer: Any) -> None:
 
 
 def refuse_loss_outside(losses: dict[int | None, Any]) -> None:
-    """Refuse a loss that was set where no replica runs, for a step that replicas take."""
+    """Refuse a loss that was set outside of replicas, for a step that replicas take."""
     if None in losses and tf.distribute.has_strategy():
         msg = (
             "optimizer.loss was set outside of strategy.run, and each replica has a loss of its own: set it in the "
@@ -42,7 +42,7 @@ def refuse_loss_outside(losses: dict[int | None, Any]) -> None:
 
 
 def refuse_references(variables: list[Any]) -> None:
-    """Refuse to leave steps out where tf.cond cannot change variables."""
+    """Refuse to skip steps where tf.cond cannot change variables."""
     old = [v.name for v in variables if not tf.executing_eagerly() and v.dtype != v.dtype.base_dtype]
     if old and tf1.control_flow_v2_enabled():
         msg = (
@@ -54,7 +54,7 @@ def refuse_references(variables: list[Any]) -> None:
 
 
 def refuse_others(rule: Any, known: dict[str, Any], params: dict[str, Any]) -> None:
-    """Refuse gradients of other variables, or groups of them, than those that a rule remembers by their order."""
+    """Refuse gradients of other variables, or groups, than those in the state, whose rows are in their order."""
     others = [name for name in {**known, **params} if known.get(name) is not params.get(name)]
     if rule.by_leaf and others:
         msg = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The optimizer around an optimizer."""
+"""An optimizer that wraps another one."""
 # ruff: noqa: SLF001 - an optimizer around another one hands on what TensorFlow asks of it in private
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _BEGIN = "begin anew by load_rule_state_dict({})"
 
 
 def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number) -> ClippedOptimizer:
-    """Return an optimizer that clips by the global norm: what ``tf.contrib.estimator`` had under this name.
+    """Return an optimizer that clips by the global norm, as ``tf.contrib.estimator``'s function of this name did.
 
-    In spite of its name it does not clip each gradient by its own norm: it multiplies all gradients by
-    min(1, clip_norm / ‖all gradients‖₂). For each by its own, wrap with `ClippedOptimizer` and the rule
+    Despite its name it does not clip each gradient by its own norm: it multiplies all gradients by
+    ``min(1, clip_norm / ‖all gradients‖₂)``. To clip each by its own norm, use `ClippedOptimizer` with the rule
     `uniclip.by_norm`.
 
     Parameters
@@ -76,7 +76,7 @@ def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: N
     Raises
     ------
     TypeError, ValueError
-        As `ClippedOptimizer`; and if ``clip_norm`` is no number, negative or NaN.
+        As `ClippedOptimizer`; and if ``clip_norm`` is not a number, negative or NaN.
 
     Examples
     --------
@@ -92,48 +92,47 @@ def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: N
 
 
 class ClippedOptimizer(tf.compat.v1.train.Optimizer):
-    """A TensorFlow 1 optimizer that clips all gradients by a rule, in ``apply_gradients``, before it applies them.
+    """Wrap a TensorFlow 1 optimizer: ``apply_gradients`` clips all gradients by a rule before it applies them.
 
-    ``compute_gradients`` returns them as they are, so that gradients which are changed in between are clipped once,
-    and last. It works in sessions, eagerly and in ``tf.function``, on resource variables and on those from before.
+    ``compute_gradients`` returns unclipped gradients, so that gradients changed in between are clipped once, and last.
+    It works in sessions, eagerly and in ``tf.function``, on resource variables and reference variables.
 
     Parameters
     ----------
     optimizer : tf.compat.v1.train.Optimizer
-        The one that takes the steps. It keeps its name, its slots and the names of its variables.
+        The optimizer that takes the steps. It keeps its name, its slots and the names of its variables.
     rule : Rule or callable
-        The path it sees of a gradient is ``(name,)``, the name of its variable: ``("rnn/kernel",)``. If it
-        remembers earlier steps, its state is made of variables that are saved with the others, and
-        changed by the train op.
+        The path of a gradient is ``(name,)`` with the name of its variable: ``("rnn/kernel",)``. The state of a rule
+        with memory is in variables that are saved with the others, and updated by the train op.
     record : uniclip.insight.Recorder, optional
-        Records each step, with its loss if ``minimize`` or ``loss`` gives one, of several replicas the sum. Train ops
-        call it, so that of graphs nothing is lost; for XLA (``jit_compile=True``), which cannot call it, and reads
-        nothing in between, use Keras' optimizers.
+        Records each step, with its loss if ``minimize`` or ``loss`` provides one; with several replicas their sum.
+        Train ops call it, so no step of a graph is lost. XLA (``jit_compile=True``) cannot call it: use Keras'
+        optimizers there.
 
     Attributes
     ----------
     rule : Rule
     record : Recorder or None
     report : Report or None
-        What the train op built last sees and does, in tensors of its graph: run them with the train op. In eager
-        code, what the last step saw and did. ``None`` before.
+        The report of the train op built last, in tensors of its graph: run them with the train op. In eager code the
+        report of the last step. ``None`` before.
     loss : 0-d array or None
-        The loss of the next ``apply_gradients``, for rules that look at it. ``minimize`` sets it by itself;
-        ``None`` after the step. Under ``tf.distribute`` each replica sets its own, and they are summed.
+        The loss of the next ``apply_gradients``, for rules that use it. ``minimize`` sets it; ``None`` after the
+        step. Under ``tf.distribute`` each replica sets its own, and they are summed.
 
     Raises
     ------
     TypeError
-        If ``optimizer`` is no TensorFlow 1 optimizer, ``rule`` no rule, or ``record`` no recorder.
+        If ``optimizer`` is not a TensorFlow 1 optimizer, ``rule`` not a rule, or ``record`` not a recorder.
     ValueError
-        If ``optimizer`` is clipped already, or scales the loss.
+        If ``optimizer`` is already clipped, or scales the loss.
 
     Notes
     -----
-    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
+    A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
     taken: variables, slots and ``global_step`` stay as they are.
 
-    All train ops that one optimizer builds in a graph share one memory.
+    All train ops that one optimizer builds in a graph share one state.
 
     Examples
     --------
@@ -171,12 +170,12 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         super().__init__(optimizer._use_locking, optimizer.get_name())
 
     def __repr__(self) -> str:
-        """Return the rule, and the optimizer that takes the steps."""
+        """Return the rule, and the wrapped optimizer."""
         return f"<ClippedOptimizer: {self.rule!r}, {type(self._optimizer).__name__}>"
 
     @property
     def loss(self) -> Number | None:
-        """The loss of the next ``apply_gradients``: where several replicas run, that of the one that asks."""
+        """The loss of the next ``apply_gradients``; with several replicas, that of the calling one."""
         return self._losses.get(thread())
 
     @loss.setter
@@ -198,7 +197,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return super().minimize(seen, *args, **kwargs)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Return the pairs of a gradient, not clipped, and its variable, as the optimizer inside does."""
+        """Return the pairs of an unclipped gradient and its variable, as the wrapped optimizer does."""
         pairs: list[tuple[Any, Any]] = self._optimizer.compute_gradients(*args, **kwargs)
         return pairs
 
@@ -212,9 +211,9 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         grads_and_vars : iterable of pairs
             Gradients (dense, ``IndexedSlices`` or ``None``) and their variables, not clipped.
         global_step : variable, optional
-            It counts the steps that are taken.
+            Counts the steps that are taken.
         name : str, optional
-            Of the operation.
+            The name of the operation.
 
         Returns
         -------
@@ -224,21 +223,20 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Raises
         ------
         TypeError, ValueError
-            As the optimizer inside, and as `uniclip.Rule.update`; if a variable occurs twice; of a rule that
-            remembers each leaf by itself, if other variables have a gradient than at first; if norms of leaves are
-            recorded, and the variables are others than at first; or under a strategy of
-            ``tf.distribute`` that has no copies of the variables.
+            As the wrapped optimizer, and as `uniclip.Rule.update`; if a variable occurs twice; if other variables have
+            a gradient than at the first step, for a rule with memory of each leaf or a record of leaves; or under a
+            strategy of ``tf.distribute`` without copies of the variables.
         RuntimeError
-            In ``strategy.scope()``, but outside of ``strategy.run``.
+            In ``strategy.scope()``, but outside ``strategy.run``.
         """
         refuse_strategy(tf.distribute.get_strategy())
         refuse_loss_outside(self._losses)
         pairs, loss, self.loss = list(grads_and_vars), self.loss, None
         if all(grad is None for grad, _ in pairs):
-            return self._apply(pairs, global_step, name)  # which has an error for it
+            return self._apply(pairs, global_step, name)  # it has an error for it
         names = names_of([variable for _, variable in pairs])
         some = [(n, g, v) for n, (g, v) in zip(names, pairs, strict=True) if g is not None]
-        loss = None if loss is None else tf.reduce_sum(loss)  # which is what the gradients are of
+        loss = None if loss is None else tf.reduce_sum(loss)  # as the gradients are
         loss, *sums = summed([loss, *[tf1.convert_to_tensor_or_indexed_slices(g) for _, g, _ in some]])
         grads = {n: g for (n, _, _), g in zip(some, sums, strict=True)}
         params = {n: v for n, _, v in some}
@@ -250,7 +248,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
         graph = tf1.get_default_graph()
         self._inside = graph if graph.building_function else None
-        # A variable that is no resource must not change while its old value is still in use.
+        # A variable that is not a resource must not change while its old value is still in use.
         done: Any = (clipped, self.report)
         with tf.control_dependencies(optree.tree_leaves(done) if memory else []):
             changed = [
@@ -267,14 +265,14 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             return self._apply_unless(self.report.skipped, pairs, global_step, name)
 
     def _apply(self, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
-        """Have the optimizer inside take the step, and not sum again what the replicas summed."""
+        """Let the wrapped optimizer take the step, without summing again what the replicas have summed."""
         if replica() is None:
             return self._optimizer.apply_gradients(pairs, global_step, name)
         pairs = [(kept(g), v) for g, v in pairs]
         return self._optimizer.apply_gradients(pairs, global_step, name, skip_gradients_aggregation=True)
 
     def _apply_unless(self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
-        """Have the optimizer inside take the step, unless the rule leaves it out."""
+        """Let the wrapped optimizer take the step, unless the rule skips it."""
         variables = [v for g, v in pairs if g is not None]
         refuse_references(variables)
         with tf.init_scope():  # in the branch their names would begin with its name
@@ -297,7 +295,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return train_op
 
     def _memory(self, params: dict[str, Any]) -> tuple[Any, Rows | None, list[Any]]:
-        """Return the state of the rule, and the variables that hold it and how, made at the first call in a graph."""
+        """Return the state of the rule, its variables and their layout, created at the first call in a graph."""
         if not self.rule.memory:
             return self.rule.init(params), None, []
         graph = outermost_graph()
@@ -308,26 +306,26 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return rows.stacked([tf.convert_to_tensor(variable) for variable in memory]), rows, memory
 
     def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Rows, list[Any]]:
-        """Return the parameters, and the variables of a new state for their gradients and how they hold it."""
+        """Return the parameters, the variables of a new state for their gradients, and the layout of these."""
         names, values, rows = first_state(self.rule, params, self._name)
         first = next(iter(params.values()))
-        with tf.init_scope():  # out of tf.function and tf.cond
+        with tf.init_scope():  # outside of tf.function and tf.cond
             memory = [self._create_non_slot_variable(v, n, first) for v, n in zip(values, names, strict=True)]
         return params, rows, memory
 
     def rule_state_dict(self, session: Any = None) -> dict[str, Any]:
-        """Return what the rule remembers as plain numbers and lists, as `uniclip.Clipper.state_dict` does.
+        """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
 
         Parameters
         ----------
         session : tf.compat.v1.Session, optional
-            In a graph, where the values are; else the one that was entered.
+            In a graph, the session with the values; by default the one that was entered.
 
         Returns
         -------
         dict
-            Slots and the other variables are not in it. It is empty before the first ``minimize`` or
-            ``apply_gradients``, which make the variables, and of a rule that remembers nothing.
+            Without slots and other variables. Empty before the first ``minimize`` or ``apply_gradients``, which
+            create the variables, and for a rule without memory.
         """
         session = session_of(session)
         found = self._memories.get(outermost_graph() if session is None else session.graph)
@@ -338,22 +336,22 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return to_saved(self.rule, leaves_of(self.rule, flatten(params)), state)
 
     def load_rule_state_dict(self, saved: dict[str, Any], session: Any = None) -> None:
-        """Go on from what a rule remembered, whatever saved it and in whatever framework.
+        """Restore a rule's memory that was saved by any integration, in any framework.
 
         Parameters
         ----------
         saved : dict
-            An empty one is a new beginning.
+            An empty dict starts anew.
         session : tf.compat.v1.Session, optional
-            In a graph, where the values go, after the variables are initialized; else the one that was entered.
+            In a graph, the session to set, after the variables are initialized; by default the one that was entered.
 
         Raises
         ------
         TypeError
-            If it is no dict.
+            If ``saved`` is not a dict.
         ValueError
-            Before the first ``minimize`` or ``apply_gradients``, or if the rule remembers nothing; if it is that of
-            another rule or of other variables, or holds what is no finite number.
+            Before the first ``minimize`` or ``apply_gradients``, or if the rule has no memory; if it is that of
+            another rule or of other variables, or holds anything but finite numbers.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         session = session_of(session)
@@ -370,19 +368,19 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         set_values(memory, rows.parts(state, lambda array, _: list(array)), session)
 
     def get_slot(self, var: Any, name: str) -> Any:
-        """Return the slot of a variable, as the optimizer inside does."""
+        """Return the slot of a variable, as the wrapped optimizer does."""
         return self._optimizer.get_slot(var, name)
 
     def get_slot_names(self) -> list[str]:
-        """Return the names of the slots of the optimizer inside."""
+        """Return the names of the slots of the wrapped optimizer."""
         names: list[str] = self._optimizer.get_slot_names()
         return names
 
     def variables(self) -> list[Any]:
-        """Return the variables of the optimizer inside, and those that hold the state of the rule."""
+        """Return the variables of the wrapped optimizer, and those that hold the state of the rule."""
         return [*self._optimizer.variables(), *super().variables()]
 
-    # What tf.train.Checkpoint asks for: one of this optimizer is one of the optimizer inside, and the rule's state.
+    # For tf.train.Checkpoint: that of this optimizer holds one of the wrapped optimizer, and the rule's state.
 
     def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {
@@ -402,20 +400,20 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         return self._optimizer._deferred_dependencies
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a logger shows, ready for ``tf.compat.v1.summary.scalar``; see `uniclip.Report.scalars`.
+        """Return the scalars for a logger, ready for ``tf.compat.v1.summary.scalar``; see `uniclip.Report.scalars`.
 
         Returns
         -------
         dict of str to 0-d tensor
-            ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/threshold"`` where there is one,
-            ``"clip/factor"``, ``"clip/share"`` and, of a rule that may skip a step, ``"clip/skipped"``. Run with the
-            train op they are of the same step.
+            ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/threshold"`` for rules that have one,
+            ``"clip/factor"``, ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``. Run with the
+            train op they belong to the same step.
 
         Raises
         ------
         ValueError
-            Before the first ``minimize`` or ``apply_gradients``; and outside of the ``tf.function``, or the branch of
-            a ``tf.cond``, that called it.
+            Before the first ``minimize`` or ``apply_gradients``; and outside the ``tf.function``, or the branch of a
+            ``tf.cond``, that called it.
         """
         if self.report is None:
             msg = "there is no report yet: call scalars() after minimize() or apply_gradients()"

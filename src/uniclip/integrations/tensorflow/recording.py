@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A recorder of steps that graphs take: an operation of the train op hands it their values."""
+"""Record the steps of graphs: an operation in the train op passes their values to the recorder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Gives a recorder the steps of one optimizer.
+    """Passes the steps of one optimizer to a recorder.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Recording:
         self._names: list[str] | None = None
 
     def take(self, report: Report, loss: Any, leaves: Any, params: dict[str, Any], grads: dict[str, Any]) -> list[Any]:
-        """Record a step, in a graph each time that it is run: return the operations that do it there.
+        """Record a step, in a graph each time it is run: return the operations that do so.
 
         Parameters
         ----------
@@ -40,9 +40,9 @@ class Recording:
         leaves : (k,) tensor or None
             The norms of the gradients.
         params : dict of str to variable
-            All of them, by their names.
+            All parameters, by their names.
         grads : dict of str to tensor
-            Those of the variables that have one.
+            The gradients of the variables that have one.
         """
         names = self._known(params)
         places = [names.index(path[0]) for path in flatten(grads).paths()] if self._record.leaves else None
@@ -64,7 +64,7 @@ class Recording:
         return [tf.numpy_function(record, list(tensors.values()), [])]
 
     def _known(self, params: dict[str, Any]) -> list[str]:
-        """Tell the recorder of the rule and the variables, once; return the names in the order of the leaves."""
+        """Describe the rule and the variables to the recorder, once; return the names in the order of the leaves."""
         tree = flatten({name: np.broadcast_to(np.zeros(()), v.shape.num_elements() or 0) for name, v in params.items()})
         names = [str(path[0]) for path in tree.paths()]
         if self._names is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The replicas of ``tf.distribute``: the gradients of each are addends, summed before the sum is clipped."""
+"""The replicas of ``tf.distribute``: their gradients are addends, summed before the sum is clipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OTHERS = (
 
 
 def refuse_strategy(strategy: Any) -> None:
-    """Refuse a strategy whose replicas do not keep a copy of each variable, or that nobody has tried."""
+    """Refuse a strategy whose replicas do not keep a copy of each variable, or that is untested."""
     if isinstance(strategy, _OTHERS):
         msg = (
             f"ClippedOptimizer is not for {type(strategy).__name__}: take MirroredStrategy, OneDeviceStrategy or "
@@ -32,12 +32,12 @@ def refuse_strategy(strategy: Any) -> None:
 
 
 def replica() -> Any:
-    """Return the context of the replica that runs, or ``None`` without a strategy.
+    """Return the context of the running replica, or ``None`` without a strategy.
 
     Raises
     ------
     RuntimeError
-        If none runs, but what is around them.
+        In ``strategy.scope()``, where no replica runs.
     """
     if not tf.distribute.has_strategy():
         return None
@@ -52,31 +52,31 @@ def replica() -> Any:
 
 
 def thread() -> int | None:
-    """Return a number for the replica that runs, each of which is a thread; ``None`` where none does."""
+    """Return a number for the running replica, each of which is a thread; ``None`` outside of replicas."""
     inside = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     return threading.get_ident() if inside else None
 
 
 def is_first() -> bool:
-    """Whether the first replica of all runs, or none does."""
+    """Whether this is the first replica of all, or none runs."""
     context = replica()
     return context is None or tf.get_static_value(context.replica_id_in_sync_group) == 0
 
 
 def writes(strategy: Any) -> bool:
-    """Whether this process, of the workers of a strategy, is the one that writes files."""
+    """Whether this process, of the workers of a strategy, writes files."""
     return bool(strategy.extended.should_save_summary)
 
 
 def joined(operation: Any) -> Any:
-    """Return an operation that runs those of all replicas, as that of a TensorFlow 1 optimizer does."""
+    """Return an operation that runs those of all replicas, as a TensorFlow 1 optimizer does."""
     if operation is None or not waits() or tf.executing_eagerly():
         return operation
     return replica().merge_call(lambda strategy, one: tf.group(*strategy.experimental_local_results(one)), (operation,))
 
 
 def summed(values: Sequence[Any]) -> list[Any]:
-    """Return the sums over all replicas, the same ones in each; ``None`` stays where it is."""
+    """Return the sums over all replicas, equal in each; ``None`` stays."""
     context = replica()
     if context is None:
         return list(values)
@@ -86,24 +86,24 @@ def summed(values: Sequence[Any]) -> list[Any]:
 
 
 def _shaped(value: Any, total: Any) -> Any:
-    """Return a sum with the shape that is known of a sparse addend."""
+    """Return a sum with the known shape of a sparse addend."""
     if isinstance(total, tf.IndexedSlices):
         return tf.IndexedSlices(total.values, total.indices, value.dense_shape)
     return total
 
 
 def kept(grad: Any) -> Any:
-    """Return a gradient that Grappler takes as it is: it would first multiply factor and rate, in one replica alone."""
+    """Return a gradient that Grappler does not rewrite: it would multiply factor and rate first, in one replica."""
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(kept(grad.values), grad.indices, grad.dense_shape)
     return None if grad is None else tf.ensure_shape(grad, grad.shape)
 
 
 def in_all(flag: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call a function in all replicas if the flag holds, else in none; return an operation that does it.
+    """Call a function in all replicas if the flag is true, else in none; return an operation that does so.
 
-    What a replica knows alone is in ``args``: the function that all of them call is that of the first. It is not for
-    eager code.
+    Values that differ between replicas are in ``args``, as all of them call the function of the first. Not for eager
+    code.
     """
 
     def around(strategy: Any, flag: Any, *args: Any) -> Any:
@@ -111,13 +111,13 @@ def in_all(flag: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
             done = strategy.extended.call_for_each_replica(function, args=args)
             return tf.group(*[one for one in strategy.experimental_local_results(done) if one is not None])
 
-        first, *_ = strategy.experimental_local_results(flag)  # those of all replicas follow from the same sums
+        first, *_ = strategy.experimental_local_results(flag)  # equal in all replicas, computed from the same sums
         return tf.cond(first, call, tf.no_op)
 
-    # In a branch of its own a replica could not wait for the others.
+    # In its own branch a replica could not wait for the others.
     return replica().merge_call(around, args=(flag, *args))
 
 
 def waits() -> bool:
-    """Whether replicas wait for each other where they change variables: all but those that XLA compiles for GPUs."""
+    """Whether replicas wait for each other where they change variables: all except those that XLA compiles for GPUs."""
     return replica() is not None and not tf.__internal__.distribute.strategy_supports_no_merge_call()

@@ -17,20 +17,20 @@ tf1 = tf.compat.v1
 
 
 def outermost_graph() -> Any:
-    """Return the graph that variables are made in; ``None`` in eager code, where each thread would have another one."""
+    """Return the graph in which variables are created; ``None`` in eager code, where each thread would have another."""
     with tf.init_scope():
         return None if tf.executing_eagerly() else tf1.get_default_graph()
 
 
 class Rows(NamedTuple):
-    """How the arrays of a state are held in variables: one that has a row for each label in as many, by their names."""
+    """How variables hold the arrays of a state: an array with labeled rows is held in one variable for each row."""
 
     spec: Any
     counts: list[int]
-    """How many variables hold each array; 0 if one holds all of it."""
+    """The number of variables of each array; 0 if one holds all of it."""
 
     def stacked(self, values: list[Any], stack: Any = tf.stack) -> Any:
-        """Return the state whose parts are given."""
+        """Return the state from its parts."""
         parts = iter(values)
         arrays = [stack([next(parts) for _ in range(n)]) if n else next(parts) for n in self.counts]
         return optree.tree_unflatten(self.spec, arrays)
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 def values_of(variables: list[Any], session: Any) -> list[Any]:
-    """Return the values of variables as NumPy's arrays; in a graph a session has them."""
+    """Return the values of variables as NumPy arrays; in a graph those of a session."""
     if session is None:
         return [variable.numpy() for variable in variables]
     values: list[Any] = session.run(variables)
@@ -50,7 +50,7 @@ def values_of(variables: list[Any], session: Any) -> list[Any]:
 
 
 def set_values(variables: list[Any], values: list[Any], session: Any) -> None:
-    """Set variables; in a graph those of a session, by no new operation: a graph may be finalized."""
+    """Set variables; in a graph those of a session, without new operations, as a graph may be finalized."""
     for variable, value in zip(variables, values, strict=True):
         if session is None:
             variable.assign(value)
@@ -68,8 +68,8 @@ def session_of(session: Any) -> Any:
 
 
 def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str], list[Any], Rows]:
-    """Return names and values for the parts of a state before the first step, and how they are held."""
-    # In a graph of its own: initializing variables must not take part in the user's.
+    """Return names and values for the parts of a state before the first step, and their layout."""
+    # In a separate graph, so that the initialization stays out of the user's.
     with tf.Graph().as_default(), tf1.Session() as session:
         zeros = {key: tf.zeros(v.shape, v.dtype.base_dtype) for key, v in params.items()}
         state = rule.init(zeros)
@@ -81,7 +81,7 @@ def first_state(rule: Any, params: dict[str, Any], name: str) -> tuple[list[str]
 
 
 def names_of(variables: list[Any]) -> list[str]:
-    """Return a name for each variable; eager ones may share theirs, and get numbers as in a graph."""
+    """Return a name for each variable; eager ones may share a name, and get numbers as in a graph."""
     if len({id(variable) for variable in variables}) < len(variables):
         names = [variable.name for variable in variables]
         twice = next(name for name in names if names.count(name) > 1)
@@ -91,7 +91,7 @@ def names_of(variables: list[Any]) -> list[str]:
 
 
 def unique(names: list[str]) -> list[str]:
-    """Return the names, numbers added to those that were there before."""
+    """Return the names, with numbers added to those that occur before."""
     used: dict[str, None] = {}
     for name in names:
         new, number = name, 0
@@ -103,7 +103,7 @@ def unique(names: list[str]) -> list[str]:
 
 
 def _places(rule: Any, leaves: Leaves, state: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the way to each array of a state, and the labels of its rows, by which a saver finds them."""
+    """Yield the path to each array of a state, and the labels of its rows, by which a saver finds them."""
     for (way, inside), part in zip(parts_of(rule, state), leaves, strict=True):
         labels = [] if part is None or None in part else [label.strip("[]'\"") for label in labels_of([part])]
         for path in optree.tree_accessors(inside):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Clipping for PyTorch: `attach` a rule to an optimizer, or call the functions of ``torch.nn.utils`` by their names."""
+"""Clipping for PyTorch: `attach` a rule to an optimizer, or use drop-ins for the functions of ``torch.nn.utils``."""
 
 from uniclip.integrations import needs
 

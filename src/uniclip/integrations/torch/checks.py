@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a rule can be attached to."""
+"""Checks of what a rule can be attached to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from uniclip.backends.torch import BACKEND
 from uniclip.tree import flatten
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
-"""The module whose functions give an optimizer its state by a step."""
+"""The module whose functions initialize the state of an optimizer by a step."""
 
 
 class Optimizer(Protocol):
-    """A ``torch.optim.Optimizer``, for type checkers to tell it from a model also where PyTorch is not installed."""
+    """A ``torch.optim.Optimizer``, for type checkers to tell it from a model even where PyTorch is not installed."""
 
     @property
     def param_groups(self) -> Any:
@@ -30,7 +30,7 @@ class Optimizer(Protocol):
 
 
 def refuse_optimizer(optimizer: Any, rule: Any) -> None:
-    """Refuse what is no optimizer."""
+    """Refuse an object that is not an optimizer."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return
     fix = "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) returns it"
@@ -43,25 +43,25 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """Whether an optimizer has taken steps or loaded a state, as far as its own state tells."""
+    """Whether an optimizer has taken steps or loaded a state, judged by its own state."""
     return steps_of(optimizer) > 0
 
 
 def steps_of(optimizer: Any, *, free: bool = False) -> float:
-    """Return how many steps an optimizer has counted, 1 where it has a state and does not count, 0 before the first.
+    """Return an optimizer's count of steps, 1 if it has a state without a count, 0 before the first.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
     free : bool
-        Look only at what is read at no cost, not on an accelerator.
+        Read only values that cost nothing, not those on an accelerator.
     """
     counts = (_count(state, free=free) for state in optimizer.state.values() if isinstance(state, dict))
     return next((count for count in counts if count > 0), 0.0)
 
 
 def _count(state: dict[str, Any], *, free: bool) -> float:
-    """Return the count of steps in the state of a parameter; some optimizers begin with a state, of zeros."""
+    """Return the count of steps in the state of a parameter; some optimizers begin with a state of zeros."""
     values = [state["step"]] if "step" in state else list(state.values())
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if free and not all(map(BACKEND.readable, tensors)):
@@ -76,15 +76,15 @@ def _nonzero(tensor: Any) -> bool:
 
 
 def initializing() -> bool:
-    """Whether a step, on gradients of 0, is that by which ``torch.distributed.checkpoint`` makes the state."""
-    frame: Any = sys._getframe()  # noqa: SLF001 - nothing else tells it from a step
+    """Whether this is the step, on gradients of 0, by which ``torch.distributed.checkpoint`` makes the state."""
+    frame: Any = sys._getframe()  # noqa: SLF001 - nothing else distinguishes it from a step
     while frame is not None and frame.f_globals.get("__name__") != _STATE_DICT:
         frame = frame.f_back
     return frame is not None
 
 
 def probe(rule: Any, tree: Any) -> None:
-    """Call the rule's functions of paths once, and say where they want names that the optimizer does not know."""
+    """Call the rule's functions of paths once; raise an error if they need names that the optimizer lacks."""
     if all(isinstance(name, str) for group in tree for name in group):
         return
     flat = flatten(tree)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 # The signatures are PyTorch's.
 # ruff: noqa: ARG001, FBT001, FBT002, PLR0913
-"""The functions of ``torch.nn.utils`` that clip gradients: their names, arguments and results, uniclip's algorithm."""
+"""The functions of ``torch.nn.utils`` that clip gradients, with uniclip's algorithm."""
 
 from __future__ import annotations
 
@@ -40,53 +40,53 @@ def clip_grad_norm_(
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> torch.Tensor:
-    """Scale the gradients of parameters in place to a norm of ``max_norm`` at most: ``g · min(1, max_norm/‖g‖)``.
+    """Scale the gradients of parameters in place to a norm of at most ``max_norm``: ``g · min(1, max_norm/‖g‖)``.
 
     Parameters
     ----------
     parameters : tensor or iterable of tensors
-        What holds the gradients, in ``.grad``; dense or sparse, plain or distributed. One that occurs twice counts
+        Tensors whose ``.grad`` is clipped: dense or sparse, plain or distributed. One that occurs twice counts
         once.
     max_norm : float or 0-d tensor
         At least 0; ``math.inf`` only measures. A tensor on an accelerator is not read.
     norm_type : float, default 2.0
         The order of the norm, at least 1; ``math.inf`` or ``"inf"`` is the largest modulus.
     error_if_nonfinite : bool, default False
-        Raise where a gradient is NaN or infinite, before any is changed. Without it all become NaN,
-        unless ``max_norm`` is ``math.inf``.
+        Raise an error if a gradient is NaN or infinite, before any is changed. By default all become NaN, unless
+        ``max_norm`` is ``math.inf``.
     foreach : bool, optional
-        Accepted for PyTorch's sake; it changes nothing.
+        Ignored; accepted for compatibility with PyTorch.
     all_reduce, shared : optional
-        As for `attach`: the processes that hold plain parts of one model, and which tensors are copies
-        beside parts; the path of a tensor is its number.
+        As for `attach`: the processes that hold parts of one model as plain tensors, and which tensors are copies;
+        the path of a tensor is its number.
 
     Returns
     -------
     norm : 0-d tensor
-        Before clipping, in float32 or wider, on the device of the first gradient; of distributed gradients the norm of
-        the whole, as a plain tensor. 0 if no parameter has a gradient.
+        The norm before clipping, in float32 or wider, on the device of the first gradient; for distributed gradients
+        the norm of the whole, as a plain tensor. 0 if no parameter has a gradient.
 
     Raises
     ------
     TypeError
-        If ``parameters`` holds what is no tensor, such as the pairs of ``named_parameters()``; or tensors that can have
-        no gradient, such as the gradients themselves.
+        If ``parameters`` holds anything but tensors, such as the pairs of ``named_parameters()``, or tensors that
+        cannot have a gradient, such as the gradients themselves.
     ValueError
         If ``max_norm`` is negative or NaN, or ``norm_type`` below 1.
-        If there are several processes, the parameters are those of ``FullyShardedDataParallel`` (FSDP1), and no
-        ``all_reduce`` joins their norm.
+        With several processes, if the parameters are those of ``FullyShardedDataParallel`` (FSDP1), and no
+        ``all_reduce`` is given.
     RuntimeError
-        If ``error_if_nonfinite`` and a gradient is not finite; it names the gradients by their number.
+        If ``error_if_nonfinite`` and a gradient is not finite; the error names the gradients by their number.
 
     Warns
     -----
     UserWarning
-        If an iterator has nothing (left) in it: it was read before, or the module has no parameters.
+        If an iterator is empty: it was read before, or the module has no parameters.
 
     Notes
     -----
-    ``torch.nn.utils.clip_grad_norm_`` divides by the norm + 1e-6. Here nothing is added, so the results differ by a
-    share of 1e-6/norm.
+    ``torch.nn.utils.clip_grad_norm_`` divides by the norm + 1e-6. Here nothing is added, so clipped gradients differ by
+    the relative amount 1e-6/norm.
 
     Examples
     --------
@@ -125,7 +125,7 @@ def clip_grad_value_(
     clip_value : float or 0-d tensor
         At least 0.
     foreach : bool, optional
-        Accepted for PyTorch's sake; it changes nothing.
+        Ignored; accepted for compatibility with PyTorch.
 
     Raises
     ------
@@ -157,12 +157,12 @@ def get_total_norm(
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> torch.Tensor:
-    """Return the norm of tensors together: ``(Σ|x|ᵖ)^(1/p)``.
+    """Return the joint norm of tensors, ``(Σ|x|ᵖ)^(1/p)``.
 
     Parameters
     ----------
     tensors : tensor or iterable of tensors
-        Of any kind, parameters too; ``None`` is absent. One that occurs twice counts once.
+        Gradients or any other tensors; ``None`` is ignored. One that occurs twice counts once.
     norm_type, error_if_nonfinite, foreach, all_reduce, shared
         As for `clip_grad_norm_`.
 
@@ -209,7 +209,7 @@ def clip_grads_with_norm_(
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
 ) -> None:
-    """Scale the gradients of parameters in place by ``min(1, max_norm/total_norm)``: their norm is known already.
+    """Scale the gradients of parameters in place by ``min(1, max_norm/total_norm)``, given their norm.
 
     Parameters
     ----------
@@ -218,12 +218,12 @@ def clip_grads_with_norm_(
     max_norm : float or 0-d tensor
         At least 0.
     total_norm : float or 0-d tensor
-        What `get_total_norm` has returned, or PyTorch's function of that name. With a NaN or infinite one all gradients
+        The result of `get_total_norm`, or of PyTorch's function of that name. If it is NaN or infinite, all gradients
         become NaN.
     foreach : bool, optional
-        Accepted for PyTorch's sake; it changes nothing.
+        Ignored; accepted for compatibility with PyTorch.
     all_reduce, shared : optional
-        Those that `get_total_norm` was given; nothing is joined here, since ``total_norm`` is the norm of all.
+        As passed to `get_total_norm`; nothing is reduced here, since ``total_norm`` is the norm of all.
 
     Raises
     ------
@@ -253,7 +253,7 @@ def _rule(max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> Rule:
 
 
 def grad_of(parameter: Any) -> Any:
-    """Return the gradient of a parameter; zeros for a distributed one without, as other processes may have one."""
+    """Return the gradient of a parameter; zeros for a distributed one without, as others may have one."""
     grad = parameter.grad
     if grad is None and parameter.requires_grad and is_dtensor(parameter):
         return torch.zeros_like(parameter, requires_grad=False)
@@ -261,12 +261,12 @@ def grad_of(parameter: Any) -> Any:
 
 
 def _grads(parameters: Any) -> list[Any]:
-    """Return the gradient of each parameter, ``None`` for one that has none."""
+    """Return the gradient of each parameter, or ``None``."""
     return _grads_of(_tensors(parameters, "parameters"))
 
 
 def _grads_of(tensors: list[Any]) -> list[Any]:
-    """Return the gradient of each tensor, ``None`` for one that has none; refuse tensors that can have none."""
+    """Return the gradient of each tensor, or ``None``; refuse tensors that cannot have one."""
     if tensors and not any(map(_can_have_grad, tensors)):
         msg = (
             "parameters holds tensors that can have no gradient: pass the parameters, as in model.parameters(), whose "
@@ -278,15 +278,15 @@ def _grads_of(tensors: list[Any]) -> list[Any]:
 
 
 def _can_have_grad(tensor: Any) -> bool:
-    """Whether backward leaves a gradient in a tensor, or did; a frozen parameter counts, too."""
+    """Whether backward leaves a gradient in a tensor, or did; true for a frozen parameter, too."""
     if isinstance(tensor, torch.nn.Parameter):
         return True
-    held = tensor.is_leaf or tensor.retains_grad  # of all others PyTorch warns where .grad is looked at
+    held = tensor.is_leaf or tensor.retains_grad  # for all others PyTorch warns when .grad is read
     return bool(held and (tensor.requires_grad or tensor.grad is not None))
 
 
 def _tensors(given: Any, name: str, *, absent: bool = False, level: int = 4) -> list[Any]:
-    """Return tensors that are given as such or as an iterable; refuse all else."""
+    """Return the tensors in a tensor or an iterable; refuse anything else."""
     if isinstance(given, torch.Tensor):
         return [given]
     usual = "model.parameters()" if name == "parameters" else "[p.grad for p in model.parameters()]"
@@ -317,7 +317,7 @@ def _any(tensors: list[Any]) -> bool:
 
 
 def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
-    """Return a limit; a tensor that costs nothing to read as a number."""
+    """Return a limit; a tensor that can be read at no cost as a number."""
     if isinstance(value, torch.Tensor):
         value = _single(name, value)
         value = value.item() if BACKEND.readable(value) else value
@@ -325,7 +325,7 @@ def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
 
 
 def _known(norm: Any) -> Any:
-    """Return a norm that was measured before, which may be NaN."""
+    """Return a given norm, which may be NaN."""
     if isinstance(norm, torch.Tensor):
         return _single("total_norm", norm.full_tensor() if is_dtensor(norm) else norm)
     value = number("total_norm", norm, "a number or a 0-d tensor")
@@ -340,7 +340,7 @@ def _single(name: str, tensor: Any) -> Any:
 
 
 def _order(norm_type: Any) -> float:
-    """Return the order of a norm, which PyTorch takes as a text, too."""
+    """Return the order of a norm, which may be a string as in PyTorch."""
     if isinstance(norm_type, bool) or getattr(norm_type, "dtype", None) is torch.bool:
         msg = f"norm_type must be a number of at least 1, got {norm_type}: write error_if_nonfinite={bool(norm_type)}"
         raise TypeError(msg)
@@ -354,5 +354,5 @@ def _order(norm_type: Any) -> float:
 
 
 def _as_pytorch_raises(error: FloatingPointError) -> RuntimeError:
-    """Return what PyTorch raises where a gradient is not finite."""
+    """Return the error that PyTorch raises if a gradient is not finite."""
     return RuntimeError(f"{error}; pass error_if_nonfinite=False to go on with NaN")

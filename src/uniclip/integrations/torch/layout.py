@@ -29,29 +29,30 @@ from uniclip.scopes import Path
 from uniclip.tree import flatten, place
 
 Found: TypeAlias = tuple[dict[str, dict[Path, Any]], str | None]
-"""Norms and factors, each by its path, and why there are none."""
+"""Norms and factors, each by its path, or the reason why there are none."""
 
 _CLOSE = 1e-5
-"""Norms in float32 and in float64 differ by less."""
+"""The tolerance between norms in float32 and in float64."""
 
 
 class _Still(torch.optim.Optimizer):
     """An optimizer whose step does nothing."""
 
     def step(self, closure: Any = None) -> None:
-        """Leave everything as it is."""
+        """Change nothing."""
 
 
 def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, shared: Any = None) -> LayoutCheck:
     """Check that a rule, on the processes of this run, finds the norms and factors that one process would.
 
-    Call it once, in every process, after ``backward`` and before the step. It gathers the gradients of all processes
-    on the first one, clips them there by the rule's first step in float64, and compares. Nothing is changed: neither
-    gradients nor the optimizer. A layout does not depend on the size of a model, so check a small one: the first
-    process holds all of it, in main memory.
+    Call it once, in every process, after ``backward`` and before the step. It gathers the gradients of all processes on
+    the first one, clips them there by the rule's first step in float64, and compares. Neither gradients nor the
+    optimizer are changed. A layout does not depend on the size of a model, so check a small one: the first process
+    holds all of it in main memory.
 
-    Plain tensors do not say what they are, so it looks at values. A leaf whose parameter is the same in several
-    processes is a copy, and was not averaged if its gradients differ; if the parameter differs, these are parts.
+    Plain tensors do not tell whether they are parts, so their values are compared. A leaf whose parameter is equal in
+    several processes is a copy, which was not averaged if its gradients differ; if the parameters differ, they are
+    parts.
 
     Parameters
     ----------
@@ -61,13 +62,13 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
     Returns
     -------
     check : LayoutCheck
-        The same in all processes. ``check.ok`` says whether everything agrees; printed, it is a table of the leaves,
-        what each is taken for, and how often it counts. ``check.raise_if_wrong()`` raises.
+        The same in all processes. ``check.ok`` tells whether everything agrees; printed, it is a table of the leaves,
+        their kinds, and how often each counts. ``check.raise_if_wrong()`` raises an error.
 
     Raises
     ------
     TypeError, ValueError
-        If ``optimizer`` or ``rule`` is none; or if no process has a gradient.
+        If ``optimizer`` is not an optimizer or ``rule`` not a rule, or if no process has a gradient.
 
     Examples
     --------
@@ -115,7 +116,7 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
 
 
 def _joint(found: Any) -> float | None:
-    """Return the one norm that there is, ``None`` if there are several."""
+    """Return the norm if there is only one, else ``None``."""
     norms = found.get("norm", {})
     return norms[()].item() if set(norms) == {()} else None
 
@@ -142,11 +143,11 @@ def _of_one(pieces: list[Piece], rule: Any, kept: dict[Path, Any]) -> Found:
 
 
 def _clipped_whole(pieces: list[Piece], rule: Any, values: list[dict[int, Any]]) -> dict[str, dict[Path, Any]]:
-    """Clip the whole tree, leaves put together of their parts; norms do not depend on how these lie."""
+    """Clip the whole tree, with leaves assembled from their parts; norms do not depend on how these are laid out."""
     parts: dict[Path, list[Any]] = {}
     for number, piece in enumerate(pieces):
         copies = [some[number] for some in values if number in some]
-        mean = [torch.stack(one).mean(0) for one in zip(*copies, strict=True)]  # an unaveraged one is averaged here
+        mean = [torch.stack(one).mean(0) for one in zip(*copies, strict=True)]  # averages what was not averaged
         parts.setdefault(piece.held.path, []).append(mean)
     trees: list[list[Any]] = [[OrderedDict() for _ in range(1 + max(path[0] for path in parts))] for _ in range(2)]
     for path, some in parts.items():
@@ -171,14 +172,14 @@ def _as_it_runs(optimizer: Any, rule: Any, all_reduce: Any, shared: Any) -> Foun
         return attach(still, rule, all_reduce, shared)
 
     handle, refusal = _tried(attached)
-    if any(gathered(refusal)):  # one that is refused takes no step, and the others would wait for it
+    if any(gathered(refusal)):  # one that refuses takes no step, and the others would wait for it
         return {}, refusal
     _, refusal = _tried(still.step)
     return {} if refusal else _numbers(handle.report), refusal
 
 
 def _copy(p: Any) -> Any:
-    """Return a parameter of the same values with a gradient of its own."""
+    """Return a parameter with the same values, and its own gradient."""
     copy = torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
     copy.grad = None if p.grad is None else p.grad.detach().clone()
     if getattr(p, "_fsdp_flattened", False):
@@ -187,10 +188,10 @@ def _copy(p: Any) -> Any:
 
 
 def _tried(run: Callable[[], Any]) -> Any:
-    """Return what a function returns, and what it raises."""
+    """Return the result of a function, and the error that it raises."""
     try:
         return run(), None
-    except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:  # the last where another process failed
+    except (ValueError, TypeError, FloatingPointError, RuntimeError) as error:  # the last if another process failed
         return {}, f"{type(error).__name__}: {error}"
 
 
@@ -208,7 +209,7 @@ def _numbers(report: Any) -> dict[str, dict[Path, Any]]:
 
 
 def _differences(found: Any, wanted: Any, unknown: list[Path]) -> list[Difference]:
-    """Return the numbers that are not those of one process."""
+    """Return the numbers that differ from those of one process."""
     differences = []
     for what, numbers in found.items():
         for path, here in numbers.items():
@@ -231,5 +232,5 @@ def _difference(what: str, here: Any, there: Any) -> Difference:
 
 
 def _along_axes(rule: Any) -> bool:
-    """Whether a rule, or one inside of it, has norms along axes."""
+    """Whether a rule, or one inside it, has norms along axes."""
     return getattr(getattr(rule, "scope", None), "axes", None) is not None or any(map(_along_axes, inside(rule)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What plain and distributed gradients are, as the values tell: copies, parts, or leaves of one process alone."""
+"""Classify plain and distributed gradients by their values: copies, parts, or leaves of one process alone."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from uniclip.scopes import Path, everything
 
 
 class Held(NamedTuple):
-    """What a process says about a gradient that it holds."""
+    """The description of a gradient by a process that holds it."""
 
     path: Path
     shape: tuple[int, ...]
     processes: tuple[int, ...]
-    """Those that hold parts of it, as a DTensor does; of a plain tensor this one."""
+    """The processes that hold parts of it, for a DTensor; of a plain tensor only this one."""
     distributed: bool
     grad: str
     param: str
     """Digests of the bits."""
     constant: bool
-    """Whether all entries of the parameter are the same, so that parts of it look like copies."""
+    """Whether all entries of the parameter are equal, so that parts of it look like copies."""
     keys: tuple[Hashable, ...]
-    """For each rule in the rule what it shares a norm with; ``None`` if the rule leaves it out."""
+    """For each rule in the rule, the key of its norm; ``None`` if the rule leaves it out."""
 
 
 class Piece(NamedTuple):
-    """A leaf, or a part of one: those that hold it hold the same."""
+    """A leaf, or a part of one, the same in all processes that hold it."""
 
     held: Held
     holders: tuple[tuple[int, ...], ...]
-    """For each copy the processes that hold it."""
+    """For each copy, the processes that hold it."""
     kind: str
 
     @property
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 def named(optimizer: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the parameters, each with its group and name."""
+    """Yield the parameters with their groups and names."""
     for number, group in enumerate(optimizer.param_groups):
         params = group["params"]
         names = group.get("param_names", range(len(params)))
@@ -71,7 +71,7 @@ def held(path: Path, p: Any, grad: Any, rule: Any, kept: dict[Path, Any]) -> Hel
 
 
 def _whole(tensor: Any) -> Any:
-    """Return all of a tensor, dense and in main memory."""
+    """Return the whole tensor, dense and in main memory."""
     tensor = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu()
 
@@ -81,7 +81,7 @@ def _digest(tensor: Any) -> str:
 
 
 def _keys(rule: Any, path: Path, leaf: Any) -> Iterator[Hashable]:
-    """Yield, for each rule in a rule, what tells the norm a leaf belongs to; ``None`` if it belongs to none."""
+    """Yield, for each rule in a rule, the key of the norm of a leaf; ``None`` if it has none."""
     for one in getattr(rule, "rules", ()):
         yield from _keys(one, path, leaf)
     if isinstance(rule, Masked):
@@ -92,7 +92,7 @@ def _keys(rule: Any, path: Path, leaf: Any) -> Iterator[Hashable]:
 
 
 def pieces_of(every: list[list[Held]]) -> list[Piece]:
-    """Return the leaves and parts of leaves of all processes, copies taken together."""
+    """Return the leaves and parts of leaves of all processes, with copies merged."""
     copies: dict[tuple[Path, tuple[int, ...]], Held] = {}
     for held in (one for some in every for one in some):
         copies.setdefault((held.path, held.processes), held)
@@ -107,7 +107,7 @@ def pieces_of(every: list[list[Held]]) -> list[Piece]:
     for classes in apart.values():
         together = [held for some in classes for held in some]
         constant = all(held.constant for held in together) and len({held.shape for held in together}) == 1
-        # A constant parameter does not tell: what other leaves of the same processes are, this is.
+        # A constant parameter is ambiguous: it is classified as other leaves of the same processes.
         if constant and len(classes) > 1 and tuple(sorted(held.processes for held in together)) in spread:
             pieces.append(_piece(together, NOT_AVERAGED))
         else:
@@ -120,7 +120,7 @@ def _piece(some: list[Held], kind: str) -> Piece:
 
 
 def _kind(copies: list[Held], classes: int, *, constant: bool) -> str:
-    """Return what leaves whose parameters are the same are taken for."""
+    """Return the kind of leaves whose parameters are equal."""
     if len({held.grad for held in copies}) > 1:
         return NOT_AVERAGED
     if len(copies) > 1:
@@ -135,7 +135,7 @@ def _kind(copies: list[Held], classes: int, *, constant: bool) -> str:
 def counts_of(
     pieces: list[Piece], every: list[list[Held]], grads: Any, all_reduce: Any, shared: Any
 ) -> list[list[int | None]]:
-    """Return how often each piece counts in each process, ``None`` if that has no norm it belongs to."""
+    """Return how often each piece counts in each process, ``None`` if it has no norm there."""
     rank = own_rank()
     here = [rank in piece.processes for piece in pieces]
     copies = [
@@ -159,7 +159,7 @@ def counts_of(
 
 
 def _joined(array: Any, all_reduce: Any) -> Any:
-    """Add up arrays over whatever `attach` takes for ``all_reduce``."""
+    """Sum arrays over an ``all_reduce`` of any kind that `attach` accepts."""
     if isinstance(all_reduce, torch.distributed.ProcessGroup):
         torch.distributed.all_reduce(array, group=all_reduce)
     elif callable(all_reduce):
@@ -176,7 +176,7 @@ def own_rank() -> int:
 
 
 def gathered(one: Any) -> list[Any]:
-    """Return what all processes say."""
+    """Return the descriptions of all processes."""
     if not several():
         return [one]
     every: list[Any] = [None] * torch.distributed.get_world_size()

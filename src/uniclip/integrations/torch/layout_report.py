@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What `check_layout` has found, and how it is printed."""
+"""The result of `check_layout`, and its printed form."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _SHOWN = 20
-"""So many leaves are printed; the wrong ones come first."""
+"""The number of leaves that are printed, wrong ones first."""
 
 NOT_AVERAGED = "not averaged"
 UNCLEAR = "part, or not averaged"
 
 
 class Leaf(NamedTuple):
-    """A leaf, or a part of one, as it lies in the processes."""
+    """A leaf, or a part of one, and the processes that hold it."""
 
     name: str
     shape: tuple[int, ...]
     processes: tuple[int, ...]
-    """Those that hold it."""
+    """The processes that hold it."""
     kind: str
     """``"whole"``, ``"distributed"`` (a DTensor), ``"copy"``, ``"part"``, ``"copy of a part"``, ``"not averaged"``, or
     ``"part, or not averaged"`` where that cannot be told."""
     counts: tuple[int | None, ...]
-    """How often it counts in each process: once is right; ``None`` where no norm is one that it belongs to."""
+    """How often it counts in each process (correct: once); ``None`` where it has no norm."""
 
     @property
     def counted(self) -> set[int]:
-        """How often it counts, wherever it does."""
+        """How often it counts, where it counts."""
         return {count for count in self.counts if count is not None}
 
     @property
@@ -40,7 +40,7 @@ class Leaf(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A number that a process finds and one process would not."""
+    """A number that a process finds, and that one process alone would not."""
 
     what: str
     found: float
@@ -49,7 +49,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutCheck:
-    """What `check_layout` returns; printed, it is a table with what to do.
+    """The result of `check_layout`; printed, it is a table with what to do.
 
     Attributes
     ----------
@@ -60,12 +60,21 @@ class LayoutCheck:
     norm : float or None
         The joint norm that one process would find, in float64; ``None`` for a rule with several norms or none.
     norms : tuple of float or None
-        The joint norm that each process has found.
+        The joint norm in each process.
     leaves : tuple
-        Of each leaf, or part of one, its name, shape, the processes that hold it, what it is taken for, and how often
-        it counts.
+        For each leaf, or part of one, its name, shape, the processes that hold it, its kind, and how often it counts.
     problems : tuple of str
         What is wrong, and what to do.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import check_layout
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> check = check_layout(torch.optim.SGD([("w", w)]), uc.by_global_norm(1.0))
+    >>> check.ok, check.norm, check.problems
+    (True, 5.0, ())
     """
 
     ok: bool
@@ -76,12 +85,12 @@ class LayoutCheck:
     problems: tuple[str, ...]
 
     def raise_if_wrong(self) -> None:
-        """Raise what is printed, if something is wrong.
+        """Raise the printed text as an error, if something is wrong.
 
         Raises
         ------
         ValueError
-            If not `ok`.
+            If `ok` is false.
         """
         if not self.ok:
             raise ValueError(str(self))
@@ -110,7 +119,7 @@ def problems_of(
     refused: Sequence[tuple[int, str]],
     unknown: Sequence[str],
 ) -> list[str]:
-    """Return what is wrong, and what to do; if all leaves count once, which numbers differ all the same."""
+    """Return what is wrong, and what to do; if all leaves count once, which numbers differ anyway."""
     found = []
     if refused:
         found.append(f"the step is refused in {processes([rank for rank, _ in refused])}: {refused[0][1]}")
@@ -142,7 +151,7 @@ def problems_of(
 
 
 def _differing(differences: Iterable[tuple[int, Difference]]) -> list[str]:
-    """Return which numbers are not those of one process, the first ones."""
+    """Return the first numbers that differ from those of one process."""
     found: dict[str, list[tuple[int, Difference]]] = {}
     for rank, one in differences:
         found.setdefault(one.what, []).append((rank, one))
@@ -192,7 +201,7 @@ def often(leaf: Leaf) -> str:
 
 
 def _norms(wanted: float, found: Sequence[float | None]) -> str:
-    """Return the norm that one process would find, and those that processes have found."""
+    """Return the norm that one process would find, and those of the processes."""
     where: dict[float | None, list[int]] = {}
     for rank, norm in enumerate(found):
         where.setdefault(norm, []).append(rank)

@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
 _KEY = "uniclip"
-"""Where a ``state_dict`` keeps the state of the rule."""
+"""The key of the rule's state in a ``state_dict``."""
 _ANEW = f"begin anew by del state_dict[{_KEY!r}] before it is loaded"
 _BEGIN = "begin anew by load_state_dict({})"
 ORDER = "attach the rule first, then optimizer.load_state_dict(saved), and save it with the rule attached"
-"""What an error says about the order."""
+"""The hint about the order in an error."""
 _BESIDE = 'torch.distributed.checkpoint saves it beside them: {"optimizer": ..., "clipping": handle}'
-"""What an error says to those whose functions leave it out of the state of an optimizer."""
+"""The hint for functions that omit it from the state of an optimizer."""
 _LARGE = 2**16
-"""Above how many numbers an array is no list: making and pickling that takes minutes where a tensor takes a second."""
+"""The largest array saved as a list; making and pickling longer lists takes minutes, a tensor takes a second."""
 
 
 class Memory:
-    """What a handle remembers: its methods are hooks of the optimizer."""
+    """The memory of a handle; its methods are hooks of the optimizer."""
 
     rule: Any
     record: Recorder | None
-    """What records each step, if anything."""
+    """The recorder of the steps, if any."""
     state: Any
     """The state of the rule."""
     _optimizer: Any
@@ -47,11 +47,11 @@ class Memory:
     _given: bool = False
     """Whether a state was loaded since the last step."""
     _forgotten: bool = False
-    """Whether a state_dict without one was loaded since then, and no state by itself."""
+    """Whether a state_dict without one was loaded since then, and no separate state."""
     _seen: bool = False
-    """Whether the rule has seen a step."""
+    """Whether the rule has run in a step."""
     _count: float = 0.0
-    """How many steps the optimizer had counted before that."""
+    """The optimizer's count of steps before that."""
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
@@ -60,24 +60,24 @@ class Memory:
             state_dict[_KEY] = self._saved(lambda array: array.detach().clone())  # torch.load loads no other classes
 
     def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
-        """Check a state; the optimizer has not changed yet, and may still find fault with the rest."""
+        """Check a state, before the optimizer changes, which may still refuse the rest."""
         self._loaded = None
         if self.rule.memory and _KEY in state_dict:
             self._loaded = self._restored(state_dict[_KEY], _ANEW)
 
     def _take(self, _: Any) -> None:
-        """Go on from what was loaded, now that the optimizer has taken the rest."""
+        """Restore the loaded state, now that the optimizer has accepted the rest."""
         if self._loaded is not None:
             self.state, self._loaded, self._given = self._loaded, None, True
         self._forgotten = self.rule.memory and not self._given
 
     def _watch(self) -> None:
-        """Note how many steps the optimizer has counted before the first that the rule sees."""
+        """Note the optimizer's count of steps before the rule's first step."""
         if self.rule.memory and not self._seen:
             self._count = steps_of(self._optimizer)
 
     def _warn(self) -> None:
-        """Say that a rule did not get its state back; not before a step, as it may be loaded after the optimizer's."""
+        """Warn that a rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
         new = self.rule.memory and not (self._seen or self._given or self._forgotten)
         missed = new and steps_of(self._optimizer, free=True) > self._count
         forgotten, self._forgotten, self._given, self._seen = self._forgotten, False, False, True
@@ -93,38 +93,38 @@ class Memory:
             warnings.warn(msg, UserWarning, stacklevel=5)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the rule remembers, as `uniclip.Clipper.state_dict` does, but large arrays as tensors.
+        """Return the rule's memory, in the format of `uniclip.Clipper.state_dict`, but with large arrays as tensors.
 
-        Up to 65,536 numbers of an array are a list, or a number. ``torch.distributed.checkpoint`` takes the handle for
-        what it is, a ``Stateful``: ``dcp.save({"model": ..., "optimizer": ..., "clipping": handle})``.
+        Arrays of up to 65,536 numbers are lists or numbers. The handle is a ``Stateful`` of
+        ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "optimizer": ..., "clipping": handle})``.
 
         Returns
         -------
         dict
-            It is empty for a rule that remembers nothing.
+            Empty for a rule without memory.
         """
         return self._saved(partial(_plain, large=_LARGE)) if self.rule.memory else {}
 
     def numbers(self) -> dict[str, Any]:
-        """Return what `state_dict` does, as plain numbers and lists however many there are, for JSON."""
+        """Return the same as `state_dict` as plain numbers and lists, whatever their number, for JSON."""
         return self._saved(_plain) if self.rule.memory else {}
 
     def load_state_dict(self, saved: dict[str, Any], *, anew: str = _BEGIN) -> None:
-        """Go on from what was saved, by any holder and in any framework, in numbers and lists or in arrays.
+        """Restore a memory saved by any integration and framework, as numbers and lists or as arrays.
 
         Parameters
         ----------
         saved : dict
-            An empty one is a new beginning.
+            An empty dict starts anew.
         anew : str
-            How to begin anew, for the error if it does not fit.
+            How to start anew, for the error if it does not fit.
 
         Raises
         ------
         TypeError
-            If it is no dict.
+            If ``saved`` is not a dict.
         ValueError
-            If it is that of another rule or of other parameters, or holds what is no finite number.
+            If it belongs to another rule or other parameters, or holds anything but finite numbers.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         self.state = self._restored(saved, anew) if saved else self._first()
@@ -142,7 +142,7 @@ class Memory:
 
 
 def _plain(array: Any, large: float = math.inf) -> Any:
-    """Return a tensor as numbers, or as a tensor of its own if it holds more than so many."""
+    """Return a tensor as numbers, or as a new tensor if it is large."""
     if array.numel() > large:
         return array.detach().clone()
     return to_lists(array.full_tensor() if is_dtensor(array) else array)

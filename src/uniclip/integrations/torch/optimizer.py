@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A rule inside an optimizer."""
+"""A rule attached to an optimizer."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 _FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
 """The optimizers whose fused kernels divide the gradients by ``optimizer.grad_scale``, and write them back."""
 _DIVIDED = {torch.float32, torch.bfloat16, torch.float16}
-"""The dtypes that lose nothing by it: ``grad_scale`` is float32."""
+"""The dtypes that lose no accuracy by it: ``grad_scale`` is float32."""
 _TINY = 1.2e-38
-"""Below the normal numbers of float32, which kernels may take for 0."""
+"""The smallest normal float32; kernels may flush smaller numbers to 0."""
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""The code of PyTorch's that runs the hooks around a step."""
+"""The code of PyTorch that runs the hooks around a step."""
 
 _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The rule of each optimizer that has one."""
+"""The rule attached to each optimizer."""
 
 
 def attach(
@@ -55,27 +55,28 @@ def attach(
 ) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
 
-    All parameter groups are clipped together, in place, and only when the step is taken: gradients
-    that are accumulated are clipped once. With a ``torch.amp.GradScaler`` the norms are those of the
-    unscaled gradients, whether ``unscale_`` was called or not. Fused optimizers (``fused=True``)
-    multiply by the factor inside their own kernel, if one factor is for all gradients.
+    All parameter groups are clipped together, in place, and only when a step is taken, so accumulated gradients are
+    clipped once. With a ``torch.amp.GradScaler`` the norms are those of the unscaled gradients, whether ``unscale_``
+    was called or not. Fused optimizers (``fused=True``) multiply by the factor inside their own kernel, if all
+    gradients share one factor.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        What wraps one, as that of Accelerate and of Lightning do, is taken for the one inside.
+        Wrappers, such as those of Accelerate and Lightning, stand for the optimizer inside.
     rule : Rule or a function of one gradient
-        One that remembers earlier steps has its state saved in ``optimizer.state_dict()``. The paths
-        it sees are ``(group, name)``; the name is an index where the optimizer knows no names.
+        The state of a rule with memory is saved in ``optimizer.state_dict()``. Paths are ``(group, name)``, where name
+        is an index if the optimizer knows no names.
     all_reduce : ProcessGroup, DeviceMesh, or function of (array, op), optional
-        The processes whose optimizers hold plain parts of one tree: stages of a pipeline, experts, the parameters of
-        ``FullyShardedDataParallel`` (FSDP1). Leaves of equal names are parts of one leaf, others are whole where they
-        are. Distributed tensors need nothing, and copies, as under DistributedDataParallel, neither.
+        The processes whose optimizers hold parts of one tree as plain tensors: stages of a pipeline, experts, the
+        parameters of ``FullyShardedDataParallel`` (FSDP1). Leaves with equal names are parts of one leaf; a leaf that
+        only one process has is whole. Not needed for distributed tensors, nor for copies, as in
+        DistributedDataParallel.
     shared : function of (path, leaf), optional
-        Whether a parameter is a copy that several of these processes hold beside parts, so that it counts once.
+        True for a parameter that is a copy held by several of these processes, so that it counts once.
     record : uniclip.insight.Recorder, optional
-        Records each step, with the loss if the handle or a closure gives one, and is written at each ``state_dict()``.
-        Of several processes each has one, and the first one writes. After a checkpoint tell it where the run goes on:
+        Records each step, with the loss if the handle or a closure provides one, and is written at each
+        ``state_dict()``. Each of several processes has one, and the first writes. After a checkpoint call
         ``record.resume(step)``.
 
     Returns
@@ -85,29 +86,29 @@ def attach(
     Raises
     ------
     TypeError
-        If ``optimizer`` is no optimizer, or ``rule`` no rule; or if a function of paths in it wants names of parameters
-        that the optimizer does not know.
+        If ``optimizer`` is not an optimizer, or ``rule`` not a rule; or if a function in the rule needs names of
+        parameters that the optimizer does not know.
     ValueError
-        If the optimizer has a rule already, or is differentiable; with several processes also, if the parameters are
-        those of ``FullyShardedDataParallel`` (FSDP1), whose norm nothing joins, or the optimizer is the one inside a
-        ``ZeroRedundancyOptimizer``; and if ``all_reduce`` is to join norms of leaves without names. At the first step,
-        if the processes have different rules, or leaves that are neither parts of the same ones nor different.
+        If the optimizer already has a rule, or is differentiable. With several processes, if the parameters are those
+        of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, if the optimizer is inside a
+        ``ZeroRedundancyOptimizer``, or if ``all_reduce`` would join norms of leaves without names. At the first step,
+        if the processes have different rules, or leaves that are neither parts of the same leaves nor distinct.
 
     Warns
     -----
     UserWarning
-        If a rule that remembers is attached to an optimizer that has taken steps or loaded a state without it; and at
-        a step, if a ``state_dict`` was loaded that has no state of the rule.
+        If a rule with memory is attached to an optimizer that has taken steps or loaded a state without it; and at a
+        step, if a ``state_dict`` without the state of the rule was loaded.
 
     Notes
     -----
-    A step that the rule leaves out, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
+    A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
     taken: parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
 
-    With several processes in ``torch.distributed``, a rule that looks at the loss sees the mean of their losses, so
-    that all decide alike: one small reduction in the default group, which every process has to take part in at each
-    step, whether it has a loss or not. A loss that is the same in all of them stays what it is.
+    With several processes in ``torch.distributed``, a rule that uses the loss gets the mean of their losses, so that
+    all decide alike. This takes one small reduction in the default group, in which every process must take part at each
+    step, with a loss or without.
 
     Examples
     --------
@@ -134,7 +135,7 @@ def attach(
 def attached(
     optimizer: Any, rule: AnyRule, all_reduce: Any = None, shared: Shared | None = None, record: Recorder | None = None
 ) -> Attached:
-    """Attach a rule as `attach` does, also late: for callers that restore its state by themselves."""
+    """Attach a rule as `attach` does, also to an optimizer in use, for callers that restore its state themselves."""
     refuse_optimizer(optimizer, rule)
     if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         return attached(optimizer.optimizer, rule, all_reduce, shared, record)
@@ -155,13 +156,27 @@ def attached(
 
 
 class Attached(Memory):
-    """What `attach` returns."""
+    """The handle that `attach` returns.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import attach
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> optimizer = torch.optim.SGD([w], lr=1.0)
+    >>> handle = attach(optimizer, uc.by_global_norm(1.0))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> optimizer.step()
+    >>> handle.report
+    <Report: norm 5, limit 1, clipped, finite>
+    >>> handle.remove()
+    """
 
     report: Report | None = None
-    """The `uniclip.Report` of the last step, its norms those of the unscaled gradients; ``None`` before the first."""
+    """The `uniclip.Report` of the last step, with the norms of unscaled gradients; ``None`` before the first step."""
     loss: Number | None = None
-    """The loss of the next step, for rules that look at it; a closure's is taken by itself, if it
-    returns one. ``None`` after the step. Of several processes the rule sees the mean."""
+    """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
+    the step. With several processes the rule gets the mean."""
 
     def __init__(self, optimizer: Any, rule: RuleLike, all_reduce: Any = None, record: Recorder | None = None) -> None:
         self.rule = rule
@@ -182,7 +197,7 @@ class Attached(Memory):
             record.holder = ref(self)
         self.state = self._first()
         self._leaves = leaves_of(rule, flatten(tree))
-        eager = torch.compiler.disable  # compiled, a step would not see the attributes that are set for it
+        eager = torch.compiler.disable  # a compiled step would not see the attributes that are set for it
         self._hooks = [
             optimizer.register_step_pre_hook(eager(self._before)),
             optimizer.register_step_post_hook(eager(self._after)),
@@ -194,17 +209,17 @@ class Attached(Memory):
         self._watch()
 
     def __repr__(self) -> str:
-        """Return the rule, what it clips, and how many steps it has seen."""
+        """Return the rule, the optimizer, and the number of steps."""
         gone = "" if self._hooks else ", removed"
         clips = f"{type(self._optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
         return f"<attach: {self.rule!r}, {clips}, {counted(self._steps, 'step')}{gone}>"
 
     def scalars(self) -> dict[str, Any]:
-        """Return what a logger shows of the last step, see `uniclip.Report.scalars`; nothing before the first."""
+        """Return the scalars of the last step for a logger, see `uniclip.Report.scalars`; empty before the first."""
         return {} if self.report is None else self.report.scalars()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: what clips are hooks in one optimizer."""
+        """Refuse to be copied or pickled, since the hooks belong to one optimizer."""
         msg = (
             "a handle of attach is tied to its optimizer, and cannot be copied or pickled: leave it out, attach the "
             "rule to the other optimizer, and then load there what optimizer.state_dict() returns here"
@@ -212,7 +227,7 @@ class Attached(Memory):
         raise TypeError(msg)
 
     def remove(self) -> None:
-        """Leave the optimizer as it was before; once more does nothing."""
+        """Detach from the optimizer, which is left as it was before. Idempotent."""
         if self._hooks:
             self._restore()
             _rules.pop(self._optimizer, None)
@@ -223,18 +238,18 @@ class Attached(Memory):
             self.record.holder = None
 
     def name_leaves(self, model: torch.nn.Module) -> None:
-        """Have the recorder name leaves as the model does: many optimizers know no names."""
+        """Let the recorder name leaves as the model does, as many optimizers know no names."""
         if self.record is not None:
             names = {id(p): name for name, p in model.named_parameters()}
             some = OrderedDict((names.get(id(p), str(number)), p.detach()) for number, p in enumerate(self._params()))
             self.record.describe(self.rule, flatten(some))
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Clip before a step; the gradients of a closure, each time that the step has called it."""
+        """Clip before a step; also the gradients of a closure, each time the step calls it."""
         if self._nested():
             return None
         self._hidden.clear()
-        self._restore()  # where the step before failed
+        self._restore()  # if the previous step failed
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._unreal = closure is None and (len(args) > 1 or "closure" in kwargs) and initializing()
         if self._unreal:
@@ -257,7 +272,7 @@ class Attached(Memory):
                 self._watch()
 
     def _nested(self) -> bool:
-        """Whether the step is a part of another, as a class that calls ``super().step()`` runs the hooks twice."""
+        """Whether the step is part of another one, as a class that calls ``super().step()`` runs the hooks twice."""
         frame: Any = sys._getframe() if self._nests else None  # noqa: SLF001 - a flag would outlive a step that fails
         steps = 0
         while frame is not None:
@@ -279,20 +294,20 @@ class Attached(Memory):
             looked_at = looks_at_loss(self.rule)
             loss = of_all(loss, next((p.device for p in self._params()), None), looked_at=looked_at)
             if looked_at:
-                loss()  # also where there is no gradient, or other processes would wait
+                loss()  # also without any gradient, or other processes would wait
         if not grads and self._all_reduce is None:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
         found_inf = of_any(found_inf, self._all_reduce, next((p.device for p in self._params()), None))
         policy = getattr(self.rule, "nonfinite", None)
-        # Unread, ∞ that GradScaler found makes the norm one that no state takes in, but for these policies.
+        # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under these policies.
         if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
             self._hide(params)  # GradScaler skips this step
             return
         fused = type(self._optimizer) in _FOLDING and all(g["fused"] for g in self._optimizer.param_groups)
         one_factor = isinstance(self.rule, Rule) and self.rule.scope == all_leaves and policy != "zero"
         with torch.no_grad():
-            alone = self._all_reduce is None  # else processes have to take one way
+            alone = self._all_reduce is None  # otherwise processes have to take the same branch
             if alone and fused and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
                 leaves = self._fold(grads, scale, loss)
             else:
@@ -300,14 +315,14 @@ class Attached(Memory):
         self._steps += 1
         if self.record is not None and self.report is not None:
             places = self._places(params) if leaves else None
-            given = given if self.record.loss is None else None  # a trainer knows that of all accumulated batches
+            given = given if self.record.loss is None else None  # a trainer knows the loss of all accumulated batches
             self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
         skipped = None if self.report is None else self.report.skipped
         if skipped is not None:
             self._skip(skipped, params, found_inf, fused=fused)
 
     def _places(self, params: list[Any]) -> list[int]:
-        """Return the numbers of the parameters whose leaves are recorded; refuse others than were there at first."""
+        """Return the numbers of the parameters whose leaves are recorded; refuse others than at the first step."""
         some, every = set(map(id, params)), self._params()
         if len(every) != len(self._required):
             msg = (
@@ -318,7 +333,7 @@ class Attached(Memory):
         return [number for number, p in enumerate(every) if id(p) in some]
 
     def _fold(self, grads: list[Any], scale: Any, loss: Any) -> list[Any]:
-        """Have the fused kernel multiply by the factor: it divides by ``grad_scale``. Return the norms of leaves."""
+        """Let the fused kernel multiply by the factor, as it divides by ``grad_scale``. Return the norms of leaves."""
         tree, params = self._tree(grad_of), self._tree(lambda p: p)
         norm = None
         if scale is not None:
@@ -333,7 +348,7 @@ class Attached(Memory):
         return [leaves if scale is None else BACKEND.xp.asarray(leaves) / scale]
 
     def _fold_factor(self, report: Report, grads: list[Any], scale: Any) -> None:
-        """Set what the fused kernel divides by."""
+        """Set the divisor of the fused kernel."""
         factor = report.factors
         divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
         known = BACKEND.readable(factor)
@@ -341,21 +356,21 @@ class Attached(Memory):
             return
         if not known or all(_TINY < float(one) < 1 / _TINY for one in (factor, divisor)):
             self._set("grad_scale", divisor)
-        else:  # what a kernel cannot divide by, such as 0, NaN or 1e-40
+        else:  # kernels cannot divide by some values, such as 0, NaN or 1e-40
             self._unscale(grads, scale)
             rule = replace(self.rule, limit=report.limits)
             clip_known(rule, grads, report.norms, in_place=True)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
-        """Divide by what a fused kernel would divide by."""
+        """Divide by the divisor of a fused kernel."""
         if scale is not None:
             self._set("grad_scale", None)
             for grad in grads:
                 grad.div_(scale.to(grad.device))
 
     def _scale(self, params: list[Any], grads: list[Any], scale: Any, loss: Any) -> list[Any]:
-        """Clip in place; first divide by what a fused kernel would divide by. Return the norms of leaves."""
-        if self._all_reduce is None:  # else norms are those of all parameters
+        """Clip in place, after dividing by the divisor of a fused kernel. Return the norms of leaves."""
+        if self._all_reduce is None:  # otherwise there is a norm for every parameter
             if self.rule.by_leaf:
                 self._same(params)
             elif labelled(self.rule):
@@ -381,7 +396,7 @@ class Attached(Memory):
         return self.record is not None and bool(self.record.leaves)
 
     def _same(self, params: list[Any]) -> None:
-        """Refuse gradients of other parameters than the state is for: it knows them by their order."""
+        """Refuse gradients of other parameters than those in the state, whose rows are in their order."""
         known = self._known()
         if [id(p) for p in params] != [id(p) for p in known]:
             msg = (
@@ -392,11 +407,11 @@ class Attached(Memory):
             raise ValueError(msg)
 
     def _same_groups(self) -> None:
-        """Refuse gradients of other groups than the state is for: it knows them by their order, too."""
+        """Refuse gradients of other groups than those in the state, whose rows are in their order."""
         refuse_changed(self.rule, self._leaves, leaves_of(self.rule, flatten(self._tree(grad_of))))
 
     def _skip(self, skipped: Any, params: list[Any], found_inf: Any, *, fused: bool) -> None:
-        """Have a step skipped that the rule leaves out."""
+        """Skip a step, as the rule demands."""
         # The fused SGD leaves its momentum uninitialized in a first step that is skipped.
         if fused and not BACKEND.readable(skipped) and not isinstance(self._optimizer, torch.optim.SGD):
             flag = skipped.to(torch.float32)
@@ -405,7 +420,7 @@ class Attached(Memory):
             self._hide(params)
 
     def _hide(self, params: list[Any]) -> None:
-        """Take the gradients away until the step is over: optimizers leave parameters without one alone."""
+        """Hide the gradients until the step is over, since optimizers skip parameters without one."""
         self._hidden = [(p, p.grad) for p in params]
         for p in params:
             p.grad = None
@@ -428,19 +443,19 @@ class Attached(Memory):
         return self.rule.init(self._known_tree())
 
     def _known_tree(self) -> list[Any]:
-        """Return the parameters that the state is for."""
+        """Return the parameters that the state belongs to."""
         known = set(map(id, self._known()))
         return self._tree(lambda p: p.detach() if id(p) in known else None)
 
     def _known(self) -> list[Any]:
-        """Return the parameters that required a gradient, by their places: Accelerate puts those of FSDP2 there."""
+        """Return the parameters that required a gradient, by position; Accelerate replaces those of FSDP2."""
         return [p for p, required in zip(self._params(), self._required, strict=False) if required]
 
     def _params(self) -> list[Any]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _tree(self, of: Callable[[Any], Any]) -> list[Any]:
-        """Return ``of(parameter)`` for each one, by its group and its name (its index if names are none, or alike)."""
+        """Return ``of(parameter)`` for each parameter, by its group and name (its index without unique names)."""
         trees = []
         for group in self._optimizer.param_groups:
             numbers = range(len(group["params"]))
@@ -451,5 +466,5 @@ class Attached(Memory):
 
 
 def _divided(grad: Any) -> bool:
-    """Whether a fused kernel can divide the gradient as well as uniclip can."""
+    """Whether a fused kernel can divide the gradient as accurately as uniclip."""
     return type(grad) is torch.Tensor and grad.layout is torch.strided and grad.dtype in _DIVIDED

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What an optimizer cannot see: that other processes take the same step."""
+"""Other processes that take the same step, which an optimizer does not know about."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def several() -> bool:
 
 
 def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) -> None:
-    """Refuse the parameters of FSDP1, plain tensors of which each process holds a part, but where their norm is joined.
+    """Refuse the parameters of FSDP1, plain tensors that are parts, unless ``all_reduce`` joins their norm.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) 
 
 
 def by_entry(rule: Any) -> bool:
-    """Whether a rule looks at each entry by itself, wherever it is."""
+    """Whether a rule is elementwise."""
     return isinstance(rule, ByValue)
 
 
@@ -69,7 +69,7 @@ def of_whole_tree(rule: Any) -> bool:
 
 
 def refuse_unnamed(rule: Any, param_groups: Any) -> None:
-    """Refuse to join norms of leaves that an optimizer knows by their numbers only: others have the same ones."""
+    """Refuse to join norms of leaves without names, since other processes have leaves with the same numbers."""
     if _each_leaf(rule) and any(group["params"] and "param_names" not in group for group in param_groups):
         msg = (
             f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, but the optimizer knows "
@@ -85,7 +85,7 @@ def _each_leaf(rule: Any) -> bool:
 
 
 def refuse_inner(optimizer: Any) -> None:
-    """Refuse an optimizer whose hooks do not run, and one inside of another that gives it a part of the parameters."""
+    """Refuse an optimizer whose hooks do not run, and one inside another that gives it only some of the parameters."""
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optim", None)
         fix = (
@@ -106,20 +106,20 @@ def refuse_inner(optimizer: Any) -> None:
 
 
 def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
-    """Return GradScaler's flag, set if it is in one of the processes."""
+    """Return GradScaler's flag, set if it is set in any of the processes."""
     if found_inf is None or all_reduce is None:
         return found_inf
-    flag = torch.as_tensor(found_inf, dtype=torch.float32, device=device)  # 0 of a process without gradients
+    flag = torch.as_tensor(found_inf, dtype=torch.float32, device=device)  # 0 in a process without gradients
     return BACKEND.reducer(of(all_reduce))(flag.reshape(1), "max").reshape(())
 
 
 def of_all(loss: Any, device: Any, *, looked_at: bool) -> Loss:
-    """Return the mean of the losses of all processes that have one, which is found once and by all together."""
+    """Return the mean of the losses of all processes that have one, reduced once by all of them."""
     try:
         refuse_in_step(None, loss)
     except (TypeError, ValueError):
         if looked_at:
-            _sums(0.0, 0.0, 1.0, device)  # the others would wait for this one
+            _sums(0.0, 0.0, 1.0, device)  # otherwise other processes would wait
         raise
     return Loss(partial(_mean, loss, device))
 
