@@ -22,22 +22,13 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import search_words
+
+SEARCHES = {word: page for page, words in search_words.WORDS.items() for word in words}
 WIDTHS, THEMES = (1366, 1024, 360), ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LOOKER = Path(__file__).with_name("check_pages.js")
 FIRST, FAULTY, LONGEST = "/check", "faulty", 600  # what looks at the others, what has faults, and seconds for all
-SEARCHES = {
-    "plot": "log-and-plot",
-    "threshold": "choose-a-limit",
-    "NaN": "nan-and-infinity",
-    "AMP": "mixed-precision",
-    "accumulate": "gradient-accumulation",
-    "DP-SGD": "dp-sgd",
-    "per layer": "parameter-groups",
-    "spike": "what-happened-at-step-n",
-    "FSDP": "use-it-on-many-processes",
-}
-"""What newcomers search for, and the page that the search shows first."""
 PLANTED = """<body style="background: #fff"><article>
 <div style="overflow-x: auto"><table><td style="min-width: 3000px">wide</td></table></div>
 <p style="color: #eee">pale</p><img src="/_static/insight-page-light.png"><img src="/nowhere.png" alt="nothing">

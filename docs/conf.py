@@ -39,6 +39,7 @@ version = release = uniclip.__version__
 extensions = [
     "myst_parser",
     "notfound.extension",
+    "search_words",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.doctest",

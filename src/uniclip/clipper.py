@@ -20,7 +20,7 @@ from uniclip.rules import AnyRule, as_rule
 from uniclip.saved import Saved, from_saved, restored, to_saved
 from uniclip.tree import flatten
 
-_ANEW = "begin anew by load_state_dict({})"
+_ANEW = "start over with load_state_dict({})"
 
 
 class _Last(NamedTuple):

@@ -34,7 +34,7 @@ from uniclip.tree import flatten
 FORMAT = 1
 """The version that is written and read; a state without a version is read as 1."""
 _ENTRIES = ("rule", "leaves", "state")
-_ANEW = "begin anew by rule.init(grads)"
+_ANEW = "start over with rule.init(grads)"
 
 
 class Saved(NamedTuple):

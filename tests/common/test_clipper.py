@@ -374,7 +374,7 @@ OTHER_RULES = {
     "chain": (uc.adagc(), uc.chain(uc.adagc()), r"this one of chain\(Ema of L2 over each leaf\)"),
     "order": (uc.chain(np.negative, uc.zclip()), uc.chain(uc.zclip(), np.negative), r"of chain\(-, ZScore .*, -\)"),
     "mask": (uc.autoclip(), uc.masked(uc.autoclip(), weight), r"this one of masked\(Percentile"),
-    "no memory": (uc.autoclip(), uc.by_norm(1.0), r"this one of -; begin anew by load_state_dict\(\{\}\)"),
+    "no memory": (uc.autoclip(), uc.by_norm(1.0), r"this one of -; start over with load_state_dict\(\{\}\)"),
     "groups": (
         uc.Rule(uc.limits.PerGroup({"b": 1.0, "w": uc.limits.Ema(1.05, 0.98)}), scope=uc.scopes.groups(first_key)),
         RULES["per_group"],

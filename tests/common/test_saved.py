@@ -138,7 +138,7 @@ def test_mistakes_with_states_of_a_loop() -> None:
     saved = after(uc.adagc(), GRADS).state_dict()
     with pytest.raises(TypeError, match="saved must be what to_dict"):
         from_dict(uc.adagc(), [saved], GRADS)
-    with pytest.raises(ValueError, match=r"not here; give the same leaves, or begin anew by rule\.init\(grads\)"):
+    with pytest.raises(ValueError, match=r"not here; give the same leaves, or start over with rule\.init\(grads\)"):
         from_dict(uc.adagc(), saved, {"w": GRADS["w"]})
     with pytest.raises(TypeError, match="rule must be a rule"):
         to_dict(1.0, (), GRADS)

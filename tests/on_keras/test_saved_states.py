@@ -95,7 +95,7 @@ def test_the_format_of_a_file() -> None:
     known = json.loads(np.asarray(store["uniclip"]).tobytes())
     assert list(known) == ["format", "rule", "leaves"]
     store["uniclip"] = np.frombuffer(json.dumps(known | {"format": 2}).encode(), np.uint8)
-    with pytest.raises(ValueError, match=r"format 2, .* or begin anew by loading the model without its optimizer"):
+    with pytest.raises(ValueError, match=r"format 2, .* or start over by loading the model without its optimizer"):
         model.optimizer.load_own_variables(store)
     turned = known | {"leaves": [known["leaves"][0][::-1]]}
     store["uniclip"] = np.frombuffer(json.dumps(turned).encode(), np.uint8)

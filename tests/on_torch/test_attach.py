@@ -792,8 +792,8 @@ def test_saved_tensors_are_copies() -> None:
 
 
 def test_attaching_late() -> None:
-    """A rule that remembers, attached after steps or a load, begins anew with a warning that says the order."""
-    order = r"begins anew: .*attach the rule first, then optimizer\.load_state_dict\(saved\)"
+    """A rule that remembers, attached after steps or a load, starts over with a warning that says the order."""
+    order = r"starts over: .*attach the rule first, then optimizer\.load_state_dict\(saved\)"
     stepped, loaded = Adam([p for _, p in layers()]), Adam(layers())
     stepped.param_groups[0]["params"][0].grad = torch.ones(2, 2)
     stepped.step()

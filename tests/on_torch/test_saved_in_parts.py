@@ -335,7 +335,7 @@ def test_attached_again() -> None:
     train(case, run, range(2))
     run.handle.remove()
     (said,) = clipping_warnings(lambda: attach(run.optimizer, case.rule))
-    assert "begins anew" in said
+    assert "starts over" in said
     assert not clipping_warnings(lambda: train(case, run, range(2)))
 
 

@@ -97,7 +97,7 @@ def test_save_state(tools: Any, tmp_path: Path, forget: bool) -> None:
             accelerator.save_state(str(tmp_path))
     if forget:  # who attaches later than that loads nothing
         accelerator.load_state(str(tmp_path))
-    with pytest.warns(UserWarning, match="begins anew: .*attach the rule first") if forget else nullcontext():
+    with pytest.warns(UserWarning, match="starts over: .*attach the rule first") if forget else nullcontext():
         attach(optimizer, rule)
     if not forget:
         accelerator.load_state(str(tmp_path))

@@ -388,7 +388,7 @@ def test_fit_again(tools: Any) -> None:
     with pytest.raises(TypeError, match="shift"):
         fit(module, [*good, {"x": good[0]["x"], "factor": good[0]["factor"]}], callback)
     first = callback.handles[0]
-    with pytest.warns(UserWarning, match="begins anew"):  # the handle that has learned is gone
+    with pytest.warns(UserWarning, match="starts over"):  # the handle that has learned is gone
         fit(module, good, callback)
     assert callback.handles[0] is not first
     assert len(optimizer._optimizer_step_pre_hooks) == 1

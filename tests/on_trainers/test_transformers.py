@@ -200,7 +200,7 @@ def test_resume(tools: Any, train: Any, tmp_path: Path, rule: Any) -> None:
     saved = json.loads(path.read_text(encoding="utf-8"))
     del saved["stateful_callbacks"]["uniclip"]
     path.write_text(json.dumps(saved), encoding="utf-8")
-    with pytest.warns(UserWarning, match=r"without the callback, has no state of uc\.Rule\(.*, which begins anew"):
+    with pytest.warns(UserWarning, match=r"without the callback, has no state of uc\.Rule\(.*, which starts over"):
         anew, _ = train(batches, ClipGradients(rule), resume=middle)
     with pytest.raises(AssertionError):
         tools.same(anew, whole)
@@ -258,7 +258,7 @@ def test_resume_with_another_layer(tools: Any, train: Any, tmp_path: Path) -> No
     ):
         saved["stateful_callbacks"]["uniclip"] = entry | leaves
         path.write_text(json.dumps(saved), encoding="utf-8")
-        with pytest.raises(ValueError, match=message + r".* begin anew by deleting 'uniclip' from stateful_callbacks"):
+        with pytest.raises(ValueError, match=message + r".* start over by deleting 'uniclip' from stateful_callbacks"):
             train(batches, ClipGradients(rule), resume=tmp_path / "checkpoint-4")
 
 
@@ -311,7 +311,7 @@ def test_no_max_grad_norm(tools: Any, tmp_path: Path) -> None:
 
 
 def test_train_again_after_a_wrong_checkpoint(tools: Any, train: Any, tmp_path: Path) -> None:
-    """The trainer that refused the state of another rule can begin anew."""
+    """The trainer that refused the state of another rule can start over."""
     batches = tools.batches([1.0] * 4)
     train(batches, ClipGradients(uc.autoclip(50)), **RESUMED)
     net = tools.Net()

@@ -28,7 +28,7 @@ _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
 """The kinds of distributed training whose gradients are parts that tensors do not describe."""
 _KEY = "uniclip"
 """The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
-_ANEW = f"begin anew by deleting {_KEY!r} from stateful_callbacks in the checkpoint's trainer_state.json"
+_ANEW = f"start over by deleting {_KEY!r} from stateful_callbacks in the checkpoint's trainer_state.json"
 
 
 class ClipGradients(TrainerCallback):
@@ -159,7 +159,7 @@ class ClipGradients(TrainerCallback):
                 self.handle.load_state_dict(self._loaded)
             elif state.global_step:
                 msg = (
-                    f"the checkpoint, saved without the callback, has no state of {short(self.rule)}, which begins anew"
+                    f"the checkpoint, saved without the callback, has no state of {short(self.rule)}, which starts over"
                 )
                 warnings.warn(msg, UserWarning, stacklevel=2)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)

@@ -41,7 +41,7 @@ from uniclip.tree import flatten
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-_BEGIN = "begin anew by load_rule_state_dict({})"
+_BEGIN = "start over with load_rule_state_dict({})"
 
 
 @keras.saving.register_keras_serializable(package="uniclip")

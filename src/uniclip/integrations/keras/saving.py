@@ -15,7 +15,7 @@ from uniclip.labels import Leaves, labels_of
 SAVED = "uniclip"
 """The key in a file, beside the numbered variables of the optimizer."""
 ANEW = (
-    "begin anew by loading the model without its optimizer, keras.saving.load_model(path, compile=False), and "
+    "start over by loading the model without its optimizer, keras.saving.load_model(path, compile=False), and "
     "compiling it again"
 )
 

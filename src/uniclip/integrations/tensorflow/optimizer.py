@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
 tf1 = tf.compat.v1
-_BEGIN = "begin anew by load_rule_state_dict({})"
+_BEGIN = "start over with load_rule_state_dict({})"
 
 
 def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number) -> ClippedOptimizer:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _KEY = "uniclip"
 """The key of the rule's state in a ``state_dict``."""
-_ANEW = f"begin anew by del state_dict[{_KEY!r}] before it is loaded"
-_BEGIN = "begin anew by load_state_dict({})"
+_ANEW = f"start over with del state_dict[{_KEY!r}] before it is loaded"
+_BEGIN = "start over with load_state_dict({})"
 ORDER = "attach the rule first, then optimizer.load_state_dict(saved), and save it with the rule attached"
 """The hint about the order in an error."""
 _BESIDE = 'torch.distributed.checkpoint saves it beside them: {"optimizer": ..., "clipping": handle}'

@@ -125,7 +125,7 @@ def attach(
     handle = attached(optimizer, rule, all_reduce, shared, record)
     if handle.rule.memory and has_stepped(optimizer):
         msg = (
-            f"the optimizer has taken steps, or loaded a state, without {short(handle.rule)}, which begins anew: to go "
+            f"the optimizer has taken steps, or loaded a state, without {short(handle.rule)}, which starts over: to go "
             f"on from a checkpoint {ORDER}"
         )
         warnings.warn(msg, UserWarning, stacklevel=2)
