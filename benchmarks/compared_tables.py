@@ -74,7 +74,7 @@ def feature_tables(measured: dict[str, Any]) -> Iterator[str]:
     for title, group in features.FEATURES.items():
         yield f"### {title}"
         rows = [[f.title, *(bold(marks[f.title]) for marks in found.values())] for f in group]
-        yield f":::{{div}} features\n{grid([' ', *found], rows, 'c')}\n:::"
+        yield f":::{{div}} marks features\n{grid([' ', *found], rows, 'c')}\n:::"
 
 
 def bold(mark: str) -> str:

@@ -69,6 +69,13 @@ class Site(SimpleHTTPRequestHandler):
         """Log nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    """A server that says nothing of pages that the browser left before they were sent."""
+
+    def handle_error(self, *_: Any) -> None:
+        """Log nothing."""
+
+
 def look(browser: str, folder: Path) -> list[dict[str, Any]]:
     """Return what is wrong with the pages in a folder.
 
@@ -81,7 +88,7 @@ def look(browser: str, folder: Path) -> list[dict[str, Any]]:
     Site.pages = sorted(name for name in files if name not in SKIPPED and not name.startswith("_static/"))
     Site.found, Site.done = [], threading.Event()
     with (
-        ThreadingHTTPServer(("127.0.0.1", 0), partial(Site, directory=str(folder))) as server,
+        Server(("127.0.0.1", 0), partial(Site, directory=str(folder))) as server,
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
