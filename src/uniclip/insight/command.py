@@ -136,7 +136,7 @@ def _report(chosen: argparse.Namespace) -> str:
     forecast = textwrap.fill(PREDICTED, _width())
     parts = [
         _headed("The run", _table(tables.summary(record))),
-        _headed("Advice", _wrapped(f"{advice}"), forecast),
+        _headed("Advice", f"{advice}", forecast),
         _headed("Spikes", _listed(found, _MOST)),
     ]
     if chosen.page is not None:
@@ -161,7 +161,7 @@ def _suggest(chosen: argparse.Namespace) -> str:
         begin("read")
         record = _record(chosen.file)
         begin("suggest")
-        return _wrapped(f"{suggest(record)}")
+        return f"{suggest(record)}"
 
 
 def _spikes(chosen: argparse.Namespace) -> str:
@@ -215,11 +215,6 @@ def _listed(found: Sequence[Spike], most: int | None = None) -> str:
 
 def _table(table: tables.Table) -> str:
     return tables.as_text(table, _width())
-
-
-def _wrapped(text: str) -> str:
-    """Return a text with long lines wrapped."""
-    return "\n".join("\n".join(textwrap.wrap(line, _width(), subsequent_indent="  ")) for line in text.splitlines())
 
 
 def _width() -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from uniclip._repr import short
 from uniclip.insight.columns import NUMBERS, Line, Table, ascending, checked_header, parsed, refuse
 from uniclip.insight.record import BEGINNING, OWN, Record
+from uniclip.insight.recorder import flush_to
 from uniclip.report import LOGGED, UNLIMITED
 
 _JOINT = "grad_norm"
@@ -29,7 +30,7 @@ _EXACT = 2**53
 
 
 def read(path: str | os.PathLike[str]) -> Record:
-    """Read a recorded run.
+    """Read a recorded run; what a recorder of this process still holds of it is written first.
 
     Parameters
     ----------
@@ -65,6 +66,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     >>> len(record.steps), record.rule, float(record.norms.max())
     (400, 'uc.Rule(1.0)', 20.0)
     """
+    flush_to(Path(path))
     text = Path(path).read_bytes().decode("utf-8-sig", "replace")  # the end may be torn in the middle of a character
     name, first = os.fspath(path), text.partition("\n")[0]
     header = parsed(first)

@@ -363,6 +363,13 @@ class Recorder:
                 _WAITING.discard(self)
 
 
+def flush_to(path: Path) -> None:
+    """Write the remaining lines of the recorders of a file."""
+    for recorder in list(_WAITING):
+        if recorder.path == path.absolute():
+            recorder.flush()
+
+
 @atexit.register
 def _at_exit() -> None:
     """Write the remaining lines at exit."""

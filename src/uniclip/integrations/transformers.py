@@ -161,7 +161,7 @@ class ClipGradients(TrainerCallback):
                 msg = (
                     f"the checkpoint, saved without the callback, has no state of {short(self.rule)}, which starts over"
                 )
-                warnings.warn(msg, UserWarning, stacklevel=2)
+                warnings.warn(msg, UserWarning, stacklevel=3)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
         self._loaded = {}
         if self.record is not None:
@@ -282,4 +282,4 @@ def _warn(args: Any) -> None:
     default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
     if args.max_grad_norm and args.max_grad_norm != default:
         msg = f"max_grad_norm={args.max_grad_norm} is not used, since ClipGradients clips: leave it out, or set it to 0"
-        warnings.warn(msg, UserWarning, stacklevel=2)
+        warnings.warn(msg, UserWarning, stacklevel=3)

@@ -181,6 +181,12 @@ class Limit:
 
     If not, it always gets arrays of the gradients' framework."""
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a limit that makes a first state and says that it has none."""
+        if "init" in vars(cls) and not cls.memory:
+            msg = f"{cls.__name__} has an init, which makes the first state: set memory = True in the class"
+            raise TypeError(msg)
+
     def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002 - a limit with memory wants them
         """Return the state before the first step; the norms are zeros.
 

@@ -24,9 +24,9 @@ def agc(
     """Scale each output unit's gradient to a norm of at most ``ratio · max(‖w‖, eps)``, w the unit's weights.
 
     Source: Brock, De, Smith and Simonyan, *High-performance large-scale image recognition without
-    normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does:
-    ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``. Check the report, which is ``None``
-    for leaves that are left out.
+    normalization*, arXiv:2102.06171. Leave out the last linear layer's weight, as the paper does: in Flax
+    ``uc.masked(uc.agc(), lambda path, leaf: path[-2:] != ("head", "kernel"))``; paths differ between frameworks. Check
+    the report, which is ``None`` for leaves that are left out.
 
     Parameters
     ----------
