@@ -41,7 +41,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, Cell], list[float]]]] = {
     "no clipping": ("1", lambda found, cell: at(found, cell, [None])),
     "1.0": ("1", lambda found, cell: at(found, cell, [1.0])),
     "90th percentile of an unclipped pilot": ("2", lambda _, cell: cell["percentile"]["reached"]),
-    "c alone": ("2", lambda _, cell: middle(cell)),
+    "the middle limit alone": ("2", lambda _, cell: middle(cell)),
     "three fixed, 0.25, 1 and 4": ("3", lambda found, cell: at(found, cell, [0.25, 1.0, 4.0])),
     "four fixed, 0.25, 1, 4 and 16": ("4", lambda found, cell: at(found, cell, [0.25, 1.0, 4.0, 16.0])),
     "**three suggested**": ("4", lambda _, cell: advised(cell, pilots=False)),
@@ -133,12 +133,11 @@ def cells(found: Any) -> str:
 
 def suggestions(found: Any) -> str:
     """Return verdicts and limits, of each seed."""
-    lines = ["| cell | verdicts | limits of the pilots | c |", "| --- | --- | --- | --- |"]
+    lines = ["| cell | verdicts | middle limits |", "| --- | --- | --- |"]
     for cell in found["cells"]:
         verdicts = "; ".join(", then ".join(pilot["verdicts"]) for pilot in cell["pilots"])
-        pilots = "; ".join(", ".join(f"{limit:g}" for limit in pilot["pilots"]) for pilot in cell["pilots"])
         limits = "; ".join(f"{pilot['limits'][1]:g}" if pilot["limits"] else "none" for pilot in cell["pilots"])
-        lines += [f"| {name(cell)} | {verdicts} | {pilots} | {limits} |"]
+        lines += [f"| {name(cell)} | {verdicts} | {limits} |"]
     return "\n".join(lines)
 
 
@@ -148,7 +147,7 @@ def spikes(found: Any) -> str:
     lines += ["| --- | --: | --: | --: | --: | --: |"]
     loud = [cell for cell in found["cells"] if (cell["spikes"]["loudness"] or 0) >= LOUD]
     clean = [cell for cell in found["cells"] if not cell["bad"]]
-    lines += [spikes_row(name(cell), [cell]) for cell in found["cells"]]
+    lines += [spikes_row(name(cell), [cell]) for cell in found["cells"] if cell["bad"]]
     lines += [spikes_row("**all loud cells**", loud), spikes_row("**all clean cells**", clean)]
     return "\n".join(lines)
 

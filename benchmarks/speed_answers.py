@@ -62,30 +62,20 @@ def answers(results: Results) -> dict[str, str]:
     found["answer-keras"] = "\n".join(keras_answer(steps))
     found |= {f"slower-{f}": slower([row for row in rows if row["framework"] == f]) for f in TITLES}
     found["slower-keras"] = keras_slower(steps)
-    sentences = headline(results)
-    found["headline"] = "\n".join(f"- **{title}.** {sentence}" for title, sentence in sentences.items())
-    return found | {"headline-torch": sentences.get("PyTorch", ""), "summary": summary(rows, steps)}
+    return found | {"summary": summary(rows, steps)}
 
 
-def headline(results: Results) -> dict[str, str]:
-    """Return a sentence for each way of calling in `SHORT`, by its title, for the first page."""
-    rows: list[Row] = results.get("rows", [])
-    found = {}
-    for (framework, way), title in SHORT.items():
-        large, small = (ratios(rows, framework, way, tree) for tree in (RESNET, MLP))
-        if large and small:
-            free, clipped = (times(ratio[1]) for ratio in large)
-            less = " and ".join(times(ratio[1]) or "equally fast" for ratio in small)
-            found[title] = (
-                f"On gradients of ResNet-50's shapes {f'{free} as fast as'.strip()} {NATIVES[framework]} "
-                f"when nothing is clipped, {clipped or 'equally fast'} when clipped; on a small MLP's {less}."
-            )
-    return found
+def headline(results: Results) -> str:
+    """Return what the README says of the speed: ratios on gradients of ResNet-50, not clipped / clipped."""
 
+    def both(framework: str, way: str) -> str:
+        return " / ".join(number(ratio[1]) for ratio in ratios(results["rows"], framework, way, RESNET))
 
-def times(ratio: float) -> str:
-    """Return how many times as fast something is; nothing if it is as fast, to a twentieth."""
-    return "" if abs(ratio - 1) <= 0.05 else f"{ratio:.{0 if ratio >= 10 else 1}f} times"  # noqa: PLR2004
+    return (
+        f"{both('torch', EAGER)} times as fast as PyTorch's function, "
+        f"{both('tensorflow', EAGER)} as eager TensorFlow's, "
+        f"{both('jax', 'jax.jit')} as optax's under `jit` and {both('jax', EAGER)} outside"
+    )
 
 
 def like_native(row: Row) -> str:

@@ -2,6 +2,7 @@
 // Load each page in a frame of each width and in each theme, and send back what is wrong with it.
 
 const CODE = "pre, .highlight, .sd-tab-set > label, math";
+const NO_TEXT = "pre, script, style, svg, math, .sd-tab-set > input, .headerlink, .copybtn";
 const LEAST_CONTRAST = 3;
 
 function name(element) {
@@ -46,12 +47,22 @@ function wide(view, body) {
   return found;
 }
 
+function faded(view, element) {
+  let opacity = 1;
+  for (let at = element; at; at = at.parentElement) opacity *= Number(view.getComputedStyle(at).opacity);
+  return opacity;
+}
+
 function pale(view, article) {
   const found = [];
-  for (const element of article.querySelectorAll("p, li, td, th, dt, dd, h1, h2, h3, figcaption, a, em, strong, code")) {
-    if (element.closest("pre") || !element.getClientRects().length) continue;
-    if (![...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())) continue;
-    const ratio = contrast(rgba(view.getComputedStyle(element).color), behind(view, element));
+  const texts = view.document.createTreeWalker(article, view.NodeFilter.SHOW_TEXT);
+  for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+    const element = text.parentElement;
+    if (!text.textContent.trim() || element.closest(NO_TEXT) || !element.getClientRects().length) continue;
+    const under = behind(view, element), opacity = faded(view, element);
+    const color = rgba(view.getComputedStyle(element).color);
+    const alpha = color[3] * opacity;
+    const ratio = contrast([0, 1, 2].map((i) => alpha * color[i] + (1 - alpha) * under[i]), under);
     if (ratio < LEAST_CONTRAST) found.push(`contrast ${ratio.toFixed(1)}: ${name(element)}`);
   }
   return found;
@@ -108,7 +119,9 @@ async function look(page, width, theme) {
   const view = frame.contentWindow, body = frame.contentDocument.body;
   for (const details of body.querySelectorAll("details")) details.open = true;
   const article = frame.contentDocument.querySelector("article") || body;
-  const found = [...(await pictures(view, article, theme)), ...wide(view, body), ...pale(view, article)];
+  const dark = luminance(behind(view, article)) < 0.2;
+  const found = dark === (theme === "dark") ? [] : [`the theme is not ${theme}`];
+  found.push(...(await pictures(view, article, theme)), ...wide(view, body), ...pale(view, article));
   frame.remove();
   return [...new Set(found)].map((what) => ({ page, how: `${width} px, ${theme}`, what }));
 }
@@ -122,7 +135,7 @@ async function main() {
       found.push(...all.flat());
     }
   }
-  for (const [words, page] of Object.entries(settings.searches)) found.push(...(await search(words, page)));
+  for (const [words, page] of settings.searches) found.push(...(await search(words, page)));
   await fetch("/found", { method: "POST", body: JSON.stringify(found) });
 }
 

@@ -24,16 +24,27 @@ from typing import Any
 
 import search_words
 
-SEARCHES = {word: page for page, words in search_words.WORDS.items() for word in words}
+SEARCHES = [(word, page) for page, words in search_words.WORDS.items() for word in words]
 WIDTHS, THEMES = (1366, 1024, 360), ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LOOKER = Path(__file__).with_name("check_pages.js")
 FIRST, FAULTY, LONGEST = "/check", "faulty", 600  # what looks at the others, what has faults, and seconds for all
-PLANTED = """<body style="background: #fff"><article>
-<div style="overflow-x: auto"><table><td style="min-width: 3000px">wide</td></table></div>
-<p style="color: #eee">pale</p><img src="/_static/insight-page-light.png"><img src="/nowhere.png" alt="nothing">
+PLANTED = """<body style="background: #fff; width: 3000px"><article>
+<div style="overflow-x: auto; width: 300px"><table><td style="min-width: 3000px">wide</td></table></div>
+<p style="color: #eee">pale</p><code style="opacity: 0.1"><span>faded</span></code>
+<img src="/_static/insight-page-light.png"><img src="/nowhere.png" alt="nothing">
 </article></body>"""
-PLANTED_FAULTS = ("scroll sideways", "contrast", "no alternative text", "no picture")
+PLANTED_SEARCH = ("plot", "nowhere")
+PLANTED_FAULTS = (
+    "the page is 30",
+    "scroll sideways",
+    'p "pale"',
+    'span "faded"',
+    "no alternative text",
+    "no picture",
+    "the theme is not dark",
+    "before /nowhere.html",
+)
 SKIPPED = {"genindex.html", "search.html", "py-modindex.html"}
 
 
@@ -50,7 +61,12 @@ class Site(SimpleHTTPRequestHandler):
             super().do_GET()
             return
         settings = json.dumps(
-            {"pages": [FAULTY, *self.pages], "widths": WIDTHS, "themes": THEMES, "searches": SEARCHES}
+            {
+                "pages": [FAULTY, *self.pages],
+                "widths": WIDTHS,
+                "themes": THEMES,
+                "searches": [*SEARCHES, PLANTED_SEARCH],
+            }
         )
         looker = f"<body><script>const settings = {settings};{LOOKER.read_text(encoding='utf-8')}</script></body>"
         self.send_response(200)
@@ -119,9 +135,9 @@ def main() -> int:
         print(f"No page was looked at: none of {', '.join(BROWSERS)} is installed.")
         return 0
     everything = look(browser, folder)
-    planted = [one["what"] for one in everything if one["page"] == FAULTY]
+    planted = [one["what"] for one in everything if one["page"] == FAULTY or "/nowhere" in one["what"]]
     missed = [fault for fault in PLANTED_FAULTS if not any(fault in what for what in planted)]
-    found = [one for one in everything if one["page"] != FAULTY]
+    found = [one for one in everything if one["page"] != FAULTY and "/nowhere" not in one["what"]]
     found += [{"page": FAULTY, "how": "planted", "what": f"'{fault}' was not found"} for fault in missed]
     for one in found:
         print("{page}, {how}: {what}".format(**one))

@@ -55,6 +55,7 @@ myst_heading_anchors = 3
 
 # Docstrings: single backticks are cross-references, numpydoc sections, no types in signatures.
 default_role = "py:obj"
+autodoc_preserve_defaults = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
@@ -79,7 +80,7 @@ html_math_renderer = "mathml"
 html_scaled_image_link = False
 notfound_urls_prefix = "/"  # where the documentation is served
 llms_txt_exclude = ["404"]
-llms_txt_uri_template = "{docname}.html"
+llms_txt_uri_template = "_sources/{docname}.md.txt"
 llms_txt_summary = "Gradient clipping for PyTorch, TensorFlow, JAX, Keras, NumPy and every other array API library."
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

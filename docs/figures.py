@@ -47,12 +47,16 @@ def draw(folder: Path) -> None:
 
 
 def write_page(path: Path) -> None:
-    """Write the page of a recorded run of the first example, clipped at 1.0."""
+    """Write the page and the picture of a recorded run of the first example, clipped at 1.0."""
     lines = path.with_suffix(".jsonl")
     lines.unlink(missing_ok=True)
     task = exploding_rnn.make_task(seed=0, steps=exploding_rnn.STEPS)
     exploding_rnn.train("numpy", exploding_rnn.use_numpy(), task, 1.0, lines)
-    insight.page(insight.read(lines), path)
+    record = insight.read(lines)
+    insight.page(record, path)
+    with mpl.rc_context(STYLE | {"lines.linewidth": 1}):
+        picture = insight.plot(record).figure
+        picture.savefig(path.with_name("run.svg"), metadata={"Date": None}, bbox_inches="tight")
     lines.unlink()
 
 

@@ -63,7 +63,8 @@ def over_time(rule: Any) -> Figure:
     ax.set(ylabel="norm", xlim=(0, LENGTH))
     ax.tick_params(bottom=False)
     for step, text in WRITTEN.items():
-        ax.text(step, found.before[step] * 1.35, text, color=GRAY, ha="center")
+        top = np.nanmax([found.before[step], *found.bound[max(step - 25, 0) : step + 25]])
+        ax.text(step, top * 1.35, text, color=GRAY, ha="center")
     ax.annotate("norms double", (SHIFT, 5), (SHIFT + 45, 190), color=GRAY, ha="center", arrowprops=_pointer(GRAY))
     ax.annotate("NaN", (MISSING, 0.7), xytext=(MISSING, 0.12), color=RED, ha="center", arrowprops=_pointer(RED))
     last = [(found.before[-20:], "before", GRAY), (found.after[-20:], "after", BLUE), (found.bound, found.text, ORANGE)]

@@ -853,6 +853,18 @@ def _listed(reasons: dict[str, str], form: str = "{} ({})") -> str:
     return ", ".join(form.format(", ".join(names), why) for why, names in together.items())
 
 
+WAYS = {
+    "numpy-readonly": "read-only arrays of NumPy",
+    "jax.jit-x64": "`jax.jit` in 64 bits",
+    "jax.jit": "`jax.jit`",
+    "tf.function": "`tf.function`",
+    "tf.function-xla": "`tf.function` with XLA",
+    "tensorflow-graph": "graphs of TensorFlow 1",
+    "torch.compile": "`torch.compile`",
+}
+"""What the ways of running are called in the table."""
+
+
 def _except(reasons: dict[str, str]) -> list[str]:
     """Return sentences that say where a promise is not tested, and why."""
     where: dict[str, list[str]] = {}
@@ -862,5 +874,5 @@ def _except(reasons: dict[str, str]) -> list[str]:
             ways = {family: ways[classes[0].name]}
         for name, why in ways.items():
             if why:
-                where.setdefault(why, []).append(name)
+                where.setdefault(why, []).append(WAYS.get(name, name))
     return [f"*Not on {', '.join(names)}: {why}.*" for why, names in where.items()]

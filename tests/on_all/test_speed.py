@@ -25,7 +25,7 @@ from contenders import (
     READ,
     RULES,
 )
-from gradient_trees import CONVOLUTIONS, FIFTY, MLP, RESNET, SMALL
+from gradient_trees import CONVOLUTIONS, FIFTY, RESNET, SMALL
 from speed import COMPILERS, FEW, GROWTH, PARTS, points, settings, shortened
 from speed_tables import NOT_YET, headline, parts
 from targets import COMPILING, COUNTS, STEPS, TARGETS, judged
@@ -86,25 +86,11 @@ def test_parts_of_the_page(results: Any) -> None:
     assert max(line.count("|") for line in lines) <= 6
 
 
-def test_headline() -> None:
-    """A sentence says what the medians are, and what is as fast within a twentieth."""
-    about = {"framework": "torch", "way": EAGER, "dtype": "float32", "rule": GLOBAL}
-    medians = {(RESNET, False): 2.04, (RESNET, True): 1.04, (MLP, False): 12.4, (MLP, True): 0.64}
-    rows = [
-        {
-            **about,
-            "tree": tree,
-            "clipped": clipped,
-            "contenders": {DROP_IN: {"ratio": [median - 0.1, median, median + 0.1]}},
-        }
-        for (tree, clipped), median in medians.items()
-    ]
-    text = (
-        "On gradients of ResNet-50's shapes 2.0 times as fast as `torch.nn.utils.clip_grad_norm_` "
-        "when nothing is clipped, equally fast when clipped; on a small MLP's 12 times and 0.6 times."
-    )
-    assert headline({"rows": rows}) == {"PyTorch": text}
-    assert headline({"rows": rows[1:]}) == headline({}) == {}
+def test_the_readme_says_what_was_measured() -> None:
+    """Its sentence on the speed is made of the numbers of the page."""
+    measured = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert headline(measured) in readme
 
 
 def test_steps_and_programs_are_measured(results: Any) -> None:
