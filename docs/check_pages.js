@@ -4,6 +4,7 @@
 const CODE = "pre, .highlight, .sd-tab-set > label, math";
 const NO_TEXT = "pre, script, style, svg, math, .sd-tab-set > input, .headerlink, .copybtn";
 const LEAST_CONTRAST = 3;
+const WIDE = 1200; // where code has room for the lines that examples have
 
 function name(element) {
   const text = (element.textContent || "").trim().replace(/\s+/g, " ").slice(0, 50);
@@ -45,6 +46,15 @@ function wide(view, body) {
     }
   }
   return found;
+}
+
+function cut(view, body) {
+  const wide = view.innerWidth >= WIDE ? [...body.querySelectorAll("pre")] : [];
+  return wide.filter((pre) => pre.scrollWidth > pre.clientWidth + 1).map((pre) => `code is cut: ${longest(pre)}`);
+}
+
+function longest(pre) {
+  return pre.textContent.split("\n").reduce((one, other) => (other.length > one.length ? other : one)).trim();
 }
 
 function faded(view, element) {
@@ -121,7 +131,7 @@ async function look(page, width, theme) {
   const article = frame.contentDocument.querySelector("article") || body;
   const dark = luminance(behind(view, article)) < 0.2;
   const found = dark === (theme === "dark") ? [] : [`the theme is not ${theme}`];
-  found.push(...(await pictures(view, article, theme)), ...wide(view, body), ...pale(view, article));
+  found.push(...(await pictures(view, article, theme)), ...wide(view, body), ...cut(view, body), ...pale(view, article));
   frame.remove();
   return [...new Set(found)].map((what) => ({ page, how: `${width} px, ${theme}`, what }));
 }

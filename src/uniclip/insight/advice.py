@@ -39,7 +39,7 @@ SMALLEST, LARGEST = 2.0**-126, 1e38
 limit nothing."""
 _FAR = 1e150
 """Norms and losses are clamped to it, since sums of larger ones would overflow."""
-_LINE = 100
+_LINE = 90
 NORMALIZER = (
     "there clipping is a normalizer, and the learning rate sets the length of the steps. "
     "Lower the learning rate, or choose that knowingly."

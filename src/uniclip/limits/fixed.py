@@ -63,7 +63,8 @@ class Schedule(Remembers):
 
     Examples
     --------
-    >>> clipper = uc.Clipper(uc.by_global_norm(uc.limits.Schedule(lambda step: 1.0 + 4.0 * 0.5**step)))
+    >>> limit = uc.limits.Schedule(lambda step: 1.0 + 4.0 * 0.5**step)
+    >>> clipper = uc.Clipper(uc.by_global_norm(limit))
     >>> [clipper(np.asarray([300.0])).item() for _ in range(3)]
     [5.0, 3.0, 2.0]
     """

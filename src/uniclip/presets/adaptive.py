@@ -209,7 +209,9 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
     Examples
     --------
     >>> clipper = uc.Clipper(uc.log_zscore())
-    >>> [round(clipper(np.asarray([n])).item(), 2) for n in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 50.0)][-1]
+    >>> for n in 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 50.0:
+    ...     clipped = clipper(np.asarray([n]))
+    >>> round(clipped.item(), 2)
     2.35
     """
     return Rule(LogZScore(z, decay), scope=all_leaves, nonfinite=nonfinite)

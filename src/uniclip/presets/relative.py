@@ -90,7 +90,8 @@ def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: 
 
     Examples
     --------
-    >>> table, grads = np.asarray([[3.0, 4.0], [0.0, 1.0]]), np.asarray([[30.0, 40.0], [0.3, 0.4]])
+    >>> table = np.asarray([[3.0, 4.0], [0.0, 1.0]])
+    >>> grads = np.asarray([[30.0, 40.0], [0.3, 0.4]])
     >>> uc.clip(grads, uc.cowclip(np.asarray([2.0, 1.0])), params=table)[0]
     array([[6. , 8. ],
            [0.3, 0.4]])

@@ -107,7 +107,7 @@ class LayoutCheck:
         lines += ["", *_table([("leaf", "shape", "processes", "taken for", "counts"), *rows])]
         if len(ordered) > _SHOWN:
             lines += [f"and {len(ordered) - _SHOWN} more"]
-        notes = [textwrap.fill(one, 100, initial_indent="- ", subsequent_indent="  ") for one in self.problems]
+        notes = [textwrap.fill(one, 90, initial_indent="- ", subsequent_indent="  ") for one in self.problems]
         return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
