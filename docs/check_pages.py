@@ -32,12 +32,14 @@ FIRST, FAULTY, LONGEST = "/check", "faulty", 600  # what looks at the others, wh
 PLANTED = """<body style="background: #fff; width: 3000px"><article>
 <div style="overflow-x: auto; width: 300px"><table><td style="min-width: 3000px">wide</td></table></div>
 <p style="color: #eee">pale</p><code style="opacity: 0.1"><span>faded</span></code>
+<pre style="overflow-x: auto; width: 40px">x = "a long line of code"</pre>
 <img src="/_static/insight-page-light.png"><img src="/nowhere.png" alt="nothing">
 </article></body>"""
 PLANTED_SEARCH = ("plot", "nowhere")
 PLANTED_FAULTS = (
     "the page is 30",
     "scroll sideways",
+    "code is cut",
     'p "pale"',
     'span "faded"',
     "no alternative text",

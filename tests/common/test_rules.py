@@ -682,3 +682,12 @@ def test_all_factors_exist_before_anything_is_written(fw: Framework) -> None:
     with pytest.raises(Exception, match="the second one"):  # compilers have their own kinds of errors
         fw.run(lambda g: clip(g, uc.Rule(1.0, scope=uc.scopes.each_entry, curve=failing)), grads)
     assert [fw.numpy(leaf).item() for leaf in grads] == [3.0, 5.0]
+
+
+def test_a_limit_that_has_a_first_state_has_a_memory() -> None:
+    """It is refused where it is written, not at a step."""
+    with pytest.raises(TypeError, match="Forgetful has an init, which makes the first state: set memory = True"):
+
+        class Forgetful(uc.Limit):
+            def init(self, norms: Any, context: Any) -> Any:
+                return norms

@@ -432,3 +432,13 @@ def test_leaves_have_to_be_given(tmp_path: Path) -> None:
     record = Recorder(tmp_path / "run.jsonl", leaves=True, rule=RULE)
     with pytest.raises(TypeError, match=r"leaves=insight\.leaf_norms\(grads\)"):
         record(report_of(1.0))
+
+
+def test_read_while_it_is_recorded(tmp_path: Path) -> None:
+    """The last steps, which wait to be written with others, are not missed."""
+    path = tmp_path / "run.jsonl"
+    recorder = insight.Recorder(path, every=100)
+    for norm in (1.0, 2.0, 3.0):
+        recorder(uc.clip([np.asarray([norm])], uc.by_global_norm(1.0))[1])
+        assert len(insight.read(path).steps) == int(norm)
+    recorder.close()
