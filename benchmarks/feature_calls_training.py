@@ -34,6 +34,7 @@ ARRAYS: dict[str, Any] = {
     "Complex numbers": "Complex numbers",
     "Parameters without a gradient (None)": {
         "wanted": CLIPPED,
+        "refuses": {"MLX": "'NoneType' object has no attribute 'dtype'"},
         "calls": {
             "uniclip": "uc.clip_by_global_norm([*grads, None], 1.0)[0][:1]",
             "PyTorch": (

@@ -19,7 +19,7 @@ from how_others_behave import GROUPS
 from native_functions import LIBRARIES, UNICLIP, InPlace, Library, Optimizer
 
 MISTAKES = (NameError, AttributeError, ImportError, SyntaxError, TypeError)
-"""Errors of lines that are written wrongly: they stop the build, and are no answer of a library."""
+"""Errors of lines that are written wrongly: they stop the build, except where `Feature.refuses` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Feature:
     wanted: Any = True
     """What the last line returns; or an error's words, as a regular expression; ``None``: see `sharded`."""
     calls: dict[str, str] = field(default_factory=dict)
+    refuses: dict[str, str] = field(default_factory=dict)
+    """For libraries that answer with one of `MISTAKES` themselves, the words of it."""
 
 
 CASES = {case.title: case for group in GROUPS for case in group.cases}
@@ -85,7 +87,8 @@ def of_case(title: str, library: Library) -> str:
 
 def answer(feature: Feature, library: Library) -> tuple[bool, str]:
     """Run the lines; return whether they give what is wanted, and what they gave."""
-    out = attempt(feature.calls[library.name], library.modules | places(feature, library))
+    lines, names = feature.calls[library.name], library.modules | places(feature, library)
+    out = attempt(lines, names, feature.refuses.get(library.name, ""))
     if isinstance(out, Exception):
         said = isinstance(feature.wanted, str) and re.search(feature.wanted, str(out), re.IGNORECASE)
         return bool(said), f"{type(out).__name__}: {out}"
@@ -97,15 +100,15 @@ def answer(feature: Feature, library: Library) -> tuple[bool, str]:
     return right, repr(outs)
 
 
-def attempt(text: str, names: dict[str, Any]) -> Any:
+def attempt(text: str, names: dict[str, Any], refuses: str = "") -> Any:
     """Return what the last line gives, or the error of the library; a mistake in the lines is raised."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return run(text, names)
-    except MISTAKES:
-        raise
-    except Exception as error:  # noqa: BLE001 - an error of any other kind is an answer
+    except Exception as error:
+        if isinstance(error, MISTAKES) and (not refuses or refuses not in str(error)):
+            raise
         return error
 
 

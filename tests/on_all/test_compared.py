@@ -79,6 +79,14 @@ def test_error_is_known_by_its_message() -> None:
     assert features.mark(replace(feature, wanted="ValueError"), features.OURS) == WRONG
 
 
+def test_refusal_is_an_answer() -> None:
+    """A library that answers with the kind of error that a mistake gives is named, with the words."""
+    feature = features.Feature("planted", calls={"uniclip": "None.dtype"}, refuses={"uniclip": "no attribute 'dtype'"})
+    assert features.mark(feature, features.OURS) == WRONG
+    with pytest.raises(AttributeError):
+        features.mark(replace(feature, calls={"uniclip": "None.type"}), features.OURS)
+
+
 def test_readme() -> None:
     """Each "in n of m cases" of the README is a count of today."""
     counts = summary(GROUPS)
