@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import features
+from speed_format import table
 
 from native_functions import LIBRARIES, TRUTH, UNICLIP, uniclip_on
 from side_by_side import ERROR, NONE, RIGHT, WRONG, Case, Group, altered, number, show, summary, truth, verdicts
@@ -43,14 +44,7 @@ def tally(groups: list[Group], measured: dict[str, Any] | None = None) -> str:
     everything = counted["libraries"] | (measured["cases"] if measured else {})
     some = {name: marks for name, marks in everything.items() if marks.get(NONE, 0) < counted["cases"]}
     rows = [[name, *(str(marks.get(mark, 0)) for mark in (RIGHT, WRONG, ERROR, NONE))] for name, marks in some.items()]
-    return grid([" ", "right", "wrong", "error", "none"], rows, "r")
-
-
-def grid(head: list[str], rows: list[list[str]], align: str) -> str:
-    """Return a table; all columns but the first are aligned to the right or centered."""
-    rule = {"r": "--:", "c": ":-:"}[align]
-    lines = [head, [":--", *[rule] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return table([" ", "right", "wrong", "error", "none"], rows, "--:")
 
 
 def versions() -> str:
@@ -74,22 +68,22 @@ def feature_tables(measured: dict[str, Any]) -> Iterator[str]:
     for title, group in features.FEATURES.items():
         yield f"### {title}"
         rows = [[f.title, *(bold(marks[f.title]) for marks in found.values())] for f in group]
-        yield f":::{{div}} marks features\n{grid([' ', *found], rows, 'c')}\n:::"
+        yield f":::{{div}} marks features\n{table([' ', *found], rows, ':-:')}\n:::"
 
 
 def bold(mark: str) -> str:
     """Return a mark, in bold where a library has a function that does not do it."""
-    return f"**{mark}**" if mark == features.NO else mark
+    return f"**{mark}**" if mark == WRONG else mark
 
 
 def feature_calls() -> Iterator[str]:
-    """Yield the lines that were run for each feature that is not one of the cases."""
+    """Yield the lines that were run for each feature, or the case."""
     for group in features.FEATURES.values():
         for feature in group:
             yield f"**{feature.title}**"
             if feature.case:
-                yield f"The case “{feature.case}”, below."
-            else:
+                yield f"The case “{feature.case}”, above{'; and besides:' if feature.calls else '.'}"
+            if feature.calls:
                 yield listed({name: in_code(text) for name, text in feature.calls.items()})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What users of libraries that build on PyTorch write to clip; these are not installed where the docs are built.
+"""What users of four more libraries write to clip, in PyTorch; these are not installed where the docs are built.
 
 In an environment with all that the docs need::
 
@@ -85,8 +85,19 @@ OTHERS = (
 )
 
 
+def check() -> None:
+    """Refuse a call that is right in none of the usual cases: it is written wrongly."""
+    usual = how_others_behave.GROUPS[0].cases
+    for lib in OTHERS:
+        right = {case.kind for case in usual if side_by_side.alone(lib, case).mark == side_by_side.RIGHT}
+        if wrong := lib.calls.keys() - right - {"import"}:
+            msg = f"{lib.name}: {', '.join(sorted(wrong))}"
+            raise ValueError(msg)
+
+
 def measured() -> dict[str, Any]:
     """Run the cases and the features on these libraries."""
+    check()
     cases = [case for group in how_others_behave.GROUPS for case in group.cases]
     marks = {lib.name: Counter(side_by_side.alone(lib, case).mark for case in cases) for lib in OTHERS}
     return {

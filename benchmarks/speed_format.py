@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""How numbers and tables of measured speed are written, in Markdown."""
+"""How tables are written in Markdown, and numbers of measured speed."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def table(heads: list[str], rows: Iterable[list[str]]) -> str:
-    """Return a Markdown table, aligned, or nothing if there are no rows."""
-    lines = [heads, *rows]
+def table(heads: list[str], rows: Iterable[list[str]], align: str = "---") -> str:
+    """Return a Markdown table, or nothing if there are no rows; ``align`` is below all heads but the first."""
+    lines = [heads, ["---", *[align] * (len(heads) - 1)], *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
     text = "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
     return text if len(lines) > 2 else ""  # noqa: PLR2004 - the heads and the line below

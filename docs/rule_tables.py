@@ -10,6 +10,7 @@ from typing import Any
 
 from rule_presets import FAMILIES, PRESETS, check, family, made
 from rule_shares import NORMS, settled, share_above, shares, shares_over_time
+from speed_format import table
 
 import uniclip as uc
 
@@ -148,9 +149,3 @@ def percent(share: Any) -> str:
     """Return a share as a percentage."""
     digits = 1 if 0 < share < 0.0995 else 0  # noqa: PLR2004 - two digits in all
     return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""The questions on arrays and what is around the clipping, of the table of features; see ``feature_calls.py``."""
+"""The questions on arrays and training, of the table of features; see ``feature_calls_rules.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from feature_calls import CLIPPED, NOISE_FREE
+from feature_calls_rules import CLIPPED, NOISE_FREE
 
 SGD = "keras.optimizers.SGD(1.0, global_clipnorm=1.0)"
 SHARDED = {
     "uniclip": "import uniclip as uc; uc.clip_(grads, uc.by_global_norm(6.5))",
     "PyTorch": "torch.nn.utils.clip_grad_norm_(params, 6.5)",
+    "TensorFlow": "tf.clip_by_global_norm(grads, 6.5)[0][0]",
+    "Keras": "keras.optimizers.SGD(1.0, global_clipnorm=6.5).apply(grads, weights); -weights[0].value",
     "optax": "jax.jit(lambda g: optax.clip_by_global_norm(6.5).update(g, optax.EmptyState())[0])(grads)[0]",
     "MLX": "nn.utils.clip_grad_norm_sharded(grads, 6.5)[0][0]",
     "timm": "dispatch_clip_grad(params, 6.5)",
+    "smartclip": "smartclip.apply(model, smartclip.AGC(clipping=6.5e8, exclude_bias_bn=False))",
     "deepmd-kit": "clip_grad_norm_(params, 6.5, stable=False)",
 }
-"""Run by ``sharded.py``, in processes of their own."""
+"""Run by ``sharded.py``, in processes of their own; of Keras, on JAX."""
 
 ARRAYS: dict[str, Any] = {
     "Finite gradients of 1e30": "A finite gradient of 1e30",
@@ -31,6 +34,7 @@ ARRAYS: dict[str, Any] = {
     "Complex numbers": "Complex numbers",
     "Parameters without a gradient (None)": {
         "wanted": CLIPPED,
+        "refuses": {"MLX": "'NoneType' object has no attribute 'dtype'"},
         "calls": {
             "uniclip": "uc.clip_by_global_norm([*grads, None], 1.0)[0][:1]",
             "PyTorch": (
@@ -44,6 +48,10 @@ ARRAYS: dict[str, Any] = {
             "timm": (
                 "unused = torch.nn.Parameter(torch.zeros(2)); "
                 "dispatch_clip_grad([*params, unused], 1.0); params[0].grad"
+            ),
+            "smartclip": (
+                "model.append(torch.nn.Parameter(torch.zeros(2))); "
+                "agc = smartclip.AGC(clipping=1e8, exclude_bias_bn=False); smartclip.apply(model, agc); params[0].grad"
             ),
             "deepmd-kit": (
                 "unused = torch.nn.Parameter(torch.zeros(2)); clip_grad_norm_([*params, unused], 1.0); params[0].grad"
@@ -89,7 +97,7 @@ ARRAYS: dict[str, Any] = {
                 "import jax; jax.jit(lambda g: uc.clip_by_global_norm(g, 1.0)[0])([*map(jax.numpy.asarray, grads)])"
             ),
             "PyTorch": (
-                "compiled = torch.compile(torch.nn.utils.clip_grad_norm_, fullgraph=True, backend='aot_eager'); "
+                "compiled = torch.compile(torch.nn.utils.clip_grad_norm_, backend='aot_eager'); "
                 "compiled(params, 1.0); params[0].grad"
             ),
             "TensorFlow": "tf.function(lambda g: tf.clip_by_global_norm(g, 1.0)[0], autograph=False)(grads)",
@@ -99,28 +107,32 @@ ARRAYS: dict[str, Any] = {
             ),
             "optax": "jax.jit(lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[0])(grads)",
             "MLX": "mx.compile(lambda g: optim.clip_grad_norm(g, 1.0)[0])(grads)",
+            "Opacus": (
+                "params[0].grad_sample = torch.tensor([[3.0, 4.0]]); "
+                f"dp = DPOptimizer({NOISE_FREE}, loss_reduction='sum'); "
+                "torch.compile(dp.pre_step, backend='aot_eager')(); params[0].grad"
+            ),
             "timm": (
-                "compiled = torch.compile(dispatch_clip_grad, fullgraph=True, backend='aot_eager'); "
+                "compiled = torch.compile(dispatch_clip_grad, backend='aot_eager'); "
                 "compiled(params, 1.0); params[0].grad"
             ),
             "smartclip": (
                 "agc = smartclip.AGC(clipping=1e8, exclude_bias_bn=False); "
-                "compiled = torch.compile(smartclip.apply, fullgraph=True, backend='aot_eager'); "
+                "compiled = torch.compile(smartclip.apply, backend='aot_eager'); "
                 "compiled(model, agc); params[0].grad"
             ),
             "deepmd-kit": (
-                "compiled = torch.compile(clip_grad_norm_, fullgraph=True, backend='aot_eager'); "
-                "compiled(params, 1.0); params[0].grad"
+                "compiled = torch.compile(clip_grad_norm_, backend='aot_eager'); compiled(params, 1.0); params[0].grad"
             ),
         },
     },
-    "Sharded over two processes": {"wanted": None, "calls": SHARDED},
+    "Sharded over two devices": {"wanted": None, "calls": SHARDED},
     "NumPy arrays in and out": {
         "calls": {"uniclip": "import numpy as np; isinstance(uc.clip_by_global_norm(grads, 1.0)[0][0], np.ndarray)"},
     },
 }
 
-AROUND: dict[str, Any] = {
+TRAINING: dict[str, Any] = {
     "Clips inside the optimizer's step": {
         "wanted": [[-0.6, -0.8]],
         "calls": {
@@ -146,15 +158,34 @@ AROUND: dict[str, Any] = {
     },
     "Saves what a learned limit remembers": {
         "calls": {
-            "uniclip": "clipper = uc.Clipper(uc.autoclip()); clipper(grads); bool(clipper.state_dict())",
+            "uniclip": (
+                "import json; clipper, resumed = (uc.Clipper(uc.autoclip(50)) for _ in range(2)); "
+                "[clipper(grads) for _ in range(99)]; text = json.dumps(clipper.state_dict()); "
+                "resumed.load_state_dict(json.loads(text)); spike = [100 * grads[0]]; out = resumed(spike)[0]; "
+                "bool((out == clipper(spike)[0]).all()) and float(uc.global_norm([out])) < 400"
+            ),
             "smartclip": (
-                "clipper = smartclip.AutoClip(); smartclip.apply(model, clipper); "
-                "bool(clipper.state_dict()['autoclip'])"
+                "import io; clipper, resumed = "
+                "(smartclip.AutoClip(warmup_steps=0, min_history=5) for _ in range(2)); "
+                "[smartclip.apply(model, clipper) for _ in range(99)]; file = io.BytesIO(); "
+                "torch.save(clipper.state_dict(), file); file.seek(0); resumed.load_state_dict(torch.load(file)); "
+                "grad = params[0].grad = 100 * grads[0]; smartclip.apply(model, resumed); out = grad.clone(); "
+                "grad.copy_(100 * grads[0]); smartclip.apply(model, clipper); "
+                "bool((out == grad).all()) and float(out.norm()) < 400"
             ),
         },
     },
     "Records a run and suggests a limit": {
-        "calls": {"uniclip": "from uniclip import insight; callable(insight.Recorder) and callable(insight.suggest)"},
+        "calls": {
+            "uniclip": (
+                "import pathlib, tempfile; from uniclip import insight; "
+                "rule, path = uc.by_global_norm(1.0), pathlib.Path(tempfile.mkdtemp(), 'run.jsonl')\n"
+                "with insight.Recorder(path, rule=rule) as record:\n"
+                "    for step in range(500): record(uc.clip(grads, rule)[1], loss=1 / (1 + step))\n"
+                "record = insight.read(path)\n"
+                "record.norms.tolist() == [5.0] * 500 and insight.suggest(record).limits[1] == 5.0"
+            ),
+        },
     },
     "Computes each example's gradient": {
         "calls": {

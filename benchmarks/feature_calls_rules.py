@@ -14,22 +14,47 @@ NOISE_FREE = "torch.optim.SGD(params, 1.0), noise_multiplier=0.0, max_grad_norm=
 SAMPLES = "params[0].grad_sample = torch.ones(4, 2) * 3"
 CLIPPED = [[0.6, 0.8]]
 RULES: dict[str, Any] = {
-    "Each entry, between -c and c": "An ordinary gradient, clipped by value",
+    "Each entry, between -c and c": {
+        "case": "An ordinary gradient, clipped by value",
+        "calls": {"MLX": "[mx.clip(g, -1.0, 1.0) for g in grads]"},
+    },
     "Each entry, between two bounds": {
         "grads": [[3.0, -3.0]],
         "wanted": [[1.0, -2.0]],
         "calls": {
             "uniclip": "uc.clip_by_value(grads, -2.0, 1.0)",
+            "PyTorch": "[torch.clamp(g, -2.0, 1.0) for g in grads]",
             "TensorFlow": "[tf.clip_by_value(g, -2.0, 1.0) for g in grads]",
+            "Keras": "[keras.ops.clip(g, -2.0, 1.0) for g in grads]",
+            "optax": "[jnp.clip(g, -2.0, 1.0) for g in grads]",
+            "MLX": "[mx.clip(g, -2.0, 1.0) for g in grads]",
         },
     },
     "Bounds that differ from entry to entry": {
         "grads": [[3.0, 3.0]],
         "wanted": [[1.0, 2.0]],
-        "calls": {"TensorFlow": "[tf.clip_by_value(g, [-1.0, -2.0], [1.0, 2.0]) for g in grads]"},
+        "calls": {
+            "PyTorch": "most = torch.tensor([1.0, 2.0]); [torch.clamp(g, -most, most) for g in grads]",
+            "TensorFlow": "[tf.clip_by_value(g, [-1.0, -2.0], [1.0, 2.0]) for g in grads]",
+            "Keras": "[keras.ops.clip(g, [-1.0, -2.0], [1.0, 2.0]) for g in grads]",
+            "optax": "most = jnp.array([1.0, 2.0]); [jnp.clip(g, -most, most) for g in grads]",
+            "MLX": "most = mx.array([1.0, 2.0]); [mx.clip(g, -most, most) for g in grads]",
+        },
     },
-    "Each tensor by its norm": "An ordinary gradient, each tensor clipped by its norm",
-    "Each row, or along any axes": "An ordinary gradient, each row clipped by its norm",
+    "Each tensor by its norm": {
+        "case": "An ordinary gradient, each tensor clipped by its norm",
+        "calls": {
+            "PyTorch": "[torch.nn.utils.clip_grad_norm_(p, 1.0) for p in params]; [p.grad for p in params]",
+            "optax": "[optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[0] for g in grads]",
+            "MLX": "[optim.clip_grad_norm(g, 1.0)[0] for g in grads]",
+            "timm": "[dispatch_clip_grad(p, 1.0) for p in params]; [p.grad for p in params]",
+            "deepmd-kit": "[clip_grad_norm_([p], 1.0) for p in params]; [p.grad for p in params]",
+        },
+    },
+    "Each row by its norm": {
+        "case": "An ordinary gradient, each row clipped by its norm",
+        "calls": {"PyTorch": "[torch.renorm(g, 2, 0, 1.0) for g in grads]"},
+    },
     "All tensors by their global norm": "An ordinary gradient, clipped by its global norm",
     "Another order of the norm, such as L1": {
         "grads": [[3.0, -4.0], [3.0]],
@@ -120,6 +145,7 @@ BACK: dict[str, Any] = {
             "uniclip": "uc.clip_by_global_norm(grads, 1.0)[1]",
             "PyTorch": "torch.nn.utils.clip_grad_norm_(params, 1.0)",
             "TensorFlow": "tf.clip_by_global_norm(grads, 1.0)[1]",
+            "optax": "optax.tree.norm(grads)",
             "MLX": "optim.clip_grad_norm(grads, 1.0)[1]",
             "smartclip": ("seen = []; smartclip.apply(model, smartclip.AutoClip(), seen.append); seen[0]['grad_norm']"),
             "deepmd-kit": "clip_grad_norm_(params, 1.0)",
@@ -145,10 +171,14 @@ BACK: dict[str, Any] = {
     },
     "An error at NaN, where wanted": {
         "grads": [[math.nan, 4.0]],
-        "wanted": "Error",
+        "wanted": "NaN|non-finite",
         "calls": {
             "uniclip": 'uc.clip(grads, uc.by_global_norm(1.0, nonfinite="raise"))',
             "PyTorch": "torch.nn.utils.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)",
+            "TensorFlow": 'tf.debugging.check_numerics(grads[0], "grads[0]")',
+            "optax": (
+                "with jax.debug_nans(True): out = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())\nout"
+            ),
             "deepmd-kit": (
                 "guard = NonFiniteGradGuard(); guard.update(clip_grad_norm_(params, 1.0)); "
                 'guard.raise_if_nonfinite(lambda: [("embedding", params[0])])'
@@ -160,6 +190,7 @@ BACK: dict[str, Any] = {
         "wanted": "embedding",
         "calls": {
             "uniclip": 'uc.clip({"embedding": grads[0]}, uc.by_global_norm(1.0, nonfinite="raise"))',
+            "TensorFlow": 'tf.debugging.check_numerics(grads[0], "embedding")',
             "deepmd-kit": (
                 "guard = NonFiniteGradGuard(); guard.update(clip_grad_norm_(params, 1.0)); "
                 'guard.raise_if_nonfinite(lambda: [("embedding", params[0])])'
@@ -170,7 +201,12 @@ BACK: dict[str, Any] = {
         "grads": [[math.nan, 4.0]],
         "wanted": [[0.0, 0.0]],
         "calls": {
-            "uniclip": 'uc.clip(grads, uc.by_global_norm(1.0, nonfinite="skip"))[0]',
+            "uniclip": (
+                "import torch; from uniclip.integrations.torch import attach; "
+                "w = torch.zeros(2, requires_grad=True); w.grad = torch.from_numpy(grads[0]); "
+                "sgd = torch.optim.SGD([w], 1.0); attach(sgd, uc.by_global_norm(1.0, nonfinite='skip')); "
+                "sgd.step(); w.detach().numpy()"
+            ),
             "PyTorch": (
                 'scaler, sgd = torch.amp.GradScaler("cpu"), torch.optim.SGD(params, 1.0); '
                 "scaler.scale(torch.ones(())); scaler.step(sgd); params[0]"
