@@ -55,7 +55,6 @@ myst_heading_anchors = 3
 
 # Docstrings: single backticks are cross-references, numpydoc sections, no types in signatures.
 default_role = "py:obj"
-autodoc_preserve_defaults = True
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
