@@ -173,7 +173,7 @@ class Clipper:
         ----------
         saved : dict
             It is copied, and converted to arrays at the next step, which knows the framework, the dtypes and the
-            shapes. An empty dict starts anew.
+            shapes. An empty dict starts over.
 
         Raises
         ------

@@ -173,7 +173,7 @@ def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
     rule : Rule, Chain or Masked
         The rule that will use it.
     anew : str
-        How to start anew, for errors.
+        How to start over, for errors.
 
     Raises
     ------
@@ -211,7 +211,7 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
     like : tree of arrays
         What ``rule.init`` returns for them.
     anew : str
-        How to start anew, for errors.
+        How to start over, for errors.
 
     Raises
     ------

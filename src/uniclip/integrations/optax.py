@@ -229,13 +229,12 @@ def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
     --------
     >>> import jax.numpy as jnp
     >>> import optax
-    >>> from uniclip.integrations.optax import from_dict, to_dict, to_optax
+    >>> from uniclip.integrations.optax import to_dict, to_optax
     >>> rule, params = uc.norm_growth(), {"w": jnp.zeros(2)}
     >>> optimizer = optax.chain(to_optax(rule), optax.adam(0.1))
     >>> _, state = optimizer.update({"w": jnp.asarray([3.0, 4.0])}, optimizer.init(params))
     >>> to_dict(rule, state, params)["state"]
     {'averages': [5.0], 'count': 1}
-    >>> state = from_dict(rule, to_dict(rule, state, params), optimizer.init(params), params)
     """
     rule, state, zeros = rule_for_steps(rule), _only(opt_state), _all_zeros(params)
     if not rule.memory:
@@ -253,7 +252,7 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
     rule : Rule, ByValue, Chain, Masked, or callable
         That of `to_optax`.
     saved : dict
-        An empty dict starts anew.
+        An empty dict starts over.
     opt_state : tree
         The state of ``init(params)`` or ``update``; the rest of it stays as it is.
     params : tree

@@ -128,7 +128,7 @@ class ClipGradients(TrainerCallback):
         Parameters
         ----------
         saved : dict
-            An empty dict starts anew. Before training it is checked when training starts.
+            An empty dict starts over. Before training it is checked when training starts.
 
         Raises
         ------

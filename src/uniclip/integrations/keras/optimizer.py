@@ -260,7 +260,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         Parameters
         ----------
         saved : dict
-            An empty dict starts anew.
+            An empty dict starts over.
 
         Raises
         ------

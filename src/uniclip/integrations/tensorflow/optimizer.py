@@ -341,7 +341,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Parameters
         ----------
         saved : dict
-            An empty dict starts anew.
+            An empty dict starts over.
         session : tf.compat.v1.Session, optional
             In a graph, the session to set, after the variables are initialized; by default the one that was entered.
 

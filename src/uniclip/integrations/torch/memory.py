@@ -115,9 +115,9 @@ class Memory:
         Parameters
         ----------
         saved : dict
-            An empty dict starts anew.
+            An empty dict starts over.
         anew : str
-            How to start anew, for the error if it does not fit.
+            How to start over, for the error if it does not fit.
 
         Raises
         ------
