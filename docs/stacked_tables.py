@@ -25,6 +25,8 @@ def name_cells(app: Any, page: str, template: str, context: Any, doctree: Any) -
             table["class"] = [*table["class"], "stacked"]
             for row in table.select("tbody tr"):
                 for name, cell in zip(names, row.find_all("td"), strict=True):
+                    if not cell.get_text(strip=True):
+                        cell.clear()  # so that it is hidden
                     cell["data-label"] = name
     context["body"] = str(body)
 
