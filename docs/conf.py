@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -18,18 +17,9 @@ from uniclip import insight
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path += [str(HERE), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path.append(str(HERE))
 
-import compared_tables  # noqa: E402 - needs the path above
-import figures  # noqa: E402 - needs the path above
-import performance_figures  # noqa: E402 - needs the path above
-import processes_tables  # noqa: E402 - needs the path above
-import rule_figures  # noqa: E402 - needs the path above
-import rule_tables  # noqa: E402 - needs the path above
-
-import how_others_behave  # noqa: E402 - needs the path above
-import promises  # noqa: E402 - needs the path above
-import speed_tables  # noqa: E402 - needs the path above
+import generate  # noqa: E402 - needs the path above
 
 project = "uniclip"
 author = "The uniclip developers"
@@ -76,7 +66,6 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_sourcelink = False
 html_math_renderer = "mathml"
-html_scaled_image_link = False
 notfound_urls_prefix = "/"  # where the documentation is served
 llms_txt_exclude = ["404"]
 llms_txt_uri_template = "_sources/{docname}.md.txt"
@@ -95,35 +84,8 @@ import uniclip as uc
 """
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file if that changes it: an unchanged one is not built again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
-
-
-def generate() -> None:
-    """Write the tables and draw the pictures that are made of what is measured."""
-    write(HERE / "_generated" / "promises.md", promises.table())
-    write(HERE / "_generated" / "dtypes.md", promises.dtypes())
-    elsewhere = json.loads((HERE / "compared.json").read_text(encoding="utf-8"))
-    for name, text in compared_tables.parts(how_others_behave.GROUPS, elsewhere).items():
-        write(HERE / "_generated" / f"compared-{name}.md", text)
-    figures.draw(HERE / "_static" / "generated")
-    rule_figures.draw(HERE / "_static" / "generated")
-    for name, text in rule_tables.parts():
-        write(HERE / "_generated" / f"{name}.md", text)
-    measured = json.loads((HERE / "performance.json").read_text(encoding="utf-8"))
-    for name, text in speed_tables.parts(measured).items():
-        write(HERE / "_generated" / f"speed-{name}.md", text)
-    performance_figures.draw(HERE / "_static" / "generated", measured)
-    counted = json.loads((HERE / "processes.json").read_text(encoding="utf-8"))
-    for name, text in processes_tables.parts(counted).items():
-        write(HERE / "_generated" / f"processes-{name}.md", text)
-
-
-if not tags.has("generated"):  # noqa: F821 - of Sphinx; a second builder takes what the first one made
-    generate()
+if not tags.has("generated"):  # noqa: F821 - of Sphinx; set where it is made already
+    generate.everything()
 
 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event

@@ -16,25 +16,10 @@ from uniclip import insight
 
 sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("benchmarks", "examples")]
 
+from drawing_style import BLUE, GRAY, GREEN, ORANGE, RED, STYLE
+
 import exploding_rnn
 import native_functions
-
-GRAY, BLUE, ORANGE, GREEN, RED = "#808080", "#3b82d0", "#e07b1a", "#2f9e62", "#d0453b"
-STYLE = {
-    "svg.hashsalt": "uniclip",  # the same bytes at every build
-    "font.size": 10,
-    "text.color": GRAY,  # gray on nothing: readable on a light and on a dark page
-    "axes.edgecolor": GRAY,
-    "axes.labelcolor": GRAY,
-    "xtick.color": GRAY,
-    "ytick.color": GRAY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "legend.frameon": False,
-    "lines.linewidth": 2,
-}
 
 
 def draw(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+from drawing_style import STYLE
 from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
@@ -35,17 +36,9 @@ THEMES = {"light": Theme("#404040", "#1f6fc4", "#c8372d"), "dark": Theme("#c8c8c
 
 
 def style(theme: Theme) -> dict[str, Any]:
-    """Return matplotlib's settings: nothing behind the lines, so that the page's own color shows."""
+    """Return matplotlib's settings, with the theme's color for text and axes."""
     parts = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    return {
-        "svg.hashsalt": "uniclip",  # the same bytes at every run
-        "font.size": 12,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-        **dict.fromkeys(parts, theme.text),
-    }
+    return STYLE | {"font.size": 12} | dict.fromkeys(parts, theme.text)
 
 
 def picture(unclipped: example.Run, clipped: example.Run, theme: Theme) -> Figure:

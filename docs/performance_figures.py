@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from figures import BLUE, GRAY, GREEN, ORANGE, RED, STYLE
+from drawing_style import BLUE, GRAY, GREEN, ORANGE, RED, STYLE
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from figures import BLUE, GRAY, ORANGE
+from drawing_style import BLUE, GRAY, ORANGE
 from rule_drawing import DASHES, LIMIT, bare, beside, new, small
 from rule_presets import Example, Line, example_of, lines_of
 

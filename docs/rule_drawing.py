@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from figures import BLUE, GRAY, ORANGE
+from drawing_style import BLUE, GRAY, ORANGE
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 

@@ -12,7 +12,7 @@ import matplotlib as mpl
 import numpy as np
 import rule_bars
 import rule_traces
-from figures import BLUE, GRAY, GREEN, ORANGE, STYLE
+from drawing_style import BLUE, GRAY, GREEN, ORANGE, STYLE
 from rule_drawing import beside, new, plain_log
 from rule_presets import PRESETS, family, made
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from figures import BLUE, GRAY, ORANGE, RED
+from drawing_style import BLUE, GRAY, ORANGE, RED
 from rule_drawing import AFTER, BEFORE, LIMIT, bare, beside, new, plain_log, small
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Trace(NamedTuple):
 
 
 def series() -> np.ndarray:
-    """Return made-up norms: around 1, then around 2, with spikes and one NaN."""
+    """Return synthetic norms: around 1, then around 2, with spikes and one NaN."""
     norms = np.random.default_rng(4).lognormal(0.0, 0.2, LENGTH)
     norms[SHIFT:] *= 2
     for step, size in SPIKES.items():
