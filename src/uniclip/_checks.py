@@ -130,10 +130,11 @@ def _read(value: Any) -> Any:
 
 def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> None:
     """Validate ``all_reduce`` and ``loss`` of a step, and refuse them in the place of ``params``."""
-    function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
-    check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
-    scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # with one it may be a parameter
-    check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
+    if params is not None:
+        function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
+        check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
+        scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # with one it may be a parameter
+        check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
     if all_reduce is not None:
         own = getattr(all_reduce, "all_reduce", all_reduce)  # a rule of rules passes on a validated one
         wanted = "a function of (array, op), a process group, a device mesh, or the name of an axis"
@@ -199,6 +200,8 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 def flag(name: str, value: Any) -> bool:
     """Validate a boolean; return a Python bool."""
+    if isinstance(value, bool):
+        return value
     single = getattr(value, "shape", None) == () and "bool" in str(getattr(value, "dtype", ""))
-    check(name, value, isinstance(value, bool) or single, "True or False")
+    check(name, value, single, "True or False")
     return bool(value)

@@ -15,7 +15,7 @@ import optree
 
 from uniclip.backends import backend_of
 from uniclip.scopes import Scope, everything
-from uniclip.tree import Tree, flatten, place
+from uniclip.tree import Tree, closed, flatten, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -25,21 +25,19 @@ class Filled(NamedTuple):
     """A tree of gradients with arrays in the place of those that only other processes have."""
 
     grads: Any
+    """Possibly flattened."""
     absent: frozenset[int] = frozenset()
     """The ids of the arrays that stand for absent gradients."""
-    given: Any = None
+    given: Tree | None = None
     """The tree as given, if it has no place for some of these."""
-    gaps: tuple[int, ...] = ()
-    """Their positions among the leaves, counting ``None``."""
 
-    def emptied(self, clipped: Any) -> Any:
-        """Return the clipped tree with ``None`` for absent gradients."""
+    def emptied(self, given: Tree, clipped: Tree) -> Tree:
+        """Return the clipped tree of the given leaves, with ``None`` for absent gradients."""
         if not self.absent:
             return clipped
-        if not self.gaps:
+        if self.given is not None:
             return self.given
-        tree = flatten(clipped, none_is_leaf=True)
-        return tree.rebuild([None if number in self.gaps else leaf for number, leaf in enumerate(tree.leaves)])
+        return clipped.some([number for number, leaf in enumerate(given.leaves) if id(leaf) not in self.absent])
 
 
 def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = False) -> Filled:
@@ -52,13 +50,15 @@ def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = F
     ValueError
         If their shapes or dtypes are unknown.
     """
-    tree = flatten(grads, none_is_leaf=True)
+    here = flatten(grads)
+    here = here if here.spec is not None else flatten(closed(here))  # where iterators are lists, in all processes
+    tree = here.with_none()
     gaps = [number for number, leaf in enumerate(tree.leaves) if leaf is None]
     nothing = len(gaps) == len(tree.leaves)
     if not gaps and not nothing:
-        return Filled(tree.rebuild(tree.leaves))
+        return Filled(here)
     if known and not tree.leaves and not flatten(params, "params").leaves:
-        return Filled(tree.rebuild([]))
+        return Filled(here)
     if params is not None:
         params = flatten(params, "params")
         by_path = dict(zip(params.paths(), params.leaves, strict=True))
@@ -66,7 +66,7 @@ def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = F
         leaves = {number: _like(scope, by_path[paths[number]]) for number in gaps if paths[number] in by_path}
         if nothing and not leaves and params.leaves:  # such as a list of only the gradients that exist
             every = [_like(scope, leaf) for leaf in params.leaves]
-            return Filled(params.rebuild(every), frozenset(map(id, every)), tree.rebuild(tree.leaves))
+            return Filled(params.rebuild(every), frozenset(map(id, every)), here)
         tree.leaves[:] = [leaves.get(number, leaf) for number, leaf in enumerate(tree.leaves)]
     return _without_parameters(scope, tree, gaps, state)
 
@@ -83,8 +83,7 @@ def _without_parameters(scope: Scope, tree: Tree, gaps: list[int], state: Any) -
                 raise ValueError(unknown(tree, left))
             for number in left:
                 tree.leaves[number] = like()
-    here = [number for number in gaps if tree.leaves[number] is not None]
-    return Filled(tree.rebuild(tree.leaves), frozenset(id(tree.leaves[n]) for n in here), gaps=tuple(here))
+    return Filled(tree.rebuild(tree.leaves), frozenset(id(tree.leaves[n]) for n in gaps if tree.leaves[n] is not None))
 
 
 def _like(scope: Scope, leaf: Any) -> Any:

@@ -18,12 +18,13 @@ import optree
 from uniclip._checks import all_reduce_fits, check
 from uniclip._repr import holds_arrays, short, stable
 from uniclip.backends import backend_by, backend_of
+from uniclip.backends.processes import Op, Reduce
 from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant
-from uniclip.processes import Joining, Joint, Op, Reduce, Rows, along_names
+from uniclip.processes import Joining, Joint, Rows, along_names, reducer_of
 from uniclip.scale import Choices
 from uniclip.scopes import everything
-from uniclip.tree import flatten, place
+from uniclip.tree import closed, flatten, place
 
 _KEPT = 64
 """For how many layouts a scope keeps what the processes agreed on."""
@@ -49,13 +50,14 @@ def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any, thei
     """
     if all_reduce is None:
         if rule.scope.axes is None and given.backend.traced(given.first):
-            given.backend.copies(given.arrays, None, None, given.tree.place)  # refuses parts without a reduction
+            # Refuses parts without a reduction.
+            given.backend.processes.copies(given.arrays, None, None, given.tree.place)
         whole = given.parts is None and (theirs is None or theirs.parts is None)
         return None if whole else Joint(given)
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
-    backend, reduce = given.backend, given.backend.reducer(said.all_reduce)
+    backend, reduce = given.backend, reducer_of(given.backend, said.all_reduce)
     shared = None if said.shared is None else _shared(given, said.shared)
-    copies = backend.copies(given.arrays, said.all_reduce, shared, given.tree.place)
+    copies = backend.processes.copies(given.arrays, said.all_reduce, shared, given.tree.place)
     if backend.traced(given.first) or copies is not None:  # one program, the same in all processes
         if shared is not None and any(shared) and copies is None:
             msg = (
@@ -94,16 +96,16 @@ def _tell(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> Non
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
     if along_names(said) or not all_reduce_fits(said.all_reduce):
         return  # before it is compared: an invalid one may be an array
-    if any(key[0] == said and (rule is None or key[2:] == _kind(rule)) for key in scope.agreed):
+    if any(key[0] == said and (rule is None or key[2:] == _kind(rule)) for key in list(scope.agreed)):
         return
-    leaves = [leaf for tree in trees for leaf in optree.tree_leaves(tree) if backend_of(leaf) is not None]
+    leaves = [leaf for tree in trees for leaf in optree.tree_leaves(closed(tree)) if backend_of(leaf) is not None]
     backend = backend_of(leaves[0]) if leaves else backend_by(said.all_reduce)
     if backend is not None and not (leaves and backend.traced(leaves[0])):
         if rule is not None:
             key = (said, None, *_kind(rule))
             scope.agreed[key] = None
         given = Opened(backend, flatten([]), leaves[:1])
-        _words(_over(given, backend.reducer(said.all_reduce)), "", "", failed=True)
+        _words(_over(given, reducer_of(backend, said.all_reduce)), "", "", failed=True)
 
 
 def _shared(given: Opened, shared: Callable[..., Any]) -> list[bool]:
@@ -119,7 +121,8 @@ def _over(given: Opened, reduce: Reduce) -> Callable[[Any, Op], Any]:
 
     def call(array: Any, op: Op) -> Any:
         flat = given.own(np.asarray(array, np.float32).reshape(-1))
-        return given.backend.to_host(reduce(flat, op)).reshape(np.shape(array))
+        (found,) = given.backend.to_host([reduce(flat, op)])
+        return found.reshape(np.shape(array))
 
     return call
 
@@ -135,8 +138,8 @@ def _agreed(  # noqa: PLR0913, PLR0917
     dtype = "" if rule.scope.label is None else next(iter(layout.dtypes), given.backend.xp.float32)
     text = f"{stable(repr(rule))} {shared is not None} {dtype}"
     known = rule.scope.agreed
-    if len(known) >= _KEPT:
-        known.clear()
+    while len(known) >= _KEPT:
+        known.pop(next(iter(known)))  # the oldest; other threads may be comparing by a newer one
     known[key] = None  # an error from here on is raised in all processes
     same = _words(over, text, repr((sorted(counts.items()), sorted(copied))), rule=rule)
     if same and shared is None:
@@ -168,7 +171,7 @@ def _labels(rule: Choices, given: Opened, layout: Layout) -> list[str]:
         return [""] * len(layout.labels)
     if rule.scope.label is not None:
         return [stable(repr(label)) for label in layout.labels]
-    whole = flatten(given.tree.rebuild(given.tree.leaves), none_is_leaf=True) if rule.limit.memory else given.tree
+    whole = given.tree.with_none() if rule.limit.memory else given.tree
     return [stable(place("", path)) for path in whole.paths()]
 
 

@@ -5,28 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from uniclip._checks import flag, real, settle
+from uniclip._checks import real, settle
 from uniclip._mistakes import refuse_as_transformation
-from uniclip._repr import Printed, describe, short
-from uniclip._types import Array, Number, T
+from uniclip._repr import describe, short
+from uniclip._types import Array, Number
+from uniclip.ask import Step
 from uniclip.backends import backend_of
-from uniclip.backends.base import cast
+from uniclip.backends.arrays import cast
+from uniclip.base import BaseRule
 from uniclip.layout import Opened
 from uniclip.limits import NoState
-from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
 from uniclip.ruler import broadcasts, same_shape
 from uniclip.tree import Tree, flatten_grads
 
-if TYPE_CHECKING:
-    from uniclip.backends import Backend
 
-
-class EachArray(Printed):
+class EachArray(BaseRule):
     """A rule without norm and memory; its reports are empty."""
 
     memory = False
@@ -37,23 +34,18 @@ class EachArray(Printed):
         refuse_as_transformation(self)
         return NoState()
 
-    def update(
-        self,
-        grads: T,
-        state: Any,
-        params: Any = None,  # noqa: ARG002 - every rule has it
-        all_reduce: AllReduce | None = None,  # noqa: ARG002 - every rule has it
-        *,
-        in_place: bool = False,
-        loss: Number | None = None,  # noqa: ARG002 - every rule has it
-        shared: Shared | None = None,  # noqa: ARG002 - every rule has it
-    ) -> tuple[T, Any, Report]:
-        """Clip ``grads``; see `Rule.update`. The report is empty."""
-        clipped, report = self.apply(grads, in_place=in_place)
-        return clipped, state, report
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Tree, Any, Report]:
+        """Replace each gradient array, or the stored values of a sparse one."""
+        backend, tree = flatten_grads(grads, in_place=step.in_place)
+        arrays, ways = [list(some) for some in zip(*map(backend.stored, tree.leaves), strict=True)] or ([], [])
+        given = Opened(backend, tree, arrays, ways, step.in_place)
+        with backend.quiet(given.first):
+            ready = [_named(tree, number, self._change, given, array) for number, array in enumerate(arrays)]
+            new = [_named(tree, number, given.put, number, *change) for number, change in enumerate(ready)]
+            return tree.with_leaves(new), state, Report()
 
-    def apply(self, grads: T, *, in_place: bool) -> tuple[T, Report]:
-        """Replace each array."""
+    def _change(self, given: Opened, array: Any) -> tuple[Any, ...]:
+        """Return an elementwise function of the array and of operands that broadcast against it, and these operands."""
         raise NotImplementedError
 
 
@@ -67,9 +59,19 @@ class Function(EachArray):
         """Return the function."""
         return show(self.function)
 
-    def apply(self, grads: T, *, in_place: bool) -> tuple[T, Report]:
-        """Call the function on each gradient array."""
-        return apply_function(grads, self.function, in_place=in_place)
+    def _change(self, given: Opened, array: Any) -> tuple[Any, ...]:
+        """Call the function, and return how to put the result in the place of the array."""
+        result, xp = self.function(array), given.backend.xp
+        if backend_of(result) is not given.backend or not same_shape(result.shape, array.shape):
+            hint = f"; call {short(self.function)} first" if hasattr(result, "update") else ""
+            msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
+            raise TypeError(msg)
+        kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
+        wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
+        if given.in_place and wide > narrow:
+            msg = f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; use uc.clip"
+            raise TypeError(msg)
+        return lambda _, new: new, result
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,12 +101,9 @@ class ByValue(EachArray):
     def _wrong_way(self) -> str:
         return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
 
-    def apply(self, grads: T, *, in_place: bool) -> tuple[T, Report]:
-        """Clip each entry."""
-        return apply(grads, self._bounds, in_place=in_place)
-
-    def _bounds(self, backend: Backend, array: Any) -> tuple[Any, ...]:
+    def _change(self, given: Opened, array: Any) -> tuple[Any, ...]:
         """Return the function that clips, and the bounds in the dtype of the array."""
+        backend = given.backend
         xp = backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
@@ -120,48 +119,8 @@ class ByValue(EachArray):
                 raise ValueError(msg)
         if backend.readable(low) and backend.readable(high) and not bool(xp.all(low <= high)):
             raise ValueError(self._wrong_way())
-        low, high = (backend.replicated(array, bound) for bound in (low, high))
+        low, high = (backend.processes.replicated(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
-
-
-def apply_function(grads: T, function: Callable[[Any], Array], *, in_place: bool = False) -> tuple[T, Report]:
-    """Replace each gradient array by a function of that array."""
-    return apply(grads, partial(_of_function, function, in_place), in_place=in_place)
-
-
-def _of_function(
-    function: Callable[[Any], Any],
-    in_place: bool,  # noqa: FBT001 - bound by position
-    backend: Backend,
-    array: Any,
-) -> tuple[Any, ...]:
-    """Call a function of a whole array, and return how to put the result in its place."""
-    result = function(array)
-    if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
-        hint = f"; call {short(function)} first" if hasattr(result, "update") else ""
-        msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
-        raise TypeError(msg)
-    kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
-    wide, narrow = ([backend.xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
-    if in_place and wide > narrow:
-        msg = f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; use uc.clip"
-        raise TypeError(msg)
-    return lambda _, new: new, result
-
-
-def apply(grads: T, prepare: Callable[[Backend, Any], tuple[Any, ...]], *, in_place: bool = False) -> tuple[T, Report]:
-    """Replace each gradient array, or the stored values of a sparse one, by a function of it.
-
-    ``prepare(backend, array)`` returns an elementwise function of the array and of operands that broadcast against
-    it, and these operands.
-    """
-    backend, tree = flatten_grads(grads, in_place=flag("in_place", in_place))
-    arrays, ways = [list(some) for some in zip(*map(backend.stored, tree.leaves), strict=True)] or ([], [])
-    given = Opened(backend, tree, arrays, ways, in_place)
-    with backend.quiet(given.first):
-        ready = [_named(tree, number, prepare, backend, array) for number, array in enumerate(given.arrays)]
-        new = [_named(tree, number, given.put, number, *change) for number, change in enumerate(ready)]
-        return tree.rebuild(new), Report()
 
 
 def _named(tree: Tree, number: int, function: Callable[..., Any], *arguments: Any) -> Any:

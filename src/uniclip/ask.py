@@ -35,6 +35,7 @@ class Step(NamedTuple):
     """The norm, if it is given."""
     leaves: bool = False
     """Whether the norms of all leaves are wanted, too."""
+    in_place: bool = False
     absent: frozenset[int] = frozenset()
     """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""
 
@@ -197,7 +198,7 @@ def _checked(backend: Backend, value: Any, norms: Any) -> Any:
         value = xp.minimum(value, top) if isinstance(value, np.ndarray) else xp.clip(value, -top, top)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
-        wrong = read and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
+        wrong = read and not bool(xp.all(value >= 0)) and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
     if wrong:
         shown = short(value) if getattr(value, "shape", ()) else value
         msg = f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
@@ -225,14 +226,14 @@ def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> No
         raise TypeError(msg)
     for part, block in zip(parts, layout.blocks, strict=True) if known else ():
         if isinstance(limit, PerGroup):
-            rows: int | None = len(part)
+            rows = [len(part)]
         else:
             _refuse_unfit(rule, given, block, part)
-            rows = next((array.shape[0] for array in part if len(array.shape)), None)
-        if rows is not None and rows != len(block.groups):
+            rows = [array.shape[0] for array in part if len(array.shape)]
+        if rows and rows[0] != len(block.groups):
             msg = (
-                f"the state of {short(rule)} is for {rows} norms, but there are {len(block.groups)}: it was made for "
-                "other gradients"
+                f"the state of {short(rule)} is for {rows[0]} norms, but there are {len(block.groups)}: it was made "
+                "for other gradients"
             )
             raise ValueError(msg)
 

@@ -13,18 +13,18 @@ import optree
 
 from uniclip._checks import check
 from uniclip._mistakes import refuse_as_transformation
-from uniclip._repr import Printed, holds_arrays
-from uniclip._types import Number, T
+from uniclip._repr import holds_arrays
 from uniclip.absent import unknown
+from uniclip.ask import Step
 from uniclip.backends import DEFAULT, backend_of
+from uniclip.base import BaseRule, RuleLike, run
 from uniclip.limits import NoState
-from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import FIELDS, LOGGED, Late, Made, Parts, Report, register
-from uniclip.rules import AnyRule, RuleLike, as_rule
+from uniclip.rules import AnyRule, as_rule
 from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
 from uniclip.step import kept
-from uniclip.tree import Tree, flatten
+from uniclip.tree import Tree, closed, flatten
 
 
 def chain(*rules: AnyRule) -> Chain:
@@ -90,7 +90,7 @@ def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
 
 
 @dataclass(frozen=True, repr=False)
-class Chain(Printed):
+class Chain(BaseRule):
     """What `chain` returns."""
 
     rules: tuple[RuleLike, ...]
@@ -114,26 +114,15 @@ class Chain(Printed):
         refuse_as_transformation(self)
         return tuple(rule.init(grads) for rule in self.rules)
 
-    def update(
-        self,
-        grads: T,
-        state: Any,
-        params: Any = None,
-        all_reduce: AllReduce | None = None,
-        *,
-        in_place: bool = False,
-        loss: Number | None = None,
-        shared: Shared | None = None,
-    ) -> tuple[T, Any, Report]:
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rules; see `Rule.update`."""
         fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
         check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
-        all_reduce = joining(all_reduce, shared)
         states, new = state if self.memory else [NoState()] * len(self.rules), []
         reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
             skipped = _skipped(reports)
-            grads, after, report = rule.update(grads, old, params, all_reduce, in_place=in_place, loss=loss)
+            grads, after, report = run(rule, grads, old, step)
             new.append(after if skipped is None else _where(skipped, old, after))  # its zeros must not enter a state
             reports.append(report)
         report = _joined(reports)
@@ -143,7 +132,7 @@ class Chain(Printed):
 
 
 @dataclass(frozen=True, repr=False)
-class Masked(Printed):
+class Masked(BaseRule):
     """What `masked` returns."""
 
     rule: RuleLike
@@ -170,44 +159,37 @@ class Masked(Printed):
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
         refuse_as_transformation(self)
-        some, chosen = self._chosen(flatten(grads))
-        return self.rule.init(some) if any(chosen) else NoState()
+        tree = flatten(grads)
+        chosen = self.chosen(tree)
+        return self.rule.init(closed(tree.some(chosen))) if chosen else NoState()
 
-    def update(
-        self,
-        grads: T,
-        state: Any,
-        params: Any = None,
-        all_reduce: AllReduce | None = None,
-        *,
-        in_place: bool = False,
-        loss: Number | None = None,
-        shared: Shared | None = None,
-    ) -> tuple[T, Any, Report]:
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
-        tree, all_reduce = flatten(grads), joining(all_reduce, shared)
-        if all_reduce is None:
-            some, chosen = self._chosen(tree)
-            if not any(chosen):
-                return tree.rebuild(tree.leaves), state, Report()
+        tree = flatten(grads)
+        if step.all_reduce is None:
+            chosen = self.chosen(tree)
+            if not chosen:
+                return tree, state, Report()
+            some = tree.some(chosen)
         else:
-            some, chosen, params = self._taking_part(tree.rebuild(tree.leaves), params)
-        clipped, state, report = self.rule.update(some, state, params, all_reduce, in_place=in_place, loss=loss)
+            some, chosen, params = self._taking_part(tree.with_none(), step.params)
+            step = step._replace(params=params)
+        clipped, state, report = run(self.rule, some, state, step)
         report = report.without_skip()  # the other leaves are not skipped
-        if in_place:
-            return tree.rebuild(tree.leaves), state, report
-        new = iter(flatten(clipped).leaves)
-        merged = [next(new) if one else leaf for leaf, one in zip(tree.leaves, chosen, strict=True)]
-        return tree.rebuild(merged), state, report
+        if step.in_place:
+            return tree, state, report
+        leaves = list(tree.leaves)
+        for number, leaf in zip(chosen, flatten(clipped).leaves, strict=True):
+            leaves[number] = leaf
+        return tree.with_leaves(leaves), state, report
 
-    def _chosen(self, tree: Tree) -> tuple[Any, list[bool]]:
-        """Return the tree with ``None`` for the leaves that are left out, and which leaves are chosen."""
-        chosen = [_truth(self.where(path, leaf)) for path, leaf in zip(tree.paths(), tree.leaves, strict=True)]
-        return tree.rebuild([leaf if one else None for leaf, one in zip(tree.leaves, chosen, strict=True)]), chosen
+    def chosen(self, tree: Tree) -> list[int]:
+        """Return the numbers of the leaves that are chosen."""
+        pairs = zip(tree.paths(), tree.leaves, strict=True)
+        return [number for number, pair in enumerate(pairs) if _truth(self.where(*pair))]
 
-    def _taking_part(self, grads: Any, params: Any) -> tuple[Any, list[bool], Any]:
-        """Do as `_chosen`, where ``None`` may be a gradient that other processes have, and omit the other leaves."""
-        tree = flatten(grads, none_is_leaf=True)
+    def _taking_part(self, tree: Tree, params: Any) -> tuple[Any, list[int], Any]:
+        """Do as `chosen`, where ``None`` may be a gradient that other processes have, and omit the other leaves."""
         theirs = flatten(params, "params")
         known = dict(zip(theirs.paths(), theirs.leaves, strict=True))
         known |= {path: leaf for path, leaf in zip(tree.paths(), tree.leaves, strict=True) if leaf is not None}
@@ -217,7 +199,8 @@ class Masked(Printed):
         chosen = [n in gaps or (path in known and self.where(path, known[path])) for n, path in enumerate(tree.paths())]
         some = tree.rebuild([leaf if one else () for leaf, one in zip(tree.leaves, chosen, strict=True)])
         present = [bool(one) for one, leaf in zip(chosen, tree.leaves, strict=True) if leaf is not None]
-        return some, present, None if params is None else self._chosen(theirs)[0]
+        numbers = [number for number, one in enumerate(present) if one]
+        return some, numbers, None if params is None else closed(theirs.some(self.chosen(theirs)))
 
 
 def _truth(answer: Any) -> bool:

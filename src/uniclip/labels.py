@@ -15,7 +15,7 @@ from uniclip.limits import PerGroup
 from uniclip.norms import Norm
 from uniclip.rules import Rule
 from uniclip.scopes import FanIn, Scope, everything
-from uniclip.tree import Tree, flatten, place
+from uniclip.tree import Tree, place
 
 Leaves: TypeAlias = list[list[str | None] | None]
 """For each rule with memory, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
@@ -58,17 +58,15 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
         return []
     if isinstance(rule, Chain):
         return [part for one in rule.rules for part in leaves_of(one, tree)]
-    pairs = list(zip(tree.paths(), tree.leaves, strict=True))
     if isinstance(rule, Masked):
-        some = tree.rebuild([leaf if rule.where(path, leaf) else None for path, leaf in pairs])
-        return leaves_of(rule.rule, flatten(some))
+        return leaves_of(rule.rule, tree.some(rule.chosen(tree)))
     if not labelled(rule):
         return [None]
     if rule.by_leaf:
-        whole = flatten(tree.rebuild(tree.leaves), none_is_leaf=True)
+        whole = tree.with_none()
         both = zip(whole.paths(), whole.leaves, strict=True)
         return [[None if leaf is None else stable(place("", path)) for path, leaf in both]]
-    groups: dict[Hashable, None] = dict.fromkeys(rule.scope.label(path, leaf) for path, leaf in pairs)
+    groups: dict[Hashable, None] = dict.fromkeys(map(rule.scope.label, tree.paths(), tree.leaves))
     names: list[str | None] = [*sorted(stable(repr(label)) for label in groups)]
     return [names]
 

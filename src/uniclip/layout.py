@@ -17,12 +17,14 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import stable
-from uniclip.backends.base import cast, unchanged
+from uniclip.backends.arrays import cast
+from uniclip.backends.base import unchanged
 from uniclip.scopes import Scope, everything
 from uniclip.tree import Tree, backend_for, flatten, flatten_grads, place
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+    from uniclip.backends.processes import Part
 
 _STACKED = 2**16
 """The largest number of norms with kept axes that are stacked into one array."""
@@ -42,8 +44,8 @@ class Opened(NamedTuple):
     in_place: bool = False
     clean: bool = False
     """Whether entries that are not finite count as 0."""
-    parts: list[Any] | None = None
-    """The part of its leaf that each array is, see `Backend.local`; ``None`` if each is the whole leaf."""
+    parts: list[Part | None] | None = None
+    """The part of its leaf that each array is; ``None`` if each is the whole leaf."""
 
     @property
     def first(self) -> Any:
@@ -60,7 +62,7 @@ class Opened(NamedTuple):
         """Return a leaf of ``function(array, *operands)``; the leaf itself if it is changed in place."""
         leaf, array = self.tree.leaves[number], self.arrays[number]
         if self.in_place:
-            self.backend.write(leaf, array, function, *operands)
+            self.backend.in_place.write(leaf, array, function, *operands)
             return leaf
         xp, new = self.backend.xp, function(array, *operands)
         widened = new.dtype == array.dtype and not xp.isdtype(leaf.dtype, "integral")
@@ -70,9 +72,10 @@ class Opened(NamedTuple):
         """Return the function that restores the kind of an array's leaf."""
         if self.ways is not None:
             return self.ways[number]
-        return unchanged if self.part(number) is None else partial(self.backend.whole, self.tree.leaves[number])
+        part = self.part(number)
+        return unchanged if part is None else partial(part.whole, self.tree.leaves[number])
 
-    def part(self, number: int) -> Any:
+    def part(self, number: int) -> Part | None:
         """Return the part of its leaf that an array is, ``None`` if it is the whole leaf."""
         return None if self.parts is None else self.parts[number]
 
@@ -122,7 +125,7 @@ class Opened(NamedTuple):
                 )
                 raise ValueError(msg)
         if plain:
-            arrays, parts = backend.local(used)
+            arrays, parts = backend.processes.local(used)
             return Opened(backend, tree, list(map(backend.detached, arrays)), parts=parts)
         found = _opened(backend, tree)
         values = list(map(backend.detached, found.arrays))
@@ -189,7 +192,7 @@ def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened
     """
     backend, tree = flatten_grads(grads, name, in_place=in_place)
     if tree.plain:
-        arrays, parts = backend.local(tree.leaves)
+        arrays, parts = backend.processes.local(tree.leaves)
         return Opened(backend, tree, arrays, in_place=in_place, parts=parts)
     if in_place:
         _refuse_integers(backend, tree)
@@ -226,15 +229,15 @@ def _opened(backend: Backend, tree: Tree, *, in_place: bool = False) -> Opened:
         array, way = backend.stored(leaf)
         arrays.append(xp.astype(array, xp.asarray(1.0).dtype) if xp.isdtype(array.dtype, "integral") else array)
         ways.append(way)
-    local, parts = backend.local(arrays)
+    local, parts = backend.processes.local(arrays)
     if parts is not None:
-        ways = [_through(way, partial(backend.whole, array)) for way, array in zip(ways, arrays, strict=True)]
+        ways = [_through(*some) for some in zip(ways, arrays, parts, strict=True)]
     return Opened(backend, tree, local, ways, in_place, parts=parts)
 
 
-def _through(way: Callable[[Any], Any], whole: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _through(way: Callable[[Any], Any], array: Any, part: Part | None) -> Callable[[Any], Any]:
     """Return the function that restores an array from the part that a process holds."""
-    return lambda local: way(whole(local))
+    return way if part is None else lambda local: way(part.whole(array, local))
 
 
 def _refuse_integers(backend: Backend, tree: Tree) -> None:
@@ -255,7 +258,7 @@ def _made(given: Opened, scope: Scope, remembers: bool, joined: bool) -> Layout:
     alike: dict[Hashable, list[int]] = {}
     for number, group in enumerate(groups):
         arrays = [given.arrays[n] for n in group]
-        kind: Hashable = None if remembers or joined else given.backend.kind(arrays)
+        kind = None if remembers or joined else given.backend.processes.varying(arrays)
         if axes is not None:
             kind = None if remembers or len(group) != 1 else _kept(given, group[0], axes[group[0]])
             kind = number if kind is None else kind
@@ -270,7 +273,7 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
     if scope.label is everything:
         return {None: list(range(len(tree.leaves)))}
     numbers = iter(range(len(tree.leaves)))
-    whole = flatten(tree.rebuild(tree.leaves), none_is_leaf=True) if remembers else tree
+    whole = tree.with_none() if remembers else tree
     groups: dict[Hashable, list[int]] = {}
     for place_, (path, leaf) in enumerate(zip(whole.paths(), whole.leaves, strict=True)):
         label = place_ if scope.label is None else _label(scope.label, path, leaf, place(tree.name, path))
@@ -316,13 +319,13 @@ def _axes(given: Opened, scope: Scope, number: int) -> tuple[int, ...] | None:
 def _kept(given: Opened, number: int, axes: tuple[int, ...] | None) -> Hashable:
     """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be."""
     backend, array, shape = given.backend, given.arrays[number], given.shape(number)
-    fixed = not backend.traced(array) or (backend.stacks_traced and all([type(n) is int for n in shape]))
-    if axes is None or not fixed or not backend.undivided(array):
+    fixed = not backend.traced(array) or (backend.static_shapes and all([type(n) is int for n in shape]))
+    if axes is None or not fixed or not backend.processes.unsharded(array):
         return None
     kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
     size = math.prod(kept)
     alone = size > _STACKED or size == math.prod(shape) > 1
-    return None if alone else (kept, backend.device(array), given.part(number), backend.kind([array]))
+    return None if alone else (kept, backend.device(array), given.part(number), backend.processes.varying([array]))
 
 
 def _axes_kept(given: Opened, axes: Any, group: Sequence[int]) -> int | None:

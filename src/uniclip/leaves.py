@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from uniclip.backends.base import cast
+from uniclip.backends.arrays import cast, together
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.measure import measure
 from uniclip.norms import Norm
@@ -35,7 +35,7 @@ def as_row(given: Opened, layout: Layout, blocks: list[Any]) -> Any:
         return blocks[0]
     if not blocks:
         return np.zeros(0, np.float32)
-    own, blocks = given.backend, given.backend.together(blocks)
+    own, blocks = given.backend, together(given.backend, blocks)
     order = np.argsort([layout.groups[group][0] for block in layout.blocks for group in block.groups])
     xp = np if isinstance(blocks[0], np.ndarray) else own.xp
     blocks = blocks if xp is np else [own.to_device_of(blocks[0], block) for block in blocks]

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip.backends.base import cast
+from uniclip.backends.arrays import all_of, cast, stacked, together
+from uniclip.backends.processes import Op
 from uniclip.layout import Block, Layout
 from uniclip.norms import Linf, Norm
-from uniclip.processes import Column, Joint, Op
+from uniclip.processes import Column, Joint
 from uniclip.ruler import Rows, Ruler
 
 if TYPE_CHECKING:
@@ -59,12 +60,12 @@ def measure(rulers: list[Ruler], *, sizes: bool = False, scalars: Sequence[Any] 
     some = rulers if norm.size_power else rulers[:1] if sizes else []
     counts = [[[share] for share in ruler.sizes()] for ruler in some]
     way = _by_units if norm.has_powers else _by_totals
-    if norm.ord == 2 and not backend.watched():  # noqa: PLR2004
+    if norm.ord == 2 and not backend.debug_infs():  # noqa: PLR2004
         way = _by_squares
     columns, scalars = way(rulers, counts, scalars)
     norms, counted = columns[: len(rulers)], columns[len(rulers) :]
     counted = [_counted(*pair) for pair in zip(some, counted, strict=True)]
-    norms = [column.filled(backend.together(column.arrays)) for column in norms]
+    norms = [column.filled(together(backend, column.arrays)) for column in norms]
     if norm.size_power:
         norms = [_divided(backend, *pair, norm.size_power) for pair in zip(norms, counted, strict=True)]
     return Measured(norms, counted[0] if counted else None, list(scalars))
@@ -87,7 +88,7 @@ def _counted(ruler: Ruler, sizes: Column) -> Column:
 
 def _divided(backend: Backend, norms: Column, sizes: Column, power: float) -> Column:
     """Return norms divided by a power of their sizes."""
-    both = backend.together([*norms.arrays, *sizes.arrays])
+    both = together(backend, [*norms.arrays, *sizes.arrays])
     count = len(norms.arrays)
     return norms.filled([n / s**power for n, s in zip(both[:count], both[count:], strict=True)])
 
@@ -151,7 +152,7 @@ def _by_units(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answe
     backend = rulers[0].backend
     tops, _ = _joined(rulers, lambda *_: lambda ruler, block, _: ruler.totals(block, Linf, gather=True), "max")
     tops = [_typed(ruler, column.mapped(ruler.given.own)) for ruler, column in zip(rulers, tops, strict=True)]
-    units = [column.mapped(lambda top: backend.once(_unit(backend.xp, top))) for column in tops]
+    units = [column.mapped(lambda top: backend.barrier(_unit(backend.xp, top))) for column in tops]
     columns, sums = _joined(rulers, partial(_in_units, units), "sum", counts, scalars)
     norms = [_times_root(*some) for some in zip(rulers, units, columns, strict=False)]
     return [*norms, *columns[len(rulers) :]], sums
@@ -162,7 +163,7 @@ def _in_units(units: list[Column], number: int, place: int) -> Any:
     unit = units[number].blocks[place]
 
     def total(ruler: Ruler, block: Block, rows: Rows) -> Any:
-        own = unit if rows is None else ruler.backend.stacked([unit[row, ...] for row in rows])
+        own = unit if rows is None else stacked(ruler.backend, [unit[row, ...] for row in rows])
         return ruler.totals(block, units=own, gather=True)
 
     return total
@@ -227,7 +228,7 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
 
     def how(number: int, _: int) -> Any:
         def total(ruler: Ruler, block: Block, _: Rows) -> Any:
-            found = backend.together([ruler.squares(block, along[number])])[0]
+            found = together(backend, [ruler.squares(block, along[number])])[0]
             if joint is None:
                 return found
             wide, left = _in_range_here(ruler, block, found)
@@ -247,7 +248,7 @@ def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Ans
     sizes, totals = totals[len(rulers) :], totals[: len(rulers)]
     if lost:
         return [*_rescaled(rulers, totals), *sizes], sums
-    totals = [column.filled(backend.together(column.arrays)) for column in totals]
+    totals = [column.filled(together(backend, column.arrays)) for column in totals]
     host = all([isinstance(total, np.ndarray) for column in totals for total in column.arrays])
     if host and (joint is None or read):
         norms = _on_host(rulers, totals)
@@ -262,7 +263,7 @@ def _in_range_here(ruler: Ruler, block: Block, totals: Any) -> tuple[Any, list[i
     So all processes reduce once, whatever each of them holds.
     """
     backend, xp = ruler.backend, ruler.backend.xp
-    wide = backend.joined_dtype(block.dtype, ruler.given.first)
+    wide = backend.processes.reduction_dtype(block.dtype, ruler.given.first)
     safe = totals.dtype != (_host_dtype(ruler, block.dtype) if isinstance(totals, np.ndarray) else block.dtype)
     if not isinstance(totals, np.ndarray):
         return (totals if safe or wide == block.dtype else ruler.totals(block._replace(dtype=wide))), []
@@ -332,14 +333,14 @@ def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
         return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
 
     def rare() -> list[Any]:
-        short = backend.closes_over_symbols or not backend.traced(rulers[0].given.first)
+        short = backend.static_shapes or not backend.traced(rulers[0].given.first)
         columns = _rescaled(rulers, totals) if short else _by_units(rulers, (), ())[0]
         return [array for column in columns for array in column.arrays]
 
     if all(wide):  # no square can overflow or underflow
         found = usual()
     else:
-        accurate = backend.all_of([xp.all(in_range(total, total.dtype == xp.float32)) for total in every])
+        accurate = all_of(backend, [xp.all(in_range(total, total.dtype == xp.float32)) for total in every])
         if backend.readable(accurate):
             found = usual() if bool(accurate) else rare()
         else:

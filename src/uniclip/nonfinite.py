@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from uniclip.backends.arrays import all_of
 from uniclip.layout import Opened
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ _NAMED = 5
 
 def all_finite(given: Opened) -> Any:
     """Whether every entry here is finite."""
-    return given.backend.all_of([_finite(given, array) for array in given.arrays])
+    return all_of(given.backend, [_finite(given, array) for array in given.arrays])
 
 
 def _finite(given: Opened, array: Any) -> Any:
     backend, xp = given.backend, given.backend.xp
-    pieces = backend.pieces(array) if backend.large(array) else [array]
-    return backend.all_of([xp.all(xp.isfinite(piece)) for piece in pieces])
+    pieces = backend.pieces(array)
+    return all_of(backend, [xp.all(xp.isfinite(piece)) for piece in ([array] if pieces is None else pieces)])
 
 
 def refuse(given: Opened, backend: Backend, finite: Any) -> None:

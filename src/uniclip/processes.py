@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from uniclip._checks import check
-from uniclip.backends.base import cast
+from uniclip._repr import short
+from uniclip.backends.arrays import cast, stacked
+from uniclip.backends.processes import Op, Part, Reduce
 from uniclip.layout import Opened
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
-
-Op: TypeAlias = Literal["sum", "max"]
-Reduce: TypeAlias = Callable[[Any, Op], Any]
 
 
 class Group(Protocol):
@@ -121,8 +119,8 @@ class Share(NamedTuple):
     """Of shape ``(rows, *kept)``."""
     rows: Sequence[int] | None = None
     """The numbers of the rows; ``None`` for all of the block."""
-    owner: Any = None
-    """The mesh whose processes contribute too; ``None`` if there is none."""
+    part: Part | None = None
+    """A part whose owner's processes contribute too; ``None`` if they do not."""
 
 
 class Joint(NamedTuple):
@@ -160,20 +158,20 @@ class Joint(NamedTuple):
     def _over_meshes(self, columns: Any, op: Op, scalars: list[Any]) -> tuple[Any, list[Any]]:
         """Return columns and scalars reduced by the owners of the shares, one reduction for each."""
         columns = [[list(shares) for shares in column] for column in columns]
-        owned: dict[Any, list[tuple[list[Share], int]]] = {part.owner: [] for part in self.given.parts or () if part}
+        owned: dict[Any, tuple[Part, list[tuple[list[Share], int]]]] = {
+            part.owner: (part, []) for part in self.given.parts or () if part
+        }
         for column in columns:
             for shares in column:
                 for number, share in enumerate(shares):
-                    if share.owner is not None:
-                        owned.setdefault(share.owner, []).append((shares, number))
-        joins = self.backend.covering(list(owned)) if scalars else []
-        for owner, places in owned.items():
-            arrays, with_scalars = [shares[number].array for shares, number in places], owner in joins
+                    if share.part is not None:
+                        owned.setdefault(share.part.owner, (share.part, []))[1].append((shares, number))
+        joins = _covering([part for part, _ in owned.values()]) if scalars else []
+        for part, places in owned.values():
+            arrays, with_scalars = [shares[number].array for shares, number in places], part in joins
             if not arrays and not with_scalars:
                 continue
-            joined = reduced(
-                self.given, [*arrays, *(scalars if with_scalars else ())], op, partial(self.backend.join_parts, owner)
-            )
+            joined = reduced(self.given, [*arrays, *(scalars if with_scalars else ())], op, part.reduce)
             scalars = joined[len(arrays) :] if with_scalars else scalars
             for (shares, number), array in zip(places, joined, strict=False):
                 shares[number] = shares[number]._replace(array=array)
@@ -191,7 +189,7 @@ class Joint(NamedTuple):
                 by_row.setdefault(row, []).append(array[place, ...])
         xp = np if host else self.backend.xp
         rows = [_of(xp, by_row[row], op) for row in range(len(by_row))]
-        return np.stack(rows) if host else self.backend.stacked(rows)
+        return np.stack(rows) if host else stacked(self.backend, rows)
 
     def _among_all(self, blocks: list[Any]) -> list[Any]:
         """Return rows without axes in the order of all processes; norms with axes are whole in their process."""
@@ -221,6 +219,33 @@ class Joint(NamedTuple):
         return self.rows
 
 
+def _covering(parts: list[Part]) -> list[Part]:
+    """Return as few of the parts as have owners that cover all processes of all of them."""
+    chosen: list[Part] = []
+    for part in sorted(parts, key=lambda one: -len(one.processes())):
+        if not any([part.processes() <= one.processes() for one in chosen]):
+            chosen.append(part)
+    return chosen
+
+
+def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
+    """Return a function of ``(array, op)`` that reduces over the parts of a tree.
+
+    Raises
+    ------
+    TypeError
+        If ``all_reduce`` is neither a function nor what the library of the backend joins by.
+    """
+    processes = backend.processes
+    reduce: Reduce | None = processes.reducer(all_reduce)
+    if reduce is not None:
+        return reduce
+    if callable(all_reduce):
+        return all_reduce  # type: ignore[no-any-return]
+    msg = f"all_reduce must be {processes.joins_by} for gradients of this library, got {short(all_reduce)}"
+    raise TypeError(msg)
+
+
 def _of(xp: Any, parts: list[Any], op: Op) -> Any:
     """Return the sum or the maximum of a few arrays."""
     total = parts[0]
@@ -239,7 +264,7 @@ def reduced(given: Opened, arrays: list[Any], op: Op, reduce: Reduce) -> list[An
     backend, xp = given.backend, given.backend.xp
     arrays = [np.asarray(array) if isinstance(array, np.generic) else array for array in arrays]
     own = list(map(given.own, arrays))
-    dtype = backend.joined_dtype(xp.result_type(*[array.dtype for array in own]), own[0])
+    dtype = backend.processes.reduction_dtype(xp.result_type(*[array.dtype for array in own]), own[0])
     flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
     vector = xp.concat(flat, axis=0)
     vector = reduce(vector, op) if op == "sum" else _largest_of_all(xp, vector, reduce)

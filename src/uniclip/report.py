@@ -11,6 +11,7 @@ import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
 from uniclip.backends import DEFAULT, backend_of
+from uniclip.backends.arrays import stacked
 from uniclip.backends.base import NODES
 from uniclip.tree import flatten
 
@@ -293,7 +294,7 @@ def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -
     """Reduce over all entries of all arrays; only 0-d arrays are stacked, since others may be sharded."""
     if len(arrays) == 1:
         return function(arrays[0])
-    return function(backend.stacked([function(array) if len(array.shape) else array for array in arrays]))
+    return function(stacked(backend, [function(array) if len(array.shape) else array for array in arrays]))
 
 
 def _share_changed(backend: Backend, factors: list[Any]) -> Any:

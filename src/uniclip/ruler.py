@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from uniclip.backends import DEFAULT
-from uniclip.backends.base import cast, finite_or_zero, row_slices, spread
+from uniclip.backends.arrays import cast, finite_or_zero, spread, stacked
+from uniclip.backends.base import row_slices
+from uniclip.backends.processes import Op
 from uniclip.layout import Block, Layout, Opened
 from uniclip.norms import Norm
-from uniclip.processes import Joint, Op, Share
+from uniclip.processes import Joint, Share
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -30,18 +32,19 @@ more than it saves, since XLA, for one, works on large buffers in threads."""
 
 def zeros(given: Opened, layout: Layout) -> list[Any]:
     """Return zeros like the norms that `measure` would return, in the framework of the gradients."""
-    backend = given.backend
+    backend, xp = given.backend, given.backend.xp
 
     def row(block: Block, group: int) -> Any:
         numbers = layout.groups[group]
         if not (block.kept and numbers):
-            return _at_home(given, backend.xp.zeros((), dtype=block.dtype))
-        part, axes = given.part(numbers[0]), layout.axes_of(numbers[0])
-        if part is None:
-            return backend.zeros(given.arrays[numbers[0]], axes or (), block.dtype)
-        return _at_home(given, backend.xp.zeros(part.kept(axes), dtype=block.dtype))
+            return _at_home(given, xp.zeros((), dtype=block.dtype))
+        array, part, axes = given.arrays[numbers[0]], given.part(numbers[0]), layout.axes_of(numbers[0]) or ()
+        if part is None and not backend.processes.unsharded(array):  # they are sharded as it is
+            return xp.sum(xp.zeros_like(array, dtype=block.dtype), axis=axes)
+        kept = tuple(n for axis, n in enumerate(given.shape(numbers[0])) if axis not in axes)
+        return backend.to_device_of(array, xp.zeros(kept, dtype=block.dtype))
 
-    return [backend.stacked([row(block, group) for group in block.groups]) for block in layout.blocks]
+    return [stacked(backend, [row(block, group) for group in block.groups]) for block in layout.blocks]
 
 
 def _at_home(given: Opened, array: Any) -> Any:
@@ -72,7 +75,7 @@ class Ruler(NamedTuple):
         if not kinds:
             return [Share(how(self, block, None))]
         found = []
-        for (owner, part, held), rows in kinds.items():
+        for (_, part, held), rows in kinds.items():
             whole = len(kinds) == 1 and len(rows) == len(block.groups)
             groups = tuple(map(tuple, rows.values()))
             some = block._replace(groups=tuple(range(len(groups))))
@@ -81,7 +84,7 @@ class Ruler(NamedTuple):
                 axes = self.layout.axes_of(groups[0][0])
                 array = part.embedded(np if isinstance(array, np.ndarray) else self.backend.xp, array, axes)
             array = array if held == 1 else array / held
-            found.append(Share(array, None if whole else list(rows), owner))
+            found.append(Share(array, None if whole else list(rows), self.given.part(groups[0][0])))
         absent = [row for row, group in enumerate(block.groups) if not self.layout.groups[group]]
         return [*found, Share(self._zeros(found[0].array, len(absent)), absent)] if absent else found
 
@@ -117,7 +120,7 @@ class Ruler(NamedTuple):
             known = self._with_empty([number for group in groups for number in group], along)
             if any([one is None for one in known]):  # sums reduced in two ways may differ in dtype and range
                 return self.totals(block)
-            return self.backend.stacked(known) if len(known) == len(groups) else self.totals(block, along=along)
+            return stacked(self.backend, known) if len(known) == len(groups) else self.totals(block, along=along)
         if given.ways is not None or given.clean or block.kept or not all(groups):
             return self.totals(block)
         arrays = [given.arrays[number] for group in groups for number in group]
@@ -126,6 +129,8 @@ class Ruler(NamedTuple):
 
     def _with_empty(self, numbers: Sequence[int], along: dict[int, Any]) -> list[Any]:
         """Return known values of leaves, with 0 for leaves without entries, on which no other sums depend."""
+        if not any([0 in self.given.arrays[number].shape for number in numbers]):
+            return list(map(along.get, numbers))
         like = next((along[number] for number in numbers if along.get(number) is not None), None)
         zeros = None if like is None else (np if isinstance(like, np.ndarray) else self.backend.xp).zeros_like(like)
         return [zeros if 0 in self.given.arrays[number].shape else along.get(number) for number in numbers]
@@ -139,7 +144,7 @@ class Ruler(NamedTuple):
         """
         norm, groups = norm or self.norm, [self.layout.groups[group] for group in block.groups]
         gather = gather or self.backend.traced(self.given.first)
-        along = along or (self._alike(block, norm, units) if gather else {})
+        along = along or self._in_units(block, norm, units) or (self._alike(block, norm, units) if gather else {})
         gathered = [self._gathered(group) if gather else list(group) for group in groups]
 
         def part(row: int, number: Any) -> Any:
@@ -157,9 +162,8 @@ class Ruler(NamedTuple):
                 own = list(map(self.given.own, own))
             self._refuse_unequal(group, own)
             rows.append(self.reduce(own, norm.op) if own else _at_home(self.given, self._zero(block)))
-        return self.backend.stacked(
-            rows if all([isinstance(r, np.ndarray) for r in rows]) else list(map(self.given.own, rows))
-        )
+        host = all([isinstance(row, np.ndarray) for row in rows])
+        return stacked(self.backend, rows if host else list(map(self.given.own, rows)))
 
     def _unit(self, unit: Any, number: int | None, array: Any, block: Block) -> Any:
         """Return the unit of a row with the dimensions of an array."""
@@ -193,7 +197,7 @@ class Ruler(NamedTuple):
             groups = [of_group(layout.groups[group], copies) for group in block.groups]
             sizes = [[_at_home(given, xp.asarray(count, dtype=block.dtype)) for count in counts] for counts in groups]
             zero = [_at_home(given, self._zero(block))]
-            total = self.backend.stacked([self.reduce(some or zero, "sum") for some in sizes])
+            total = stacked(self.backend, [self.reduce(some or zero, "sum") for some in sizes])
             if not block.kept or not groups[0]:
                 return total
             return xp.reshape(total, (len(groups), *(1,) * block.kept))
@@ -213,6 +217,17 @@ class Ruler(NamedTuple):
             small.setdefault(array.dtype if self._few(array) else number, []).append(number)
         return [self._as_one(some) if len(some) > 1 else some[0] for some in small.values()]
 
+    def _in_units(self, block: Block, norm: Norm, units: Any) -> dict[int, Any]:
+        """Return Σ|x/unit|² of the leaves, if there is a fast path."""
+        given, layout = self.given, self.layout
+        plain = given.ways is None and given.parts is None and not given.clean
+        if units is None or norm.ord != 2 or not plain:  # noqa: PLR2004
+            return {}
+        pairs = [(row, number) for row, group in enumerate(block.groups) for number in layout.groups[group]]
+        arrays, axes = [given.arrays[number] for _, number in pairs], [layout.axes_of(number) for _, number in pairs]
+        found = self.backend.squares_in_units(arrays, axes, units, [row for row, _ in pairs])
+        return {} if found is None else dict(zip([number for _, number in pairs], found, strict=True))
+
     def _alike(self, block: Block, norm: Norm, units: Any) -> dict[int, Any]:
         """Return Σ|x/unit|ᵖ of small leaves where there are many norms, leaves of one shape together.
 
@@ -229,9 +244,9 @@ class Ruler(NamedTuple):
                     shapes.setdefault((array.dtype, tuple(array.shape), axes), []).append((row, number))
         found: dict[int, Any] = {}
         for (_, shape, axes), some in shapes.items():
-            arrays = backend.stacked([given.arrays[number] for _, number in some])
+            arrays = stacked(backend, [given.arrays[number] for _, number in some])
             along = tuple([axis + 1 for axis in (range(len(shape)) if axes is None else axes)])
-            own = None if units is None else backend.stacked([units[row, ...] for row, _ in some])
+            own = None if units is None else stacked(backend, [units[row, ...] for row, _ in some])
             own = own if own is None else spread(backend, own, arrays, along, block.dtype)
             total = self._part(arrays, along, norm, block.dtype, own)
             found |= {number: total[place, ...] for place, (_, number) in enumerate(some)}
@@ -241,7 +256,7 @@ class Ruler(NamedTuple):
         """Whether an array is known to be small and whole."""
         shape = array.shape
         known = getattr(shape, "rank", 0) is not None and all(isinstance(n, int) for n in shape)
-        return known and math.prod(shape) <= _SMALL and self.backend.undivided(array)
+        return known and math.prod(shape) <= _SMALL and self.backend.processes.unsharded(array)
 
     def _as_one(self, numbers: list[int]) -> Any:
         arrays, backend = [self.given.arrays[number] for number in numbers], self.backend
@@ -257,10 +272,11 @@ class Ruler(NamedTuple):
             wide = cast(xp, cleaned, xp.result_type(piece.dtype, dtype))
             return norm.total(backend, wide if unit is None else wide / cast(xp, unit, wide.dtype), axes)
 
-        if not backend.large(array):
+        pieces = backend.pieces(array)
+        if pieces is None:
             return total(array, unit)
         if axes is None:
-            return self.reduce([total(piece, unit) for piece in backend.pieces(array)], norm.op)
+            return self.reduce([total(piece, unit) for piece in pieces], norm.op)
         rows = row_slices(array.shape)
         if 0 in axes:
             return self.reduce([total(array[some], unit) for some in rows], norm.op)
@@ -271,8 +287,8 @@ class Ruler(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         backend = DEFAULT if isinstance(parts[0], np.ndarray) else self.backend
-        stacked = backend.stacked(parts)
-        return backend.sum(stacked, (0,)) if op == "sum" else backend.xp.max(stacked, axis=0)
+        rows = stacked(backend, parts)
+        return backend.sum(rows, (0,)) if op == "sum" else backend.xp.max(rows, axis=0)
 
     def _refuse_unequal(self, group: Sequence[int], parts: list[Any]) -> None:
         """Refuse a group whose leaves have norms of different shapes."""

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from uniclip._checks import check, flag, one_of, refuse_in_step, settle
+from uniclip._checks import check, one_of, refuse_in_step, settle
 from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
-from uniclip._repr import Printed
-from uniclip._types import Array, Number, T
+from uniclip._types import Array, T
 from uniclip.absent import Filled, filled
 from uniclip.agree import telling
 from uniclip.arraywise import Function
 from uniclip.ask import Step
 from uniclip.backends import backend_by, compiling
+from uniclip.base import BaseRule, RuleLike, run
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
 from uniclip.leaves import row_of
@@ -27,42 +27,14 @@ from uniclip.losses import Loss
 from uniclip.measure import measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
-from uniclip.processes import AllReduce, Joint, Shared, joining, of
+from uniclip.processes import Joint, of
 from uniclip.report import Report
 from uniclip.ruler import Ruler
 from uniclip.scopes import Scope, all_leaves
 from uniclip.step import Decision, Single, decide, first_state
-from uniclip.tree import flatten
+from uniclip.tree import Tree, closed, flatten
 
 _PLAIN = {float, int, bool, str, type(None)}
-
-
-class RuleLike(Protocol):
-    """What every rule has."""
-
-    @property
-    def memory(self) -> bool:
-        """Whether the rule has memory."""
-
-    @property
-    def by_leaf(self) -> bool:
-        """Whether rows of the state belong to leaves by their order."""
-
-    def init(self, grads: Any) -> Any:
-        """Return the state before the first step."""
-
-    def update(
-        self,
-        grads: T,
-        state: Any,
-        params: Any = None,
-        all_reduce: AllReduce | None = None,
-        *,
-        in_place: bool = False,
-        loss: Any = None,
-        shared: Shared | None = None,
-    ) -> tuple[T, Any, Report]:
-        """Clip, and also return the next state."""
 
 
 AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
@@ -70,7 +42,7 @@ AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
 
 
 @dataclass(frozen=True, repr=False)
-class Rule(Printed):
+class Rule(BaseRule):
     """Multiply each gradient by ``curve(norm, limit)``, with one norm per scope.
 
     Parameters
@@ -179,49 +151,17 @@ class Rule(Printed):
         with given.backend.quiet(given.first):
             return first_state(self, given)
 
-    def update(
-        self,
-        grads: T,
-        state: Any,
-        params: Any = None,
-        all_reduce: AllReduce | None = None,
-        *,
-        in_place: bool = False,
-        loss: Number | None = None,
-        shared: Shared | None = None,
-    ) -> tuple[T, Any, Report]:
-        """Clip ``grads`` and return the next state: the pure form, for ``jit``, ``scan`` and checkpoints.
-
-        Parameters
-        ----------
-        grads, params, all_reduce, shared
-            As in `uniclip.clip`.
-        state : tree of arrays
-            What `init` or the previous step returned.
-        in_place : bool, default False
-            Write into the given arrays, as `uniclip.clip_` does.
-        loss : float or 0-d array, optional
-            The loss of this step, for limits that use it, such as that of `uniclip.skip_spikes`. Where norms are
-            reduced over processes (by ``all_reduce``, or for distributed arrays), the mean of their losses is used.
-
-        Returns
-        -------
-        clipped : tree
-        state : tree of arrays
-            The next state; the same as ``state`` after a step that is not finite.
-        report : Report
-
-        Raises
-        ------
-        TypeError, ValueError, FloatingPointError
-            As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
-        """
-        step, in_place = Step(params, joining(all_reduce, shared), loss), flag("in_place", in_place)
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+        """Take a step; see `BaseRule`."""
 
         def clipped(whole: Filled, decision: Decision | Single) -> tuple[Any, Any, Report]:
-            return whole.emptied(decision.clipped(self)), decision.state, decision.report()
+            return _clipped(self, whole, decision), decision.state, decision.report()
 
-        return taken(self, grads, state, step, clipped, in_place=in_place)  # type: ignore[no-any-return]
+        return taken(self, grads, state, step, clipped)  # type: ignore[no-any-return]
+
+
+def _clipped(rule: Rule, whole: Filled, decision: Decision | Single) -> Tree:
+    return whole.emptied(decision.given.tree, decision.clipped(rule))
 
 
 def measured(
@@ -246,16 +186,19 @@ def seen(
 
     Where all leaves share a norm it is computed from these, and equal to that of `Rule.update` to rounding.
     """
+    step = Step(params, loss=loss, leaves=True, in_place=in_place)
     if not isinstance(rule, Rule):
-        given = opened(grads)
+        tree = flatten(grads)
+        given = opened(tree)
         with given.backend.quiet(given.first):
             row = row_of(given, L2, None if given.parts is None else Joint(given))
-        return (*rule.update(grads, state, params, in_place=in_place, loss=loss), row)
+        clipped, state, report = run(rule, tree, state, step._replace(leaves=False))
+        return closed(clipped), state, report, row
 
     def finish(whole: Filled, decision: Decision | Single) -> Any:
-        return whole.emptied(decision.clipped(rule)), decision.state, decision.report(), decision.leaves
+        return closed(_clipped(rule, whole, decision)), decision.state, decision.report(), decision.leaves
 
-    return taken(rule, grads, state, Step(params, None, loss, leaves=True), finish, in_place=in_place)  # type: ignore[no-any-return]
+    return taken(rule, grads, state, step, finish)  # type: ignore[no-any-return]
 
 
 def _measured(_: Filled, decision: Decision | Single) -> tuple[Any, Report, Any]:
@@ -268,18 +211,16 @@ def taken(
     state: Any,
     step: Step,
     finish: Callable[[Filled, Decision | Single], Any],
-    *,
-    in_place: bool = False,
 ) -> Any:
     """Validate the arguments of a step, open its gradients, compute their factors, and finish the step."""
     if step.all_reduce is None:
         refuse_in_step(None, None if isinstance(step.loss, Loss) else step.loss, step.params)
-        return _finished(rule, Filled(grads), state, step, finish, in_place)
+        return _finished(rule, Filled(grads), state, step, finish)
     with telling(rule.scope, rule, step.all_reduce, grads, step.params):
         refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
         known = backend_by(of(step.all_reduce)) is not None
         whole = filled(rule.scope, grads, step.params, state, known=known)
-        return _finished(rule, whole, state, step, finish, in_place)
+        return _finished(rule, whole, state, step, finish)
 
 
 def _finished(
@@ -288,13 +229,13 @@ def _finished(
     state: Any,
     step: Step,
     finish: Callable[[Filled, Decision | Single], Any],
-    in_place: bool,  # noqa: FBT001
 ) -> Any:
-    given = opened(whole.grads, in_place=in_place)
+    given = opened(whole.grads, in_place=step.in_place)
     if not given.arrays and step.all_reduce is not None:
         given = given._replace(backend=backend_by(of(step.all_reduce)) or given.backend)
     with given.backend.quiet(given.first):
-        return finish(whole, decide(rule, given, state, step._replace(absent=whole.absent)))
+        step = step._replace(absent=whole.absent) if whole.absent else step
+        return finish(whole, decide(rule, given, state, step))
 
 
 def clip_known(
@@ -303,12 +244,15 @@ def clip_known(
     """Clip by a rule without memory; return the gradients and their norms, which are ``norm`` if it is given."""
 
     def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Any]:
-        return whole.emptied(decision.clipped(rule)), decision.total()
+        return closed(_clipped(rule, whole, decision)), decision.total()
 
-    step = Step(params, all_reduce, norm=norm)
-    if all_reduce is None:
-        return _finished(rule, Filled(grads), NoState(), step, finish, in_place)  # type: ignore[no-any-return]
-    return taken(rule, grads, NoState(), step, finish, in_place=in_place)  # type: ignore[no-any-return]
+    step = Step(params, all_reduce, norm=norm, in_place=in_place)
+    if all_reduce is not None:
+        return taken(rule, grads, NoState(), step, finish)  # type: ignore[no-any-return]
+    given = opened(grads, in_place=in_place)
+    with given.backend.quiet(given.first):
+        decision = decide(rule, given, NoState(), step)
+        return closed(decision.clipped(rule)), decision.total()
 
 
 def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from uniclip._repr import short
-from uniclip.backends.base import cast, finite_or_zero, spread, upcast
+from uniclip.backends.arrays import cast, finite_or_zero, rows_of, spread, upcast
 from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, hard, normalize
 from uniclip.layout import Block, Layout, Opened
 from uniclip.limits import Constant, Limit
@@ -18,6 +18,7 @@ from uniclip.limits.base import Vectorized
 from uniclip.norms import Norm
 from uniclip.ruler import MANY, broadcasts
 from uniclip.scopes import Scope
+from uniclip.tree import Tree
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -82,8 +83,9 @@ def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: 
     xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
     if measures(rule.limit):
         return Factors(None, _kept(backend, rule, norms, xp.ones_like(norms), finite))
+    unlimited: Any = None
     if isinstance(limits, NUMBERS):
-        unlimited: Any = bool(limits >= top)
+        unlimited = bool(limits >= top)
         limits = xp.asarray(limits, dtype=norms.dtype)
     else:
         limits = cast(xp, backend.to_device_of(norms, limits), norms.dtype)
@@ -134,7 +136,9 @@ def _measures_by_array(backend: Backend, limit: Any) -> Any:
 def _curved(backend: Backend, curve: Curve, norms: Any, limits: Any, top: float) -> tuple[Any, Any]:
     """Return the factors of a curve, as a power of two and the rest where the factor would overflow or underflow."""
     xp, linear = backend.xp, isinstance(curve, LINEAR)
-    near = not (linear or curve in RATIOS) or backend.one_pass(norms)
+    # An accelerator is given one factor, since it takes a pass over memory for each.
+    elsewhere = backend.accelerators and not backend.traced(norms) and not backend.readable(norms)
+    near = elsewhere or not (linear or curve in RATIOS)
     if not near and isinstance(norms, np.ndarray):
         near = bool(((norms * _FAR[0] <= limits) & (limits <= norms / _FAR[0])).all())
     power = None if near else _power(xp, curve, norms, limits, top)
@@ -170,7 +174,7 @@ def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
     raise TypeError(msg)
 
 
-def scaled(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Any:
+def scaled(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Tree:
     """Multiply each group by its factor; return leaves whose factor is known to be 1 as they are."""
     backend, tree = given.backend, given.tree
     change = partial(_changed, given, layout, factors, skip)
@@ -179,8 +183,8 @@ def scaled(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool)
     alone = alone and given.parts is None
     factor = factors[0].rest if alone else None
     if factor is None or isinstance(factor, np.ndarray) or backend.readable(factor):
-        return tree.rebuild(change())
-    return tree.rebuild(backend.unless_one(factor, tree.leaves, change))
+        return tree.with_leaves(change())
+    return tree.with_leaves(backend.unless_one(factor, tree.leaves, change))
 
 
 def _changed(given: Opened, layout: Layout, factors: list[Factors], skip: bool) -> list[Any]:  # noqa: FBT001
@@ -249,12 +253,10 @@ def _at_once(
         return None
     arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
     if along:
-        by = [_beside(given, layout, leaf, factors[block].rest[row, ...]) for leaf, block, row in left]
+        each = [rows_of(given.backend, some.rest) for some in factors]
+        by = [_beside(given, layout, leaf, each[block][row]) for leaf, block, row in left]
         return given.backend.scaled(arrays, by, in_place=given.in_place)
-    parts = [
-        [part.tolist() if host else [part[row, ...] for row in range(len(block.groups))] for part in some.parts()]
-        for some, block in zip(factors, layout.blocks, strict=True)
-    ]
+    parts = [[part.tolist() if host else rows_of(given.backend, part) for part in some.parts()] for some in factors]
     for part in (1, 0) if powers else (0,):  # the power first
         by = [parts[number][part][row] if part < len(parts[number]) else 1.0 for _, number, row in left]
         arrays = None if arrays is None else given.backend.scaled(arrays, by, in_place=given.in_place)
@@ -286,7 +288,7 @@ def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[lis
 
     def own(block: Block, some: Factors) -> list[Any]:
         parts = list(map(given.own, some.parts()))
-        return parts if len(block.groups) <= MANY else list(map(given.backend.once, parts))
+        return parts if len(block.groups) <= MANY else list(map(given.backend.barrier, parts))
 
     return [own(*pair) for pair in zip(layout.blocks, factors, strict=True)]
 
@@ -300,7 +302,7 @@ def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, b
     return [spread(given.backend, one, array, axes, dtype) for one in rows]
 
 
-def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Any:
+def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Tree:
     """Return the sum of the gradients, each multiplied by its factor, along their first axis."""
     backend, new, own = given.backend, list(given.tree.leaves), own_parts(given, layout, factors)
     xp = backend.xp
@@ -313,8 +315,9 @@ def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool
                 total = backend.sum(_times(backend, skip, given.clean, upcast(xp, array), *by), (0,))
                 whole = xp.isdtype(original.dtype, "integral")
                 total = cast(xp, total, array.dtype if whole else original.dtype)
-                new[leaf] = total if given.part(leaf) is None else backend.summed_whole(original, total)
-    return given.tree.rebuild(new)
+                part = given.part(leaf)
+                new[leaf] = total if part is None else part.summed(original, total)
+    return given.tree.with_leaves(new)
 
 
 def _refuse_reduced(given: Opened, layout: Layout) -> None:

@@ -13,7 +13,7 @@ from uniclip._repr import short
 from uniclip.agree import joint_of
 from uniclip.ask import Asked, Beside, Step, on_host, opened_params, refuse_shape
 from uniclip.backends import DEFAULT
-from uniclip.backends.base import cast
+from uniclip.backends.arrays import all_of, cast, together
 from uniclip.curves import hard, reject
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.leaves import as_row, norm_of_row, row_of
@@ -27,6 +27,7 @@ from uniclip.report import Late, Made, Parts, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
 from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
 from uniclip.scopes import all_leaves, each_leaf, everything
+from uniclip.tree import Tree
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -56,11 +57,11 @@ class Decision(NamedTuple):
     leaves: Any = None
     """The norms of all leaves, see `leaves.row_of`, if wanted."""
 
-    def clipped(self, rule: Choices) -> Any:
+    def clipped(self, rule: Choices) -> Tree:
         """Return the clipped gradients."""
         return scaled(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
 
-    def reduced(self, rule: Choices) -> Any:
+    def reduced(self, rule: Choices) -> Tree:
         """Return the sum of the clipped gradients along their first axis."""
         return reduced(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
 
@@ -101,7 +102,7 @@ class _Seen(NamedTuple):
         xp = self.backend.xp
         with self.own.quiet():
             if name == "clipped":
-                same = self.backend.all_of([xp.all(xp.equal(some, 1.0)) for some in self.factors])
+                same = all_of(self.backend, [xp.all(xp.equal(some, 1.0)) for some in self.factors])
                 return self._own(xp.logical_not(same))
             if name == "finite":
                 return self._own(finite(self.backend, self.sound, self.norms))
@@ -150,13 +151,13 @@ class Single(NamedTuple):
     leaves: Any = None
     skipped: None = None
 
-    def clipped(self, rule: Choices) -> Any:
+    def clipped(self, rule: Choices) -> Tree:
         """Return the clipped gradients."""
         given, arrays, factor = self.given, self.given.arrays, float(self.factors)
         new = arrays if factor == 1 else given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place)
-        return self._in_arrays(rule).clipped(rule) if new is None else given.tree.rebuild(new)
+        return self._in_arrays(rule).clipped(rule) if new is None else given.tree.with_leaves(new)
 
-    def reduced(self, rule: Choices) -> Any:
+    def reduced(self, rule: Choices) -> Tree:
         """Return the sum of the clipped gradients along their first axis."""
         return self._in_arrays(rule).reduced(rule)
 
@@ -216,9 +217,10 @@ def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | 
     if not (constant and alone and usual):
         return None
     own = given.backend
-    read = own.readable(given.first) and not own.watched()
+    read = own.readable(given.first) and not own.debug_infs()
     found = own.squares(given.arrays, [1] * len(given.arrays) if leaves else [len(given.arrays)]) if read else None
-    found = found if found is None else own.together([found])[0]
+    if not (found is None or isinstance(found, np.ndarray)):
+        found = together(own, [found])[0]
     if not isinstance(found, np.ndarray):
         return None
     row, total = _row_and_total(given, found) if leaves else (None, found[0])
@@ -368,7 +370,7 @@ def first_state(rule: Choices, given: Opened) -> Any:
 
 def finite(backend: Backend, sound: list[Any], norms: list[Any]) -> Any:
     """Return whether all entries (where checked) and all norms are finite."""
-    return backend.all_of([*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in norms]])
+    return all_of(backend, [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in norms]])
 
 
 def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
@@ -377,7 +379,7 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
         return new
     if backend.readable(finite):
         return new if bool(finite) else old
-    finite = backend.once(finite)  # or compilers would compute it again for each array
+    finite = backend.barrier(finite)  # or compilers would compute it again for each array
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
 
 
@@ -397,7 +399,7 @@ def _skipped(  # noqa: PLR0913, PLR0917
             rows = [gone] if len(here) == len(block.groups) else [gone[row, ...] for row in here]
             every += [xp.all(row) for row in rows]
             none += [xp.logical_not(xp.any(row)) for row in rows]  # true also where there is no norm
-        every, none = backend.all_of(every), backend.all_of(none)
+        every, none = all_of(backend, every), all_of(backend, none)
         if joint is not None and joint.rows is not None:  # other processes have norms of their own
             not_all = [xp.astype(xp.logical_not(flag), xp.float32) for flag in (every, none)]
             every, none = (count < 1 for count in joint.columns([], "sum", not_all)[1])
@@ -412,7 +414,7 @@ def _known(given: Opened, layout: Layout, step: Step) -> list[Any]:
     home = zeros(given, layout)
     known = [_as_known(backend, step.norm, zero) for zero in home]
     norms = [cast(backend.xp, zero, norm.dtype) + norm for zero, norm in zip(home, known, strict=True)]
-    return backend.together(norms)
+    return together(backend, norms)
 
 
 def _as_known(backend: Backend, norm: Any, zero: Any) -> Any:

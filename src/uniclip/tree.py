@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,10 @@ from uniclip.scopes import Path
 
 
 class Tree(NamedTuple):
-    """A flattened tree; ``rebuild`` puts leaves back in their places."""
+    """A flattened tree; ``rebuild`` puts leaves back in their places.
+
+    None of its functions holds the leaves, unless the structure is unknown.
+    """
 
     leaves: list[Any]
     rebuild: Callable[[list[Any]], Any]
@@ -29,9 +32,40 @@ class Tree(NamedTuple):
     """The path of each leaf; only labels, parameters and errors use it."""
     name: str
     plain: Backend | None = None
-    """The backend of all leaves, if a quick check shows that they are dense floating-point arrays."""
+    """The backend of all leaves, if a quick check showed that they are dense floating-point arrays."""
     spec: Any = None
     """The structure, comparable and hashable; ``None`` if unknown."""
+    apart: bool = False
+    """Whether the leaves are known to be writable and to share no memory."""
+
+    def with_leaves(self, leaves: list[Any]) -> Tree:
+        """Return the tree with other leaves; where gradients are changed in place, in the same memory."""
+        return Tree(leaves, self.rebuild, self.paths, self.name, None, self.spec, self.apart)
+
+    def some(self, numbers: Sequence[int]) -> Tree:
+        """Return the tree of some of the leaves, with ``None`` in the places of the others."""
+        count, rebuild, paths = len(self.leaves), self.rebuild, self.paths
+        if len(numbers) == count:
+            return self
+
+        def rebuilt(new: list[Any]) -> Any:
+            every: list[Any] = [None] * count
+            for number, leaf in zip(numbers, new, strict=True):
+                every[number] = leaf
+            return rebuild(every)
+
+        def paths_of_some() -> list[Path]:
+            every = paths()
+            return [every[number] for number in numbers]
+
+        spec = None if self.spec is None else (self.spec, tuple(numbers))
+        plain = self.plain if numbers else None
+        leaves = [self.leaves[number] for number in numbers]
+        return Tree(leaves, rebuilt, paths_of_some, self.name, plain, spec, self.apart)
+
+    def with_none(self) -> Tree:
+        """Return the tree with each ``None`` as a leaf."""
+        return flatten(closed(self), self.name, none_is_leaf=True)
 
     def place(self, number: int) -> str:
         """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
@@ -47,7 +81,7 @@ def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tr
     """Flatten any nesting of containers; ``None`` keeps its place and is not a leaf, unless ``none_is_leaf``.
 
     Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as they were; an
-    iterator is consumed once and becomes a list.
+    iterator is consumed once and becomes a list. A tree that another rule has flattened is returned.
 
     Raises
     ------
@@ -56,13 +90,20 @@ def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tr
     ValueError
         If an iterator in the tree is empty or exhausted.
     """
+    if isinstance(tree, Tree):
+        return tree if tree.plain else tree._replace(plain=plain_backend_of(tree.leaves))
     refuse_as_grads(tree, name)
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     plain = plain_backend_of(leaves)
     if plain or all(leaf is None or backend_of(leaf) for leaf in leaves):
         return Tree(leaves, partial(optree.tree_unflatten, spec), spec.paths, name, plain, spec)
     paths, leaves, rebuild = _flatten(tree, name, (), none_is_leaf=none_is_leaf)
-    return Tree(leaves, lambda new: rebuild(iter(new)), lambda: paths, name)
+    return Tree(leaves, lambda new: rebuild(iter(new)), lambda: paths, name, plain_backend_of(leaves))
+
+
+def closed(grads: Any) -> Any:
+    """Return gradients in the user's containers."""
+    return grads.rebuild(grads.leaves) if isinstance(grads, Tree) else grads
 
 
 def backend_for(tree: Tree) -> Backend:
@@ -101,8 +142,9 @@ def flatten_grads(tree: Any, name: str = "grads", *, in_place: bool = False) -> 
     """
     flat = flatten(tree, name)
     backend = flat.plain or backend_for(flat)
-    if in_place and not (flat.plain and backend.apart(flat.leaves)):
-        flat = _each_memory_once(backend, flat)
+    if in_place and not flat.apart:
+        apart = flat.plain and backend.apart(flat.leaves)
+        flat = (flat if apart else _each_memory_once(backend, flat))._replace(apart=True)
     return backend, flat
 
 
@@ -110,9 +152,10 @@ def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
     """Refuse leaves that cannot be written in place; replace a second leaf with the same memory by an absent one."""
     first: dict[int, int] = {}
     again = {number for number, leaf in enumerate(tree.leaves) if first.setdefault(id(leaf), number) != number}
-    views = [None if number in again else backend.memory(leaf) for number, leaf in enumerate(tree.leaves)]
-    for number, (leaf, view) in enumerate(zip(tree.leaves, views, strict=True)):
-        why = backend.why_fixed(leaf)
+    views: list[Any] = []
+    for number, leaf in enumerate(tree.leaves):
+        view, why = backend.in_place.memory(leaf)
+        views.append(None if number in again else view)
         if view is not None and overlaps_itself(view):
             why = why or "several of its entries may lie in one place"
         if why:
@@ -129,17 +172,7 @@ def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
             )
             raise ValueError(msg)
         again.add(two)
-    kept = [number for number in range(len(tree.leaves)) if number not in again]
-
-    def rebuild(new: list[Any]) -> Any:
-        by_number = dict(zip(kept, new, strict=True))
-        return tree.rebuild([by_number.get(number) for number in range(len(tree.leaves))])
-
-    def paths() -> list[Path]:
-        every = tree.paths()
-        return [every[number] for number in kept]
-
-    return Tree([tree.leaves[number] for number in kept], rebuild, paths, tree.name, tree.plain)
+    return tree.some([number for number in range(len(tree.leaves)) if number not in again])
 
 
 def _flatten(

@@ -23,6 +23,7 @@ from uniclip.report import Report
 from uniclip.rules import AnyRule, Rule, as_rule, clip_known, made_once, norm_of, taken
 from uniclip.scopes import all_leaves
 from uniclip.step import Decision, Single
+from uniclip.tree import closed
 
 
 @keywords_known
@@ -168,7 +169,7 @@ def clip_and_sum(
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
 
     def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Report]:
-        return whole.emptied(decision.reduced(rule)), decision.report()
+        return closed(whole.emptied(decision.given.tree, decision.reduced(rule))), decision.report()
 
     return taken(rule, grads, NoState(), Step(params, joining(all_reduce, shared)), finish)  # type: ignore[no-any-return]
 

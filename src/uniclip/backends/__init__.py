@@ -7,6 +7,7 @@ The framework of an existing object is already imported, so the imports below ne
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat
@@ -38,17 +39,29 @@ def _jax() -> Backend:
     return BACKEND
 
 
-_LOADERS = {"numpy": lambda: DEFAULT, "torch": _torch, "tensorflow": _tensorflow, "jax": _jax, "jaxlib": _jax}
+_LOADERS: dict[str, Callable[[], Backend]] = {
+    "numpy": lambda: DEFAULT,
+    "torch": _torch,
+    "tensorflow": _tensorflow,
+    "jax": _jax,
+    "jaxlib": _jax,
+}
 
 
 def backend_of(leaf: Any) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is not an array."""
-    for base in type(leaf).__mro__:
+    load = _loader_of(type(leaf))
+    backend = load() if load else _other(leaf)
+    return backend if backend is not None and backend.is_array(leaf) else None
+
+
+def _loader_of(cls: type) -> Callable[[], Backend] | None:
+    """Return what loads the backend of a class of one of the known libraries, ``None`` for a class of any other."""
+    for base in cls.__mro__:
         load = _LOADERS.get(base.__module__.partition(".")[0])
         if load:
-            backend = load()
-            return backend if backend.is_array(leaf) else None
-    return _other(leaf)
+            return load
+    return None
 
 
 def backend_by(all_reduce: Any) -> Backend | None:

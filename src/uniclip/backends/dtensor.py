@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""PyTorch's distributed tensors: each process works on its local tensor, and the mesh reduces the results.
+"""PyTorch's process groups and distributed tensors: each process works on its local tensor, and groups reduce.
 
 Nothing here is imported before there is such a tensor: ``torch.distributed.tensor`` takes long to import.
 """
@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any
 
 import torch
+
+from uniclip.backends.processes import Op, Processes, Reduce
+from uniclip.backends.torch_modes import recorded, tracing
 
 _KEPT = 4096
 """The number of parts that are cached, so that equal ones are one object."""
@@ -37,7 +40,7 @@ def summed(tensor: Any) -> Any:
 
 def unsummed(like: Any, tensor: Any) -> Any:
     """Undo `summed` on a tensor that was changed since, in the placements of ``like``."""
-    return like_local(like, first_of(like, tensor.to_local()))
+    return _like_local(like, first_of(like, tensor.to_local()))
 
 
 def first_of(like: Any, whole: Any) -> Any:
@@ -53,7 +56,7 @@ def is_partial(tensor: Any) -> bool:
     return any([p.is_partial() for p in tensor.placements])
 
 
-def local_of(tensor: Any) -> Any:
+def _local_of(tensor: Any) -> Any:
     """Return what this process holds of a distributed tensor."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return tensor.to_local()
@@ -61,7 +64,7 @@ def local_of(tensor: Any) -> Any:
     return local if type(local) is torch.Tensor else tensor.to_local()  # an asynchronous one
 
 
-def like_local(like: Any, local: Any) -> Any:
+def _like_local(like: Any, local: Any) -> Any:
     """Return a local tensor as a distributed one with the mesh, placements and shape of another."""
     from torch.distributed.tensor import DTensor
 
@@ -70,7 +73,7 @@ def like_local(like: Any, local: Any) -> Any:
     )
 
 
-def summed_first(like: Any, local: Any) -> Any:
+def _summed_first(like: Any, local: Any) -> Any:
     """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -103,9 +106,23 @@ class Part:
         axes = {p.dim for p in self._placements if not p.is_replicate()}
         return {axis: _indices(self.owner, self._placements, axis, self.shape[axis]) for axis in sorted(axes)}
 
-    def kept(self, axes: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the shape of the whole tensor's norms along ``axes``."""
-        return () if axes is None else tuple([n for axis, n in enumerate(self.shape) if axis not in axes])
+    def processes(self) -> frozenset[int]:
+        """Return the ranks of the processes of the mesh."""
+        return frozenset(self.owner.mesh.flatten().tolist())
+
+    def reduce(self, array: Any, op: Op) -> Any:
+        """Return the sum or maximum over the mesh."""
+        if tracing() or recorded(array):
+            return _joined(self.owner, array, op)
+        return _all_reduce([group for group in self.owner.get_all_groups() if group.size() > 1], array, op)
+
+    def whole(self, like: Any, local: Any) -> Any:
+        """Return a local tensor as a distributed one like another."""
+        return _like_local(like, local)
+
+    def summed(self, like: Any, local: Any) -> Any:
+        """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
+        return _summed_first(like, local)
 
     def embedded(self, xp: Any, norms: Any, axes: tuple[int, ...] | None) -> Any:
         """Return norms along ``axes``, ``(k, *kept)``, as norms of the whole tensor, 0 for other entries."""
@@ -133,7 +150,7 @@ class Part:
 _parts: dict[Any, Part] = {}
 
 
-def part_of(tensor: Any) -> Part:
+def _part_of(tensor: Any) -> Part:
     """Return the part of a distributed tensor that this process holds."""
     mesh = tensor.device_mesh
     what = mesh, tuple(tensor.placements), tuple(tensor.shape)
@@ -171,7 +188,7 @@ def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
     return slice(here[0] if here else 0, here[-1] + 1 if here else 0) if one_by_one else here
 
 
-def joined(mesh: Any, values: Any, op: Literal["sum", "max"]) -> Any:
+def _joined(mesh: Any, values: Any, op: Op) -> Any:
     """Return the sum, or the maximum, of the values of all processes of a mesh, with derivatives if recorded."""
     from torch.distributed.tensor import DTensor, Partial
 
@@ -179,12 +196,7 @@ def joined(mesh: Any, values: Any, op: Literal["sum", "max"]) -> Any:
     return here.full_tensor()
 
 
-def processes_of(mesh: Any) -> frozenset[int]:
-    """Return the ranks of the processes of a mesh."""
-    return frozenset(mesh.mesh.flatten().tolist())
-
-
-def replicated(like: Any, array: Any) -> Any:
+def _replicated(like: Any, array: Any) -> Any:
     """Return a plain tensor, the same in every process, as a distributed one to combine with another."""
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -194,7 +206,59 @@ def replicated(like: Any, array: Any) -> Any:
 def own_operand(like: Any, operand: Any) -> Any:
     """Return the part of an operand that this process needs to change its part of a tensor."""
     if not is_dtensor(operand):
-        operand = replicated(like, operand)
+        operand = _replicated(like, operand)
     if operand.ndim == 0:
         return operand.to_local()
     return operand.expand(like.shape).redistribute(placements=like.placements).to_local()
+
+
+def _groups_of(all_reduce: Any) -> list[Any] | None:
+    """Return the process groups of a group or a mesh, ``None`` for anything else."""
+    if not torch.distributed.is_available():
+        return None
+    if isinstance(all_reduce, torch.distributed.ProcessGroup):
+        return [all_reduce]
+    mesh = sys.modules.get("torch.distributed.device_mesh")
+    if mesh is not None and isinstance(all_reduce, mesh.DeviceMesh):
+        return list(all_reduce.get_all_groups())
+    return None
+
+
+def _all_reduce(groups: Sequence[Any], array: Any, op: Op) -> Any:
+    """Return a new array, reduced over process groups one after the other."""
+    operation = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
+    array = array.clone()
+    for group in groups:
+        torch.distributed.all_reduce(array, operation, group=group)
+    return array
+
+
+class Distributed(Processes):
+    """Distributed tensors, and process groups."""
+
+    joins_by = "a process group, a device mesh, or a function of (array, op)"
+
+    def local(self, arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
+        if not any([type(array) is not torch.Tensor and is_dtensor(array) for array in arrays]):
+            return arrays, None
+        parts = [_part_of(array) if is_dtensor(array) else None for array in arrays]
+        return [_local_of(array) if part else array for array, part in zip(arrays, parts, strict=True)], parts
+
+    def replicated(self, array: Any, operand: Any) -> Any:
+        if is_dtensor(operand):
+            return operand
+        if operand.ndim or array.is_meta:  # every other device accepts 0-d CPU tensors
+            operand = operand.to(array.device)
+        return _replicated(array, operand) if is_dtensor(array) else operand
+
+    def reducer(self, all_reduce: Any) -> Reduce | None:
+        groups = _groups_of(all_reduce)
+        return None if groups is None else partial(_all_reduce, groups)
+
+    def reduction_dtype(self, dtype: Any, array: Any) -> Any:
+        narrow = array is not None and array.device.type == "mps"  # has no float64
+        return dtype if narrow else torch.float64
+
+    def rank(self) -> int:
+        runs = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.get_rank() if runs else 0

@@ -21,8 +21,9 @@ _REAL = {"e", "E", "f", "d"}  # E is the bfloat16 of ml_dtypes
 _ROW = 512
 """How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
 processors keep few partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
-_COPIED, _TINY = 2**14, 2**6
-"""The largest number of entries of arrays that are copied into one: in total, or for each of many."""
+_COPIED, _TINY = 2**12, 2**6
+"""The largest number of entries of arrays that are copied: in total, or for each of many. The memory of larger copies
+may be new at every step, and the system takes longer to provide it than the copy takes."""
 _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
@@ -58,7 +59,7 @@ def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
 def squares_of_joined(flat: View, counts: Sequence[int]) -> View:
     """Return ``Σx²`` over consecutive parts of a vector, with the given lengths above 0."""
     if len(counts) == 1:
-        return np.array([_of_rows(flat)], flat.dtype)
+        return np.array([_of_vector(flat)], flat.dtype)
     wide = flat.astype(np.float64)
     wide *= wide
     return np.add.reduceat(wide, list(accumulate(counts[:-1], initial=0)))
@@ -66,13 +67,14 @@ def squares_of_joined(flat: View, counts: Sequence[int]) -> View:
 
 def _squares(array: View) -> float:
     if array.itemsize >= WIDE and (array.size <= PIECE or array.flags.forc):
-        return _of_rows(array.ravel("K"))
+        return _of_vector(array.ravel("K"))
     with walk([array], "readonly", [np.result_type(array.dtype, np.float32)]) as pieces:
-        return sum(_of_rows(np.ascontiguousarray(piece)) for piece in pieces)  # BLAS adds no other dtypes
+        return sum(_of_vector(np.ascontiguousarray(piece)) for piece in pieces)  # BLAS adds no other dtypes
 
 
-def _of_rows(flat: View) -> float:
-    if flat.size <= _ROW:
+def _of_vector(flat: View) -> float:
+    if flat.size <= _COPIED:
+        flat = flat if flat.size <= _ROW else flat.astype(np.float64, copy=False)
         return float(flat.dot(flat))
     over = flat.size % _ROW
     rows = (flat[:-over] if over else flat).reshape(-1, _ROW)
@@ -86,12 +88,12 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
     if way is None:
         return None
     shape, rows, columns, count, length = way
-    ordered = array.transpose(rows)
-    if ordered.flags.c_contiguous:
-        flat = ordered.reshape(count, -1)
+    in_rows, in_columns = array.transpose(rows), array.transpose(columns)
+    if in_rows.flags.c_contiguous:
+        flat = in_rows.reshape(count, -1)
         total = np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length)
-    elif (ordered := array.transpose(columns)).flags.c_contiguous:
-        flat = ordered.reshape(-1, count)
+    elif in_columns.flags.c_contiguous:
+        flat = in_columns.reshape(-1, count)
         whole = len(flat) - len(flat) % _FEW_ROWS
         blocks = flat[:whole].reshape(-1, _FEW_ROWS, count)
         total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from uniclip.backends import jax_axes
-from uniclip.backends.base import NODES, Array, Backend, Rebuild, both, on_accelerator, sum_dtype
+from uniclip.backends.base import NODES, Array, Backend, Rebuild, both, sum_dtype
 from uniclip.backends.host import few, squares, squares_along
 from uniclip.backends.jax_reductions import REDUCTIONS, ended, on_device
 
@@ -73,17 +73,34 @@ def _in_parts(arrays: list[Array]) -> list[list[Array]]:
 _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 
 
+def _total(array: Array, dtype: Any, axes: tuple[int, ...] | None = None, unit: Any = 1) -> Array:
+    """Return the sum of squares of an array in a unit, in a real dtype."""
+    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
+    return sum(jnp.sum(jnp.square(part.astype(dtype) / unit), axes) for part in parts)
+
+
+def _wide(arrays: list[Array]) -> Any:
+    """Return the real dtype in which squares are added."""
+    return jnp.finfo(jnp.result_type(jnp.float32, *(array.dtype for array in arrays))).dtype
+
+
 @_compiled
 def _squares(arrays: list[Array]) -> Array:
     """Return the sum of squares of each array."""
-    dtype = jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
-    real = jnp.finfo(dtype).dtype
+    return jnp.stack([_total(array, _wide(arrays)) for array in arrays])
 
-    def total(array: Array) -> Array:
-        parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-        return sum(jnp.sum(jnp.square(part.astype(real))) for part in parts)
 
-    return jnp.stack([total(array) for array in arrays])
+@partial(jax.jit, static_argnums=1)
+def _squares_along(arrays: list[Array], axes: tuple[Any, ...]) -> list[Array]:
+    """Return the sums of squares of each array along its axes."""
+    return [_total(array, _wide([array]), own) for array, own in zip(arrays, axes, strict=True)]
+
+
+@partial(jax.jit, static_argnums=(1, 3))
+def _squares_in_units(arrays: list[Array], axes: tuple[Any, ...], units: Array, rows: tuple[int, ...]) -> list[Array]:
+    """Return the sums of squares of each array along its axes, in units."""
+    by = [jnp.expand_dims(units[row], own or ()) for row, own in zip(rows, axes, strict=True)]
+    return [_total(array, units.dtype, *some) for array, *some in zip(arrays, axes, by, strict=True)]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -99,8 +116,8 @@ def _scaled(arrays: list[Array], factors: Any) -> list[Array]:
 
 
 class _JAX(Backend):
-    joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
-    stacks_traced = True
+    processes = jax_axes.Devices()
+    accelerators = True
 
     def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
         return all(isinstance(leaf, jax.Array) and leaf.dtype in _FLOATS for leaf in leaves)
@@ -124,13 +141,10 @@ class _JAX(Backend):
         # Without comparing the value over all processes, as device_put does.
         return jax.make_array_from_callback(array.shape, device, lambda index: array[index])
 
-    def fetched(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
+    def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         if all(map(self.readable, arrays)):
             return list(map(np.asarray, arrays))  # device_get takes longer for each array than reading it
         return list(map(np.asarray, jax.device_get(arrays)))
-
-    def process(self) -> int:
-        return int(jax.process_index())
 
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if not _together(arrays):
@@ -144,9 +158,22 @@ class _JAX(Backend):
         return each if len(each) == len(lengths) else _sums(each, tuple(lengths))
 
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
-        if not all([self.readable(array) for array in arrays]):
+        if all([self.readable(array) for array in arrays]):
+            return list(map(squares_along, map(np.asarray, arrays), axes))
+        if not _together(arrays):
             return [None] * len(arrays)
-        return list(map(squares_along, map(np.asarray, arrays), axes))
+        ends = range(0, len(arrays), _TOGETHER)
+        parts = [_squares_along(arrays[i : i + _TOGETHER], tuple(axes[i : i + _TOGETHER])) for i in ends]
+        return [ended(total) for part in parts for total in part]
+
+    def squares_in_units(
+        self, arrays: list[Array], axes: list[Any], units: Array, rows: list[int]
+    ) -> list[Array] | None:
+        if not arrays or not _together([*arrays, units]):
+            return None
+        some = [slice(start, start + _TOGETHER) for start in range(0, len(arrays), _TOGETHER)]
+        parts = [_squares_in_units(arrays[i], tuple(axes[i]), units, tuple(rows[i])) for i in some]
+        return [ended(total) for part in parts for total in part]
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if not arrays or not _together(arrays):
@@ -173,9 +200,7 @@ class _JAX(Backend):
             return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
         return None
 
-    one_pass = on_accelerator
-
-    def watched(self) -> bool:
+    def debug_infs(self) -> bool:
         return bool(jax.config.jax_debug_infs)
 
     def traced(self, array: Array) -> bool:
@@ -186,35 +211,8 @@ class _JAX(Backend):
             return False
         return bool(array.is_fully_addressable or array.is_fully_replicated)  # of which each process has a copy
 
-    def large(self, array: Array) -> bool:
-        return super().large(array) and self.undivided(array)
-
-    def undivided(self, array: Array) -> bool:
-        if not self.traced(array):
-            return bool(array.sharding.is_fully_replicated)
-        # A tracer shows nothing of Auto axes, and sharded leaves would be gathered to be joined. Joining none
-        # takes XLA up to five times as long, for a thousand leaves: so they are joined on a single device.
-        spec = getattr(getattr(array.aval, "sharding", None), "spec", ())
-        return jax.device_count() == 1 and all(axis is None for axis in spec)
-
-    def kind(self, arrays: list[Array]) -> Hashable:
-        return frozenset().union(*[jax_axes.varying(array) for array in arrays if self.traced(array)])
-
-    def reducer(self, all_reduce: Any) -> Callable[[Array, Literal["sum", "max"]], Array]:
-        names = jax_axes.names_of(all_reduce)
-        return super().reducer(all_reduce) if names is None else jax_axes.reducer(names)
-
-    def copies(
-        self, arrays: list[Array], all_reduce: Any, shared: list[bool] | None, place: Callable[[int], str]
-    ) -> list[int] | None:
-        names = () if all_reduce is None else jax_axes.names_of(all_reduce)
-        if names is None:
-            return super().copies(arrays, all_reduce, shared, place)
-        counts = jax_axes.copies(arrays, names, shared, place)
-        return None if all(count == 1 for count in counts) else counts
-
-    def zeros(self, array: Array, axes: tuple[int, ...], dtype: Any) -> Array:
-        return jnp.sum(jnp.zeros_like(array, dtype=dtype), axes)
+    def pieces(self, array: Array) -> Iterable[Array] | None:
+        return super().pieces(array) if self.processes.unsharded(array) else None
 
     def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
         if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):  # which JAX does not promote
@@ -245,7 +243,7 @@ class _JAX(Backend):
         ok = jnp.all(factor == 1)
         return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
 
-    def once(self, array: Array) -> Array:
+    def barrier(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
         # nothing out of a conditional, and removes one whose branches are equal.
         if not self.traced(array):

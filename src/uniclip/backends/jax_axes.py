@@ -8,7 +8,7 @@ same on all devices. With ``check_vma=False``, in ``jax.pmap`` and in ``jax.vmap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from uniclip._repr import short
 from uniclip.backends.base import Array
+from uniclip.backends.processes import Processes, Reduce
 
 Names = tuple[Any, ...]
 
@@ -36,12 +37,38 @@ def varying(array: Array) -> frozenset[Any]:
     return frozenset(found)
 
 
-def reducer(names: Names) -> Callable[[Array, str], Array]:
-    """Return a function that reduces arrays along axes."""
-    return partial(_reduced, names)
+class Devices(Processes):
+    """Named axes join what their devices hold, and arrays may be sharded over devices."""
+
+    joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
+
+    def reducer(self, all_reduce: Any) -> Reduce | None:
+        names = names_of(all_reduce)
+        return None if names is None else partial(_reduced, names)
+
+    def copies(
+        self, arrays: list[Array], all_reduce: Any, shared: list[bool] | None, place: Callable[[int], str]
+    ) -> list[int] | None:
+        names = () if all_reduce is None else names_of(all_reduce)
+        counts = [] if names is None else _copies(arrays, names, shared, place)
+        return None if all(count == 1 for count in counts) else counts
+
+    def varying(self, arrays: list[Array]) -> Hashable:
+        return frozenset().union(*[varying(array) for array in arrays if isinstance(array, jax.core.Tracer)])
+
+    def unsharded(self, array: Array) -> bool:
+        if not isinstance(array, jax.core.Tracer):
+            return bool(array.sharding.is_fully_replicated)
+        # A tracer shows nothing of Auto axes, and sharded leaves would be gathered to be joined. Joining none
+        # takes XLA up to five times as long, for a thousand leaves: so they are joined on a single device.
+        spec = getattr(getattr(array.aval, "sharding", None), "spec", ())
+        return jax.device_count() == 1 and all(axis is None for axis in spec)
+
+    def rank(self) -> int:
+        return int(jax.process_index())
 
 
-def copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]) -> list[int]:
+def _copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]) -> list[int]:
     """Return how many devices along the axes hold each array; refuse arrays for which it is unknown.
 
     Raises

@@ -42,13 +42,13 @@ def _max(x: Array, /, axis: Any = None, **options: Any) -> Array:
     """Return the maximum, NaN if there is one; that of XLA drops NaN in sharded arrays."""
     if jax.device_count() == 1 or not jnp.issubdtype(x.dtype, jnp.floating) or options or not x.size:
         return jnp.max(x, axis, **options)
-    return _max_of_all(axis, x)
+    return _in_one(axis, x)
 
 
 def _min(x: Array, /, axis: Any = None, **options: Any) -> Array:
     if jax.device_count() == 1 or not jnp.issubdtype(x.dtype, jnp.floating) or options or not x.size:
         return jnp.min(x, axis, **options)
-    return -_max_of_all(axis, -x)
+    return -_in_one(axis, -x)
 
 
 # JAX has no types that a checker understands.
@@ -74,5 +74,7 @@ def _slope(axis: Any, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Ar
 
 
 _max_of_all.defjvp(_slope)
+_in_one = jax.jit(_max_of_all, static_argnums=0)
+"""One program, outside of jit too."""
 REDUCTIONS = {name: _one_by_one(getattr(jnp, name)) for name in ("all", "any", "mean", "sum")}
 REDUCTIONS |= {"max": _one_by_one(_max), "min": _one_by_one(_min)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Which arrays share memory, found from NumPy arrays that stand for those of any framework."""
+"""Change arrays in place: what the core needs of libraries whose arrays are mutable, and which arrays share memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +11,22 @@ from numpy.exceptions import TooHardError
 from numpy.lib.array_utils import byte_bounds
 
 View: TypeAlias = np.ndarray[Any, Any]
+"""An array of NumPy that stands for one of any framework."""
+
+
+class InPlace:
+    """The defaults are those of a library whose arrays never change; others override both."""
+
+    def memory(self, leaf: Any) -> tuple[View | None, str | None]:  # noqa: ARG002
+        """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""
+        return None, "arrays of this kind never change"
+
+    def write(self, leaf: Any, array: Any, function: Callable[..., Any], *operands: Any) -> None:
+        """Put ``function(array, *operands)`` in place of ``array``, the stored values of ``leaf``, piece by piece.
+
+        The function is elementwise, and the operands, at least one, broadcast against the array.
+        """
+        raise NotImplementedError
 
 
 def overlaps_itself(view: View) -> bool:

@@ -12,6 +12,8 @@ import numpy as np
 
 from uniclip.backends.base import PIECE, Array, Backend
 from uniclip.backends.host import WIDE, squares, squares_along, walk
+from uniclip.backends.memory import InPlace
+from uniclip.backends.processes import Processes
 
 _NOT_NUMPYS = 2
 """The value of ``dtype.isbuiltin`` for other packages' types, some of whose kinds are NumPy's."""
@@ -35,9 +37,26 @@ def _scaled(array: Array, factor: Any, *, in_place: bool) -> Array:
     return array
 
 
-class _NumPy(Backend):
-    def joined_dtype(self, dtype: Any, array: Array) -> Any:  # noqa: ARG002
+class _InPlace(InPlace):
+    def memory(self, leaf: Any) -> tuple[Any, str | None]:
+        if not isinstance(leaf, np.ndarray):
+            return None, "a scalar never changes"
+        return leaf, None if leaf.flags.writeable else "it is read-only"
+
+    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:  # noqa: ARG002
+        with walk([array, *operands], "readwrite") as pieces:
+            for piece, *others in pieces:
+                piece[...] = function(piece, *others)
+
+
+class _Processes(Processes):
+    def reduction_dtype(self, dtype: Any, array: Any) -> Any:  # noqa: ARG002
         return np.promote_types(dtype, np.float64)
+
+
+class _NumPy(Backend):
+    in_place = _InPlace()
+    processes = _Processes()
 
     def is_array(self, leaf: Any) -> bool:
         # A matrix product is not elementwise, and whether masked entries count is undefined.
@@ -76,25 +95,8 @@ class _NumPy(Backend):
             return list(map(mul, arrays, factors))  # a Python number keeps the dtype
         return [_scaled(array, factor, in_place=in_place) for array, factor in zip(arrays, factors, strict=True)]
 
-    def large(self, array: Array) -> bool:
-        return bool(array.size > PIECE)
-
-    def pieces(self, array: Array) -> Iterable[Array]:
-        pieces: Iterable[Array] = walk([array], "readonly")
-        return pieces
-
-    def why_fixed(self, leaf: Any) -> str | None:
-        if not isinstance(leaf, np.ndarray):
-            return "a scalar never changes"
-        return None if leaf.flags.writeable else "it is read-only"
-
-    def memory(self, leaf: Any) -> Any:
-        return leaf if isinstance(leaf, np.ndarray) else None
-
-    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:  # noqa: ARG002
-        with walk([array, *operands], "readwrite") as pieces:
-            for piece, *others in pieces:
-                piece[...] = function(piece, *others)
+    def pieces(self, array: Array) -> Iterable[Array] | None:
+        return walk([array], "readonly") if array.size > PIECE else None
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         if axes is None or array.dtype != np.float32:

@@ -8,7 +8,7 @@ file writes one, of the functions that uniclip calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,9 @@ from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public function for it
 from tensorflow.python.ops import control_flow_util
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, in_groups, on_accelerator, sum_dtype
+from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, in_groups, row_slices, sum_dtype
 from uniclip.backends.host import squares, squares_along
+from uniclip.backends.processes import Processes
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda dtype: dtype.is_bool,
@@ -36,6 +37,7 @@ _ROW = 16
 """How many entries are added in a row: XLA adds sequentially, and the errors of equal entries have one sign."""
 _VIEWED = {tf.float32, tf.float64, tf.bool, tf.int32, tf.int64}
 """The dtypes of values computed from norms."""
+_SINGLE = {tf.float16, tf.bfloat16, tf.float32}
 _FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
@@ -163,15 +165,21 @@ namespace = SimpleNamespace(
     sum=_reduction(tf.reduce_sum),
     take=lambda x, indices, /, *, axis: tf.gather(x, indices, axis=axis),
     tanh=tf.tanh,
+    unstack=lambda x, /, *, axis=0: tf.unstack(x, axis=axis),
     where=_where,
     zeros=lambda shape, /, *, dtype=tf.float32: tf.zeros(shape, dtype),
     zeros_like=tf.zeros_like,
 )
 
 
-class _TensorFlow(Backend):
-    def joined_dtype(self, dtype: Any, array: Array) -> Any:  # noqa: ARG002
+class _Processes(Processes):
+    def reduction_dtype(self, dtype: Any, array: Any) -> Any:  # noqa: ARG002
         return tf.float64
+
+
+class _TensorFlow(Backend):
+    processes = _Processes()
+    accelerators = True
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
@@ -205,28 +213,41 @@ class _TensorFlow(Backend):
         dtypes = {array.dtype for array in arrays}
         if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
             return squares(list(map(_viewed, arrays)), lengths)
-        if len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}:
+        wide = self._in_double(arrays)
+        if not wide and (len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}):
             return None
-        totals = [_in_rows(array, _squares_of) if _in_xla() else 2 * tf.nn.l2_loss(array) for array in arrays]
+        dtype, rows = tf.float64 if wide else arrays[0].dtype, not wide and _in_xla()
+        totals = [_in_rows(a, _squares_of) if rows else tf.nn.l2_loss(tf.cast(a, dtype)) for a in arrays]
         grouped = in_groups(totals, lengths)
-        return tf.stack([some[0] if len(some) == 1 else tf.reduce_sum(tf.stack(some)) for some in grouped])
+        found = tf.stack([some[0] if len(some) == 1 else tf.reduce_sum(tf.stack(some)) for some in grouped])
+        return found if rows else 2 * found
 
     def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
-        if record.could_possibly_record() or not all([self.readable(array) for array in arrays]):
+        if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
+            return list(map(squares_along, map(_viewed, arrays), axes))
+        if not self._in_double(arrays):
             return [None] * len(arrays)
-        return list(map(squares_along, map(_viewed, arrays), axes))
+        return [tf.reduce_sum(tf.square(tf.cast(a, tf.float64)), some) for a, some in zip(arrays, axes, strict=True)]
+
+    def _in_double(self, arrays: list[Array]) -> bool:
+        """Whether squares are added in float64, so that none overflows and needs a second pass."""
+        if self.traced(arrays[0]) or record.could_possibly_record():
+            return False
+        return all([array.dtype in _SINGLE for array in arrays])
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
         if any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
             return None
         if isinstance(factors[0], np.ndarray):
             return list(map(tf.multiply, arrays, factors))
+        if all([tf.is_tensor(f) and not a.dtype.is_complex for a, f in zip(arrays, factors, strict=True)]):
+            return [tf.multiply(a, tf.cast(factor, a.dtype)) for a, factor in zip(arrays, factors, strict=True)]
         if not all(isinstance(factor, float) for factor in factors):
             return None
         by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}
         return [tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)]
 
-    def watched(self) -> bool:
+    def debug_infs(self) -> bool:
         return hasattr(check_numerics_callback._state, "check_numerics_callback")  # noqa: SLF001 - no public question
 
     def traced(self, array: Array) -> bool:
@@ -235,12 +256,12 @@ class _TensorFlow(Backend):
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and "CPU" in array.device
 
-    one_pass = on_accelerator
-
-    def large(self, array: Array) -> bool:
+    def pieces(self, array: Array) -> Iterable[Array] | None:
         # Without XLA, traced code would make the copy too.
-        narrow = array.dtype in {tf.float16, tf.bfloat16}
-        return narrow and array.shape.is_fully_defined() and array.shape.num_elements() > PIECE
+        if array.dtype not in {tf.float16, tf.bfloat16} or (array.shape.num_elements() or 0) <= PIECE:
+            return None
+        flat = tf.reshape(array, [-1])
+        return (flat[rows] for rows in row_slices(flat.shape))
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
         if array.dtype != tf.float32:
@@ -289,7 +310,7 @@ class _TensorFlow(Backend):
             return change()
         return list(tf.nest.flatten(tf.cond(tf.reduce_all(tf.equal(factor, 1)), lambda: arrays, change)))
 
-    def once(self, array: Array) -> Array:
+    def barrier(self, array: Array) -> Array:
         # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
         # nothing out of a conditional, and removes one whose branches are equal.
         if not self.traced(array):

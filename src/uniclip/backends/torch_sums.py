@@ -33,15 +33,20 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
+def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a NumPy array of the same memory."""
+    return np.asarray((array.detach() if array.requires_grad else array).numpy())
+
+
 def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
     dtype, wide = arrays[0].dtype, torch.float64 if arrays[0].dtype is torch.float64 else torch.float32
     sizes = [array.numel() for array in arrays]
     if dtype in {torch.float32, torch.float64} and small(sizes):
         flat = torch._utils._flatten_dense_tensors(arrays)  # noqa: SLF001
-        return squares_of_joined(flat.detach().numpy(), sums_of(sizes, lengths))
+        return squares_of_joined(view_of(flat), sums_of(sizes, lengths))
     if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
-        return squares([array.detach().numpy() for array in arrays], lengths)
+        return squares(list(map(view_of, arrays)), lengths)
     totals = [_total(group, wide) for group in in_groups(arrays, lengths)]
     return None if None in totals else np.array(totals, np.float64 if wide is torch.float64 else np.float32)
 

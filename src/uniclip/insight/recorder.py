@@ -262,7 +262,7 @@ class Recorder:
     def _is_first_process(self, parts: list[Parts]) -> bool:
         if self._writes is None:
             own = parts[0].own if parts else self._own
-            self._writes = own is None or own.process() == 0
+            self._writes = own is None or own.processes.rank() == 0
         return self._writes and not self._stopped
 
     def describe(self, rule: Any, params: Tree | None = None) -> None:
@@ -453,7 +453,7 @@ def _read(steps: list[Kept]) -> list[Kept]:
     values = [list(kept.values) for kept in steps]
     for backend, places in theirs.items():
         with backend.quiet():
-            arrays = backend.fetched([values[step][number] for step, number in places])
+            arrays = backend.to_host([values[step][number] for step, number in places])
         for (step, number), array in zip(places, arrays, strict=True):
             values[step][number] = array
     return [kept._replace(values=some) for kept, some in zip(steps, values, strict=True)]

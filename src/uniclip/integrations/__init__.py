@@ -8,7 +8,8 @@ from typing import Any
 import uniclip
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.rules import AnyRule, RuleLike, as_rule
+from uniclip.base import RuleLike
+from uniclip.rules import AnyRule, as_rule
 from uniclip.scopes import each_example
 
 if not hasattr(uniclip, "Rule"):

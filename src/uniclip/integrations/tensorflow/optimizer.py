@@ -14,6 +14,7 @@ import tensorflow as tf
 from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
 from uniclip._types import Number
+from uniclip.base import RuleLike
 from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_loss_outside,
@@ -45,7 +46,7 @@ from uniclip.integrations.tensorflow.variables import (
 from uniclip.labels import leaves_of
 from uniclip.presets import by_global_norm
 from uniclip.report import Report
-from uniclip.rules import AnyRule, RuleLike, seen
+from uniclip.rules import AnyRule, seen
 from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
 

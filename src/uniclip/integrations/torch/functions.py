@@ -106,8 +106,9 @@ def clip_grad_norm_(
     if joins is None and not _any(grads):
         return torch.tensor(0.0)
     params = None if joins is None else [tensor.detach() for tensor in tensors]
+    records = isinstance(max_norm, torch.Tensor) or any([g is not None and g.requires_grad for g in grads])
     try:
-        with torch.no_grad():
+        with torch.no_grad() if records else nullcontext():
             return clip_known(rule, grads, None, in_place=True, params=params, all_reduce=joins)[1]
     except FloatingPointError as error:
         raise _as_pytorch_raises(error) from error

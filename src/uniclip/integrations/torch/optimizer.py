@@ -18,6 +18,7 @@ from uniclip._checks import refuse_in_step
 from uniclip._repr import counted, short
 from uniclip._types import Number
 from uniclip.backends.torch import BACKEND
+from uniclip.base import RuleLike
 from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, has_stepped, initializing, probe, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
@@ -26,7 +27,7 @@ from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, r
 from uniclip.labels import labelled, leaves_of, refuse_changed
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, RuleLike, clip_known, measured, norm_of, seen
+from uniclip.rules import AnyRule, Rule, clip_known, measured, norm_of, seen
 from uniclip.scopes import all_leaves
 from uniclip.tree import flatten
 

@@ -19,7 +19,7 @@ from uniclip.backends.torch import BACKEND
 from uniclip.combine import Chain
 from uniclip.integrations import inside
 from uniclip.losses import Loss
-from uniclip.processes import of
+from uniclip.processes import of, reducer_of
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, everything
 
@@ -96,8 +96,7 @@ def refuse_inner(optimizer: Any) -> None:
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not several():
         return
-    kind = module.ZeroRedundancyOptimizer
-    if any(issubclass(type(one), kind) and vars(one).get("optim") is optimizer for one in gc.get_objects()):
+    if any(vars(one).get("optim") is optimizer for one in _alive(module.ZeroRedundancyOptimizer)):
         msg = (
             f"this {type(optimizer).__qualname__} is the one inside a ZeroRedundancyOptimizer, and has the parameters "
             "of this process only, so that each would clip by another norm: attach to the outer one"
@@ -105,12 +104,19 @@ def refuse_inner(optimizer: Any) -> None:
         raise ValueError(msg)
 
 
+def _alive(kind: type) -> list[Any]:
+    """Return all objects of a class; to look at the classes that there are is faster than to look at the objects."""
+    objects = gc.get_objects()
+    kinds = {one for one in set(map(type, objects)) if issubclass(one, kind)}
+    return [one for one in objects if type(one) in kinds] if kinds else []
+
+
 def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
     """Return GradScaler's flag, set if it is set in any of the processes."""
     if found_inf is None or all_reduce is None:
         return found_inf
     flag = torch.as_tensor(found_inf, dtype=torch.float32, device=device)  # 0 in a process without gradients
-    return BACKEND.reducer(of(all_reduce))(flag.reshape(1), "max").reshape(())
+    return reducer_of(BACKEND, of(all_reduce))(flag.reshape(1), "max").reshape(())
 
 
 def of_all(loss: Any, device: Any, *, looked_at: bool) -> Loss:

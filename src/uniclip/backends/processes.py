@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""Arrays of which several processes or devices hold parts: what the core needs of libraries that have them.
+
+Any library can join parts by a function, ``all_reduce``: for that it needs nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, Protocol, TypeAlias
+
+Op: TypeAlias = Literal["sum", "max"]
+Reduce: TypeAlias = Callable[[Any, Op], Any]
+
+
+class Part(Protocol):
+    """The part of a distributed array that this process holds; equal parts are one object."""
+
+    @property
+    def owner(self) -> Hashable:
+        """The processes that together hold the whole array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+
+    @property
+    def copies(self) -> int:
+        """How many processes of the owner hold the same entries."""
+
+    def processes(self) -> frozenset[int]:
+        """Return the numbers of the owner's processes."""
+
+    def reduce(self, array: Any, op: Op) -> Any:
+        """Return the sum or maximum over the owner's processes."""
+
+    def embedded(self, xp: Any, norms: Any, axes: tuple[int, ...] | None) -> Any:
+        """Return norms of the part along ``axes``, one in each row, as norms of the whole, 0 for other entries."""
+
+    def own(self, values: Any, axes: tuple[int, ...] | None) -> Any:
+        """Return the values for norms of the whole that belong to the entries here."""
+
+    def whole(self, like: Any, local: Any) -> Any:
+        """Return a new distributed array of which this process holds ``local``, sharded as ``like`` is."""
+
+    def summed(self, like: Any, local: Any) -> Any:
+        """Return the sum of ``like`` along its first axis, given the sum of this process's part."""
+
+
+class Processes:
+    """The defaults are those of a library whose arrays lie in one process, on one device."""
+
+    joins_by = "a function of (array, op)"
+    """The kinds of ``all_reduce`` that are taken."""
+
+    def local(self, arrays: list[Any]) -> tuple[list[Any], list[Part | None] | None]:
+        """Return what this process holds of each array, and which part that is (``None`` for a whole array)."""
+        return arrays, None
+
+    def replicated(self, array: Any, operand: Any) -> Any:  # noqa: ARG002
+        """Return an operand, the same in all processes, as one that can be combined with a distributed ``array``."""
+        return operand
+
+    def reducer(self, all_reduce: Any) -> Reduce | None:  # noqa: ARG002
+        """Return a function that reduces over the parts of a tree, ``None`` if ``all_reduce`` is not of these kinds."""
+        return None
+
+    def copies(
+        self,
+        arrays: list[Any],  # noqa: ARG002
+        all_reduce: Any,  # noqa: ARG002
+        shared: list[bool] | None,  # noqa: ARG002
+        place: Callable[[int], str],  # noqa: ARG002
+    ) -> list[int] | None:
+        """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell; ``None`` for one."""
+        return None
+
+    def varying(self, arrays: list[Any]) -> Hashable:  # noqa: ARG002
+        """Return the named axes along which arrays vary from device to device: norms that differ are not stacked."""
+        return None
+
+    def unsharded(self, array: Any) -> bool:  # noqa: ARG002
+        """Whether an array is known to be whole on each of its devices, so that others may be copied into it."""
+        return True
+
+    def reduction_dtype(self, dtype: Any, array: Any) -> Any:  # noqa: ARG002
+        """Return the dtype in which sums of a dtype are reduced, on the device of an array."""
+        return dtype
+
+    def rank(self) -> int:
+        """Return the number of this process in a run over several."""
+        return 0

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: MIT
+"""Change tensors in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from uniclip.backends import dtensor
+from uniclip.backends.base import Array, row_slices
+from uniclip.backends.dtensor import is_dtensor
+from uniclip.backends.memory import InPlace
+from uniclip.backends.torch_kinds import STORAGE, pieces_of, stored
+from uniclip.backends.torch_modes import in_transform, one_for_all, tracing, valueless
+
+
+class _Memory:
+    """A tensor's memory as NumPy sees it, for its address only; the contents are never read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+        }
+
+
+def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    """Return the operand, copied if it is another view of the array to change."""
+    if torch.compiler.is_compiling():  # it reads before it writes
+        return operand
+    # The memory of subclasses and of traced tensors is unknown.
+    unknown = type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing()
+    same = unknown or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+    return operand.clone() if same else operand
+
+
+def _why_fixed(leaf: Any) -> str | None:
+    """Return why a tensor's values cannot be written, ``None`` if they can."""
+    if leaf.requires_grad and leaf.is_leaf:
+        return "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the weights)"
+    if torch.compiler.is_compiling():  # which knows neither of the following
+        return None
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return "a tensor made in inference mode can be changed only there"
+    if in_transform() and one_for_all(leaf):
+        return "torch.func.vmap maps over many examples, and it is one for all of them"
+    return None
+
+
+def _view(leaf: Any) -> Any:
+    """Return a NumPy array of a tensor's memory, ``None`` if it is unknown."""
+    if is_dtensor(leaf):
+        leaf = leaf.to_local()
+    if type(leaf) is not torch.Tensor or tracing() or valueless(leaf):
+        return None
+    if leaf.layout is torch.strided:
+        return np.asarray(_Memory(leaf))
+    return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))  # noqa: SLF001
+
+
+class TensorsInPlace(InPlace):
+    """Tensors of every kind, changed without derivatives."""
+
+    def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
+        return _view(leaf), _why_fixed(leaf)
+
+    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+        with torch.no_grad():
+            if is_dtensor(array):  # a function of the whole tensor
+                self.write(leaf, array.to_local(), function, *[dtensor.own_operand(array, one) for one in operands])
+                return
+            pieces = pieces_of(array)
+            if pieces is not None and not any(operand.ndim for operand in operands):
+                for piece in pieces:
+                    piece.copy_(function(piece, *operands))
+            else:
+                operands = tuple(_apart(operand, array).expand(array.shape) for operand in operands)
+                for rows in row_slices(array.shape) if pieces is not None else [...]:
+                    array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
+            if is_dtensor(leaf):
+                if dtensor.is_partial(leaf):
+                    leaf.to_local().copy_(dtensor.first_of(leaf, array))
+            elif leaf.dtype in STORAGE or (leaf.layout is torch.sparse_coo and not leaf.is_coalesced()):
+                leaf.copy_(stored(leaf)[1](array.to(leaf.dtype)))
