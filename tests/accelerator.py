@@ -36,6 +36,14 @@ RULES = {
     "unlimited": uc.Rule(math.inf),
     "value": uc.by_value(-0.5, 0.5),
 }
+LAUNCHED = {
+    "global": uc.by_global_norm(1.0),
+    "by_norm": uc.by_norm(1.0),
+    "zclip": uc.zclip(),
+    "adagc": uc.adagc(),
+    "agc": uc.agc(),
+}
+"""The rules of which is counted what a step launches."""
 EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +35,8 @@ class Framework:
     """Whether it runs code line by line, and is not one more kind of array of its family."""
     cost = 1
     """How much longer than NumPy it takes, about: fewer examples are tried."""
+    first = 1
+    """How much longer the first call with arrays of other shapes takes, about: fewer random shapes are tried."""
     many = 1000
     """How many leaves a tree of many has; they are compiled one by one, so fewer where that takes long."""
 
@@ -70,6 +71,10 @@ class Framework:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the function as the framework's users do, once."""
         return self.compiled(function)(*args)
+
+    def outline(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what has the dtypes and shapes of what the function returns; nothing is compiled if there is a way."""
+        return self.run(function, *args)
 
     def tracers(self) -> dict[str, Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]]:
         """Return, by name, what records a function of arrays on an example, to call it with other values."""
@@ -139,6 +144,7 @@ class Strict(Framework):
     name = "array-api-strict"
     family = "array-api-strict"
     writes = False
+    steps = 200
     missing = MappingProxyType(dict.fromkeys(("float16", "bfloat16"), "not in the array API standard"))
     same_objects = False
     raises = False
@@ -195,6 +201,7 @@ class Dask(Framework):
     name = "dask"
     family = "Dask"
     cost = 5
+    first = 4
     many = 100
     steps = 12  # the graph grows with each
     writes = False
@@ -302,6 +309,7 @@ class TorchCompile(Torch):
     name = "torch.compile"
     eager = False
     cost = 50
+    first = 4
     same_objects = False
     raises = False
     traced = True
@@ -381,6 +389,7 @@ class TensorFlowFunction(TensorFlow):
     name = "tf.function"
     eager = False
     cost = 20
+    first = 4
     same_objects = False
     raises = False
     traced = True
@@ -412,29 +421,52 @@ class TensorFlowXLA(TensorFlowFunction):
 
 
 class TensorFlowGraph(TensorFlowFunction):
-    """A TensorFlow 1 graph, run in a session."""
+    """A TensorFlow 1 graph, fed and run in a session."""
 
     name = "tensorflow-graph"
-    steps = 30  # each has a graph of its own
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(self._in_session, function)
-
-    def _in_session(self, function: Callable[..., Any], *args: Any) -> Any:
         import tensorflow as tf
 
-        flat = tf.nest.flatten(args, expand_composites=True)
-        values = [x if x is None else x.numpy() for x in flat]
-        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-            constants = [x if x is None else tf.constant(x) for x in values]
-            result = function(*tf.nest.pack_sequence_as(args, constants, expand_composites=True))
+        known: dict[str, Any] = {}
+
+        def call(*args: Any) -> Any:
+            values = [x if x is None else x.numpy() for x in tf.nest.flatten(args, expand_composites=True)]
+            like = str(tf.nest.map_structure(_kind, args))
+            if like not in known:
+                known[like] = self._graph(function, args)
+            session, fed, result = known[like]
             parts = tf.nest.flatten(result, expand_composites=True)
             wanted = [x for x in parts if tf.is_tensor(x)]
-            computed = iter(session.run(wanted) if wanted else [])
-            ready = [next(computed) if tf.is_tensor(x) else x for x in parts]
-        return tf.nest.pack_sequence_as(
-            result, [x if x is None else tf.constant(x) for x in ready], expand_composites=True
-        )
+            feed = {x: v for x, v in zip(fed, values, strict=True) if x is not None and x.op.type == "Placeholder"}
+            computed = iter(session.run(wanted, feed) if wanted else [])
+            ready = [tf.constant(next(computed)) if tf.is_tensor(x) else x for x in parts]
+            return tf.nest.pack_sequence_as(result, ready, expand_composites=True)
+
+        return call
+
+    def _graph(self, function: Callable[..., Any], args: Any) -> tuple[Any, list[Any], Any]:
+        """Return a session, what it is fed with, and what it computes of that."""
+        import tensorflow as tf
+
+        with tf.Graph().as_default() as graph:
+            fed = tf.nest.map_structure(_fed, args)
+            return tf.compat.v1.Session(graph=graph), tf.nest.flatten(fed, expand_composites=True), function(*fed)
+
+
+def _kind(array: Any) -> Any:
+    """Return what is the same for all arrays that one graph can be fed with."""
+    shape = getattr(array, "dense_shape", None)
+    return None if array is None else (array.dtype, array.shape, shape if shape is None else shape.numpy())
+
+
+def _fed(array: Any) -> Any:
+    """Return what a graph has for an array that it is fed with; the shape of a sparse one is part of the graph."""
+    import tensorflow as tf
+
+    if isinstance(array, tf.IndexedSlices):
+        return tf.IndexedSlices(_fed(array.values), _fed(array.indices), tf.constant(array.dense_shape.numpy()))
+    return None if array is None else tf.compat.v1.placeholder(array.dtype, array.shape)
 
 
 class JAX(Framework):
@@ -443,6 +475,7 @@ class JAX(Framework):
     name = "jax"
     family = "JAX"
     cost = 4
+    first = 4  # each operation is compiled, for each shape
     writes = False
     missing = MappingProxyType(dict.fromkeys(("float64", "complex128", "int64"), "with `jax_enable_x64` only"))
     default_float = "float32"
@@ -456,6 +489,11 @@ class JAX(Framework):
         import jax
 
         return isinstance(array, jax.Array)
+
+    def outline(self, function: Callable[..., Any], *args: Any) -> Any:
+        import jax
+
+        return jax.eval_shape(function, *args)
 
     @contextmanager
     def debugged(self) -> Iterator[None]:
@@ -530,6 +568,8 @@ ROUNDED = (*EAGER, "tf.function", "jax.jit", "jax.jit-x64")
 """For what the arithmetic of a compiler may change; ``torch.compile`` runs the kernels of eager code here."""
 COMPILED = (*ROUNDED, "torch.compile")
 """For what being traced may change."""
+TRACED = (*EAGER, "torch.compile", "tf.function", "jax.jit")
+"""The same, where double precision changes nothing: one way of each framework is enough."""
 
 
 def some_of(*ways: str, without: str | None = None) -> list[Framework]:

@@ -32,7 +32,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "a memory takes NaN in": ("step.py", "return new if bool(finite) else old", "return new"),
     "the policy zero lets ∞ through": (
-        "backends/base.py",
+        "backends/arrays.py",
         "xp.where(xp.isfinite(array), array, 0.0)",
         "xp.where(xp.isnan(array), 0.0, array)",
     ),

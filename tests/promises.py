@@ -22,7 +22,7 @@ import pytest
 import oracle
 import uniclip as uc
 from frameworks import ALL_DTYPES, KNOWN, Framework
-from healthy import PARAMS, STEPS, arrays_of, train
+from healthy import PARAMS, STEPS, arrays_of
 from uniclip.backends.base import PIECE
 
 EPS = {
@@ -101,20 +101,27 @@ def close(fw: Framework, array: Any, wanted: Any, dtype: str, ulps: float = 4) -
 
 
 def below(fw: Framework) -> None:
-    for dtype in floats(fw):
-        grads = tree(fw, dtype)
-        rules = list(NORM_RULES.values()) if dtype == "float32" else [NORM_RULES["global"], NORM_RULES["rows"]]
-        for clipped, report in fw.run(lambda g, rules=rules: [uc.clip(g, rule(100.0)) for rule in rules], grads):
-            for old, new in zip(leaves(grads), leaves(clipped), strict=True):
+    few = [NORM_RULES["global"], NORM_RULES["rows"]]
+
+    def all_of(every: dict[str, Any]) -> dict[str, Any]:
+        rules = {dtype: NORM_RULES.values() if dtype == "float32" else few for dtype in every}
+        results = {dtype: [uc.clip(grads, rule(100.0)) for rule in rules[dtype]] for dtype, grads in every.items()}
+        return {dtype: [(new, report.clipped) for new, report in some] for dtype, some in results.items()}
+
+    every = {dtype: tree(fw, dtype) for dtype in floats(fw)}
+    for dtype, results in fw.run(all_of, every).items():
+        for clipped, changed in results:
+            for old, new in zip(leaves(every[dtype]), leaves(clipped), strict=True):
                 np.testing.assert_array_equal(fw.numpy(old), fw.numpy(new), strict=True)
                 assert new is old or not fw.same_objects
-            assert not fw.numpy(report.clipped)
+            assert not fw.numpy(changed)
 
 
 def above(fw: Framework) -> None:
-    for dtype in floats(fw):
-        grads = tree(fw, dtype)
-        (clipped, norm), each = fw.run(lambda g: (uc.clip_by_global_norm(g, 1.0), uc.clip_by_norm(g, 2.0)), grads)
+    both = lambda grads: (uc.clip_by_global_norm(grads, 1.0), uc.clip_by_norm(grads, 2.0))
+    every = {dtype: tree(fw, dtype) for dtype in floats(fw)}
+    found = fw.run(lambda every: {dtype: both(grads) for dtype, grads in every.items()}, every)
+    for dtype, ((clipped, norm), each) in found.items():
         old = leaves(tree(KNOWN["numpy"](), "float64"))
         for new, wanted in zip(leaves(clipped), oracle.clip_global(old, 1.0), strict=True):
             close(fw, new, wanted, dtype)
@@ -182,9 +189,9 @@ def split(fw: Framework) -> None:
     values = np.random.default_rng(0).standard_normal(fw.many, dtype="float32")
     true = math.sqrt(np.sum(values.astype("float64") ** 2))
     for dtype in {"float16", "bfloat16", "float32"} & set(fw.dtypes):
-        for number in (1, 10, fw.many):
-            pieces = [fw.array(piece, dtype) for piece in np.split(values, number)]
-            norm = fw.run(uc.global_norm, pieces)
+        pieces = {n: [fw.array(piece, dtype) for piece in np.split(values, n)] for n in (1, 10, fw.many)}
+        norms = fw.run(lambda every: {n: uc.global_norm(some) for n, some in every.items()}, pieces)
+        for number, norm in norms.items():
             if number == 1:
                 whole = norm
                 accurate_to(fw, 5e-7 if dtype == "float32" else 1e-3, whole, true)  # of the numbers before rounding
@@ -254,12 +261,19 @@ def debugged(fw: Framework) -> None:
     if fw.cost < 5:
         rules += [uc.by_norm(1.0, ord=3), uc.by_global_norm(math.inf), uc.adagc(warmup=1), uc.autoclip(window=3)]
         rules += [uc.skip_spikes(window=3, warmup=2)]
-    params, steps = arrays_of(fw.array, PARAMS), arrays_of(fw.array, STEPS[2:4])
+    params, states = arrays_of(fw.array, PARAMS), [rule.init(arrays_of(fw.array, PARAMS)) for rule in rules]
+
+    def step(grads: Any, states: list[Any], params: Any, loss: Any) -> list[Any]:
+        results = [rule.update(grads, one, params, loss=loss) for rule, one in zip(rules, states, strict=True)]
+        return [(clipped, state, tuple(report), report.scalars()) for clipped, state, report in results]
+
     with fw.debugged():
-        for rule in rules:
-            results = fw.run(lambda g, p, rule=rule: train(rule, g, p), steps, params)
-            for array in optree.tree_leaves(results):
-                assert np.isfinite(fw.numpy(array)).all(), rule
+        run = fw.compiled(step)
+        for grads in STEPS[1:4]:
+            found = run(arrays_of(fw.array, grads), states, params, fw.array(2.0))
+            states = [result[1] for result in found]
+            for array in optree.tree_leaves(found):
+                assert np.isfinite(fw.numpy(array)).all()
 
 
 KERNELS = ("Haswell", "Nehalem", "SkylakeX")
@@ -404,12 +418,16 @@ def bad_limit(fw: Framework) -> None:
 
 
 def propagates(fw: Framework) -> None:
-    every = fw.compiled(lambda g: {name: uc.clip(g, rule(1.0)) for name, rule in NORM_RULES.items()})
+    def all_of(grads: Any) -> dict[str, Any]:
+        results = {name: uc.clip(grads, rule(1.0)) for name, rule in NORM_RULES.items()}
+        return {name: (clipped, report.finite) for name, (clipped, report) in results.items()}
+
+    every = fw.compiled(all_of)
     for bad in (math.nan, math.inf):
         results = every([fw.array([1.0, bad]), fw.array([3.0, 4.0])])
-        for clipped, report in results.values():
+        for clipped, finite in results.values():
             assert np.isnan(fw.numpy(clipped[0])).all()
-            assert not fw.numpy(report.finite)
+            assert not fw.numpy(finite)
         assert np.isnan(fw.numpy(results["global"][0][1])).all()
         close(fw, results["leaf"][0][1], [0.6, 0.8], "float32")
 

@@ -15,11 +15,11 @@ from parts import together
 import healthy
 import oracle
 import uniclip as uc
-from frameworks import CHOSEN, ROUNDED, Framework
+from frameworks import CHOSEN, EAGER, TRACED, Framework
 from tracing import soft
 from uniclip import layout
 
-EAGER = pytest.mark.parametrize(
+UNTRACED = pytest.mark.parametrize(
     "framework", [fw for fw in CHOSEN if not fw.traced and fw.name != "dask"], ids=lambda fw: fw.name
 )
 """For what no compiler can change; Dask, whose graph grows with each step, has no way through the code of its own."""
@@ -96,7 +96,7 @@ def clipped_by(rule: uc.Rule, steps: list[Any], all_reduce: Any) -> list[Any]:
 
 @pytest.mark.parametrize("wide", [None, "c"], ids=["one dtype", "two dtypes"])
 @pytest.mark.parametrize("name", SCOPES)
-@EAGER
+@UNTRACED
 def test_a_warm_up_over_several_blocks(framework: Framework, name: str, wide: str | None) -> None:
     """AdaGC's warm-up scales all norms together, whatever arrays they form; then each has its own average."""
     scope, pieces = SCOPES[name]
@@ -110,7 +110,7 @@ def test_a_warm_up_over_several_blocks(framework: Framework, name: str, wide: st
 
 
 @pytest.mark.parametrize("name", SCOPES)
-@EAGER
+@UNTRACED
 def test_a_warm_up_over_two_parts(framework: Framework, name: str) -> None:
     """Two processes, of which each has some of the leaves, warm up as one that has all of them.
 
@@ -155,7 +155,7 @@ def split_by(grads: dict[str, np.ndarray], *, by_size: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_size", [False, True])
-@EAGER
+@UNTRACED
 def test_split_over_units(framework: Framework, by_size: bool) -> None:
     """A total is split among all leaves, though their units' norms form an array for each shape; in parts too."""
     rule = uc.Rule(uc.limits.Split(2.0, by_size=by_size), scope=uc.scopes.unit(0))
@@ -169,7 +169,7 @@ def test_split_over_units(framework: Framework, by_size: bool) -> None:
             close(framework, whole(*found), wanted)
 
 
-@EAGER
+@UNTRACED
 def test_limits_of_groups_over_units(framework: Framework) -> None:
     """Each group has a limit of its own, whatever the shape of its units' norms; in parts too."""
     limits = {
@@ -225,7 +225,7 @@ def trained(rule: Any, steps: list[Any], params: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name, rule in healthy.RULES.items() if isinstance(rule, uc.Rule)])
-@EAGER
+@UNTRACED
 def test_stacking_changes_nothing(framework: Framework, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every preset does the same, to rounding, if every norm is an array by itself."""
     rule = healthy.RULES[name]
@@ -266,6 +266,8 @@ MEMORY = {
     "chain": uc.chain(uc.adagc(warmup=1), uc.zclip(warmup=2)),
     "masked": uc.masked(uc.norm_growth(), lambda path, leaf: path[0] != "a"),
 }
+SOME = ["adagc", "units", "percentile", "spam", "all of history", "groups", "chain", "masked"]
+"""The rules that are compiled: one for each kind of memory, and those that hold others."""
 LEARNT_BY_LEAF = ["norm_growth", "percentile", "spam", "adagn", "z-scores", "log z-scores", "rolling", "groups"]
 """The rules in which no leaf has to do with another one."""
 EQUAL = {"a": (2, 3), "b": (2, 4), "c": (2, 3)}
@@ -303,13 +305,14 @@ def by_numpy() -> list[Any]:
     return taken(Framework(), MEMORY, VANISHING)
 
 
+@pytest.mark.ways(*EAGER, "tf.function", "jax.jit", without="Dask")  # the others would take long for what these show
 def test_groups_that_vanish(fw: Framework, by_numpy: list[Any]) -> None:
     """Eager and compiled, in every framework, a group that is absent for some steps finds its memory again."""
-    if fw.name in {"torch.compile", "tensorflow-graph", "tf.function-xla", "jax.jit-x64", "dask"}:
-        return  # which would take minutes for what others show
-    found = taken(fw, MEMORY, VANISHING, fw.compiled)
-    for (clipped, states), (wanted, wanted_states) in zip(found, by_numpy, strict=True):
-        for name in MEMORY:
+    rules = {name: MEMORY[name] for name in SOME} if fw.traced else MEMORY
+    steps = VANISHING[:3] if fw.traced else VANISHING  # each pattern of absence is compiled
+    found = taken(fw, rules, steps, fw.compiled)
+    for (clipped, states), (wanted, wanted_states) in zip(found, by_numpy, strict=False):
+        for name in rules:
             close(fw, clipped[name], wanted[name], rtol=2e-5, atol=1e-6, err_msg=name)
             pairs = zip(*map(optree.tree_leaves, (states[name], wanted_states[name])), strict=True)
             for one, other in pairs:
@@ -359,7 +362,7 @@ def test_the_oracle_of_a_group_that_vanishes(by_numpy: list[Any]) -> None:
                 )
 
 
-@pytest.mark.ways(*ROUNDED)
+@pytest.mark.ways(*EAGER, "tf.function", "jax.jit", without="Dask")
 def test_many_norms_of_which_some_are_left_out(fw: Framework) -> None:
     """Compiled code works out the factors of many leaves once: one that is 0 or NaN changes no other."""
     values = [np.full(3, 2.0, "float32") for _ in range(40)]
@@ -375,18 +378,23 @@ def test_many_norms_of_which_some_are_left_out(fw: Framework) -> None:
         "a limit of 0": (lambda array: uc.Rule(array(zero), scope=uc.scopes.each_leaf), values),
         "units": (lambda _: uc.Rule(1.0, scope=uc.scopes.unit()), units),
     }
+    rules = {title: rule for title, (rule, _) in cases.items()}
+    clipped = fw.run(
+        lambda every: {title: uc.clip(some, rules[title](fw.array))[0] for title, some in every.items()},
+        {title: list(map(fw.array, grads)) for title, (_, grads) in cases.items()},
+    )
     for title, (rule, grads) in cases.items():
-        found = fw.run(lambda g, rule=rule: uc.clip(g, rule(fw.array))[0], list(map(fw.array, grads)))
-        for one, two in zip(found, uc.clip(grads, rule(np.asarray))[0], strict=True):
+        for one, two in zip(clipped[title], uc.clip(grads, rule(np.asarray))[0], strict=True):
             np.testing.assert_allclose(fw.numpy(one), two, rtol=1e-6, err_msg=title)
 
 
+@pytest.mark.ways(*TRACED)
 def test_leaves_without_axes_beside_others(fw: Framework) -> None:
     """A 0-d leaf may come first or last, and a leaf may be alone."""
     for shapes in ([(), (3, 4)], [(3, 4), ()], [(300, 4)]):
         grads = [np.ones(shape, "float32") for shape in shapes]
-        for curve in (uc.curves.hard, soft):
-            rule = uc.Rule(0.1, scope=uc.scopes.unit(-1), curve=curve)
-            found = fw.run(lambda g, rule=rule: uc.clip(g, rule)[0], list(map(fw.array, grads)))
+        rules = [uc.Rule(0.1, scope=uc.scopes.unit(-1), curve=curve) for curve in (uc.curves.hard, soft)]
+        found_by = fw.run(lambda g, rules=rules: [uc.clip(g, rule)[0] for rule in rules], list(map(fw.array, grads)))
+        for rule, found in zip(rules, found_by, strict=True):
             for one, two in zip(found, uc.clip(grads, rule)[0], strict=True):
                 np.testing.assert_allclose(fw.numpy(one), two, rtol=1e-6)

@@ -14,8 +14,7 @@ SEED, CASES = 5, 250
 def test_cases(fw: Framework) -> None:
     """None fails, and rounding leaves few open."""
     tally = Tally()
-    slow = 4 if fw.traced or fw.family in {"JAX", "Dask"} else 1  # what is called for the first time is compiled
-    for number in range(max(2, CASES // fw.cost // slow)):
+    for number in range(max(2, CASES // fw.cost // fw.first)):
         run_case(fw, SEED, number, tally)
     assert not tally.failures, tally.failures
     assert sum(tally.inconclusive.values()) <= 1 + tally.cases // 50

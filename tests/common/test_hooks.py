@@ -1,10 +1,11 @@
-"""Every hook that is there for speed or memory gives what its default in the array API gives."""
+"""Every hook that is there for speed or memory gives what its default in the array API gives; others are needed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,10 +19,49 @@ from promises import EPS
 from tracing import leaves, soft
 from uniclip.backends import backend_of
 from uniclip.backends.base import Backend
+from uniclip.backends.memory import InPlace
+from uniclip.backends.processes import Processes
+
+TESTS = Path(__file__).parents[1]
 
 HOOKS = (
-    "plain", "apart", "viewed", "squares", "squares_along", "scaled", "unless_one", "pieces", "sum", "large", "once",
+    "plain", "apart", "viewed", "squares", "squares_along", "squares_in_units", "scaled", "pieces", "sum", "cond",
+    "unless_one", "barrier",
 )  # fmt: skip
+"""Those for speed or memory, which are switched off here."""
+NEEDED = {
+    "output_axis": "common/test_presets.py",
+    "static_shapes": "on_torch/test_tracing.py",
+    "accelerators": "on_torch/test_accelerator.py",
+    "is_array": "common/test_tree.py",
+    "unfit": "on_torch/test_kinds.py",
+    "stored": "on_torch/test_kinds.py",
+    "sparse": "on_all/test_agree.py",
+    "size": "common/test_promises.py",
+    "traced": "common/test_compiled.py",
+    "readable": "on_torch/test_accelerator.py",
+    "device": "on_jax/test_kinds.py",
+    "from_host": "on_jax/test_kinds.py",
+    "to_host": "common/test_recorder.py",
+    "to_device_of": "on_torch/test_accelerator.py",
+    "detached": "on_torch/test_derivatives.py",
+    "to_keep": "common/test_recorder.py",
+    "quiet": "on_torch/test_devices.py",
+    "debug_infs": "on_jax/test_debuggers.py",
+    "shifted": "common/test_promises.py",
+    "memory": "on_torch/test_in_place.py",
+    "write": "on_torch/test_in_place.py",
+    "local": "on_torch/test_distributed.py",
+    "replicated": "on_torch/test_distributed.py",
+    "joins_by": "common/test_mistakes.py",
+    "reducer": "on_torch/test_processes.py",
+    "copies": "on_jax/test_layouts.py",
+    "varying": "on_jax/test_layouts.py",
+    "unsharded": "on_jax/test_sharding.py",
+    "reduction_dtype": "common/test_parts.py",
+    "rank": "on_torch/test_record.py",
+}
+"""The others, each with the tests that are for it."""
 SMALL = [(3, 4), (5,), (2, 1, 2)]
 LARGE = [(140_001,), (400, 350)]
 HALVES = ("float16", "bfloat16")
@@ -145,7 +185,8 @@ CASES = {
 }
 ALONE = ("a tree", "many", "large", "large bfloat16", "strided", "empty and 0-d", "NaN")
 """The cases for which hooks are switched off one by one, too; there is one for each way of every hook."""
-WAYS = some_of(*EAGER, "jax.jit-x64")  # JAX has no float64 otherwise; a compiler meets the hooks in the promises
+# JAX has float64 in 64 bits only, Dask no hook of its own; a compiler meets the hooks in the promises.
+WAYS = some_of(*EAGER, "jax.jit-x64", without="Dask")
 TRIED = [
     pytest.param(fw, case, name in ALONE, id=f"{fw.name}: {name}")
     for fw in WAYS
@@ -214,9 +255,8 @@ def assert_equal(fw: Framework, found: Outcome, wanted: Outcome, off: str) -> No
             np.testing.assert_allclose(*(fw.numpy(x).astype(wide) for x in (a, b)), rtol=rounding, err_msg=off)
 
 
-def no_array(self: Backend, array: Any) -> bool:
-    """Take no array for large."""
-    return False
+def whole(self: Backend, array: Any) -> None:
+    """Measure every array as a whole."""
 
 
 def switches(fw: Framework, *, alone: bool) -> dict[str, dict[str, Any]]:
@@ -224,10 +264,10 @@ def switches(fw: Framework, *, alone: bool) -> dict[str, dict[str, Any]]:
     kind = type(backend_of(fw.array([1.0])))
     own = {hook: vars(Backend)[hook] for hook in HOOKS if kind is not Backend and hook in vars(kind)}
     alone = {hook: {hook: default} for hook, default in own.items()}
-    every = {**own, "large": no_array}
+    every = {**own, "pieces": whole}
     if fw.traced or not alone:
         return {"all": every}
-    return {**alone, "nothing large": {"large": no_array}, "all": every} if own else {"all": every}
+    return {**alone, "in one piece": {"pieces": whole}, "all": every} if own else {"all": every}
 
 
 @contextmanager
@@ -238,6 +278,13 @@ def switched(fw: Framework, hooks: dict[str, Any]) -> Iterator[None]:
         for hook, default in hooks.items():
             stack.enter_context(mock.patch.object(kind, hook, default))
         yield
+
+
+def test_every_hook_is_listed() -> None:
+    """There is no hook of which nobody knows why."""
+    hooks = {hook for base in (Backend, InPlace, Processes) for hook in vars(base) if not hook.startswith("_")}
+    assert hooks - {"in_place", "processes"} == {*HOOKS, *NEEDED}
+    assert [file for file in NEEDED.values() if not (TESTS / file).exists()] == []
 
 
 @pytest.mark.parametrize(("fw", "case", "alone"), TRIED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from parts import together
 
 import uniclip as uc
-from frameworks import Framework
+from frameworks import EAGER, Framework
 
+pytestmark = pytest.mark.ways(*EAGER)  # what processes say to each other is not compiled
 SHAPES = {"a": (3, 4), "b": (5,), "c": (2, 3), "d": (7,)}
 HELD = [("a", "b"), ("c", "d")]
 """The leaves of two stages of a pipeline."""
@@ -81,6 +83,7 @@ def is_a(path: Any, leaf: Any) -> bool:
     return path[0] == "a"
 
 
+@pytest.mark.ways(*EAGER, without="Dask")  # which takes long, and has the cases below and the promise
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("name", RULES)
 def test_stages(fw: Framework, name: str, bad: float | None) -> None:
@@ -95,6 +98,7 @@ def test_stages(fw: Framework, name: str, bad: float | None) -> None:
         alike(found, wanted)
 
 
+@pytest.mark.ways(*EAGER, without="Dask")
 @pytest.mark.parametrize("name", RULES)
 def test_copies_beside_stages(fw: Framework, name: str) -> None:
     """A leaf that both stages hold counts once, if it is said to be a copy."""
@@ -187,7 +191,7 @@ def test_refused_in_all_processes(fw: Framework, case: str) -> None:
     parts, message = REFUSED[case]
 
     def run(part: Any, join: Any) -> Any:
-        rule, shapes = part
+        rule, shapes = copy.deepcopy(part)  # no scope is known to two processes: it remembers what they agreed on
         ones = (
             {name: fw.array(np.ones(shape)) for name, shape in shapes.items()}
             if isinstance(shapes, dict)

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import optree
 import pytest
 
 import uniclip as uc
 from frameworks import CHOSEN, EAGER, ROUNDED, Framework
 from uniclip.backends import backend_of
+from uniclip.limits import NoState
 from uniclip.limits.averages import Averages
 from uniclip.limits.zscores import Moments
 
@@ -258,6 +260,7 @@ def test_gradients_that_come_and_go(fw: Framework) -> None:
     assert not fw.numpy(clipper.report.clipped)
 
 
+@pytest.mark.ways(*EAGER, without="Dask")  # whose graph grows with each step
 def test_ranks_and_ranges(fw: Framework) -> None:
     """A percentile that is one of the norms is that one exactly; constant norms of any size are no spikes."""
     clipper = uc.Clipper(uc.percentile_clipping(14, 50))
@@ -530,6 +533,98 @@ def test_masked(fw: Framework) -> None:
     state = rule.init(grads)
     result, state, _ = rule.update(grads, state)
     assert float(fw.numpy(result["a"][0])[0]) == 1.0
+
+
+def first_and_c(path: Any, leaf: Any) -> bool:
+    """Leave out ``b``."""
+    return path[0] != "b"
+
+
+NESTED = {
+    "chain": uc.chain(uc.by_value(-4.0, 4.0), uc.by_norm(3.0), uc.by_global_norm(1.0)),
+    "masked": uc.masked(uc.by_global_norm(1.0), first_and_c),
+    "nested": uc.chain(uc.masked(uc.chain(double, uc.by_norm(5.0), uc.adagc(warmup=0)), first_and_c), uc.zclip()),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
+@pytest.mark.parametrize("name", NESTED)
+def test_gradients_are_flattened_once(
+    fw: Framework, name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many rules there are, and wherever they clip; what a state needs of the structure is not counted."""
+    if in_place and not fw.writes:
+        return
+    grads = {"a": fw.array([3.0, 4.0]), "b": fw.array([12.0]), "c": [fw.array([5.0]), None]}
+    rule, flattened = NESTED[name], []
+    state, flatten = rule.init(grads), optree.tree_flatten
+    monkeypatch.setattr(optree, "tree_flatten", lambda tree, **how: flattened.append(how) or flatten(tree, **how))
+    clipped, _, _ = rule.update(grads, state, in_place=in_place)
+    assert flattened.count({"none_is_leaf": False}) == 1
+    if not rule.memory:
+        assert len(flattened) == 1
+    assert clipped["c"][1] is None
+    if fw.same_objects:
+        assert (clipped["b"] is grads["b"]) == (in_place or name != "chain")
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
+@pytest.mark.parametrize("kind", ["floats", "integers", "0-d", "iterator"])
+def test_a_chain_does_what_its_rules_do(fw: Framework, kind: str, in_place: bool) -> None:
+    """With any kind of gradients, of which each rule gets what the one before returned."""
+    if in_place and (kind == "integers" or not fw.writes):
+        return
+    values, dtype = ([3, 40], "int32") if kind == "integers" else ([3.0, 40.0], "float32")
+
+    def grads() -> Any:
+        leaves = [fw.array(values, dtype), fw.array(values if kind != "0-d" else 7.0, dtype)]
+        return {"a": iter(leaves) if kind == "iterator" else leaves, "b": fw.array(values, dtype)}
+
+    rules = [uc.by_value(-30, 30), uc.masked(uc.chain(double, uc.by_norm(20.0)), first_and_c), uc.by_global_norm(9.0)]
+    alone, reports = grads(), []
+    for rule in rules:
+        alone, _, report = rule.update(alone, NoState(), in_place=in_place)
+        reports.append(report)
+    clipped, _, report = uc.chain(*rules).update(grads(), NoState(), in_place=in_place)
+    for one, other in zip([*clipped["a"], clipped["b"]], [*alone["a"], alone["b"]], strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(fw.numpy(one), fw.numpy(other))
+    assert repr(report) == f"<Report: {' | '.join(str(one) for one in reports[1:])}>"
+
+
+class Own:
+    """A rule of somebody's own, which has only what every rule has."""
+
+    memory = by_leaf = False
+
+    def init(self, grads: Any) -> Any:
+        """Return no state."""
+        return NoState()
+
+    def update(self, grads: Any, state: Any, params: Any = None, all_reduce: Any = None, **others: Any) -> Any:
+        """Negate the gradients of a dict, and say so."""
+        assert set(others) <= {"in_place", "loss", "shared"}
+        return {key: None if grad is None else -grad for key, grad in grads.items()}, state, uc.Report()
+
+
+class Negative(uc.Rule):
+    """A rule of somebody's own that does more than the rule it is made from."""
+
+    def update(self, *args: Any, **named: Any) -> Any:
+        """Clip, then negate."""
+        clipped, state, report = super().update(*args, **named)
+        return {key: None if grad is None else -grad for key, grad in clipped.items()}, state, report
+
+
+@pytest.mark.parametrize("own", [Own(), Negative(math.inf)], ids=["own", "subclass"])
+def test_own_rules_in_chains_and_masks(fw: Framework, own: Any) -> None:
+    """They get the gradients as they are, whatever ran before, and what they return goes on."""
+    grads = {"a": fw.array([3.0]), "b": fw.array([4.0])}
+    rule = uc.chain(uc.by_norm(9.0), own, uc.masked(own, lambda path, leaf: path == ("b",)), uc.by_global_norm(1.0))
+    for some in (rule, uc.chain(rule), uc.chain(uc.by_global_norm(1.0), rule.rules[2], own)):
+        result, report = uc.clip(grads, some)
+        np.testing.assert_allclose([fw.numpy(result[key]).item() for key in "ab"], [-0.6, 0.8], rtol=1e-6)
+        assert fw.numpy(report.clipped)
 
 
 def test_in_place(fw: Framework) -> None:

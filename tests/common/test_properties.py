@@ -131,9 +131,9 @@ def near(case: Case, actual: np.ndarray, expected: np.ndarray, ulps: float = 16)
 
 
 def examples(fw: Framework) -> Any:
-    """Run fewer examples where each one is compiled; ``--hypothesis-profile=thorough`` runs many."""
+    """Run fewer examples where each one is compiled or slow; ``--hypothesis-profile=thorough`` runs many."""
     fw.array([1.0])  # what an import draws at random must not happen while Hypothesis draws
-    return settings(max_examples=max(2, settings.default.max_examples // fw.cost))
+    return settings(max_examples=max(2, settings.default.max_examples // fw.cost // fw.first))
 
 
 @pytest.mark.parametrize("fw", WAYS, ids=lambda framework: framework.name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import optree
 import pytest
 
 import uniclip as uc
-from frameworks import CHOSEN, Framework
+from frameworks import CHOSEN, TRACED, Framework
 from uniclip import insight
 from uniclip.backends import backend_of
 from uniclip.backends.base import Backend
@@ -70,36 +71,48 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_line_is_what_a_logger_shows(fw: Framework, name: str, tmp_path: Path) -> None:
+def all_rules(fw: Framework, step: Callable[..., Any], names: Iterable[str] = RULES) -> Callable[..., Any]:
+    """Return a function that takes a step by each rule, in one program where they are compiled."""
+    return fw.compiled(lambda grads, states, *rest: {n: step(RULES[n], grads, states[n], *rest) for n in names})
+
+
+@pytest.mark.ways(*TRACED)
+def test_a_line_is_what_a_logger_shows(fw: Framework, tmp_path: Path) -> None:
     """Each line holds the scalars of its report, whatever the rule, eager or from compiled code."""
-    rule = RULES[name]
+    names = ["global", "each leaf"] if fw.family == "Dask" else list(RULES)  # whose graph grows with what is remembered
     params = {key: fw.array(np.ones(shape)) for key, shape in SHAPES.items()}
-    state, wanted = rule.init(params), []
-    loss = fw.array(np.asarray(1.5))
-    update = fw.compiled(lambda grads, state, params, loss: rule.update(grads, state, params, loss=loss))
-    with Recorder(tmp_path / "run.jsonl", every=3, rule=rule) as record:
-        for step in range(8):
-            _, state, report = update(gradients(fw, step), state, params, loss)
+    states, loss = {name: RULES[name].init(params) for name in names}, fw.array(np.asarray(1.5))
+    take = lambda rule, grads, state, params, loss: rule.update(grads, state, params, loss=loss)[1:]
+    update, files = all_rules(fw, take, names), {name: tmp_path / f"{name}.jsonl" for name in names}
+    records = {name: Recorder(file, every=3, rule=RULES[name]) for name, file in files.items()}
+    wanted: dict[str, list[Any]] = {name: [] for name in names}
+    for step in range(8):
+        for name, (state, report) in update(gradients(fw, step), states, params, loss).items():
+            states[name] = state
             scalars = {name: float(fw.numpy(value)) for name, value in report.scalars().items()}
-            finite = report.finite is None or bool(fw.numpy(report.finite))
-            wanted.append((scalars, finite))
-            record(report, loss=loss, rate=0.5 * step)
-    rows = rows_of(tmp_path / "run.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 9))
-    assert [row["rate"] for row in rows] == [0.5 * step for step in range(8)]
-    assert {row["loss"] for row in rows} == {1.5}
+            wanted[name].append((scalars, report.finite is None or bool(fw.numpy(report.finite))))
+            records[name](report, loss=loss, rate=0.5 * step)
+    for name, record in records.items():
+        record.close()
+        as_shown(rows_of(files[name]), wanted[name], name)
+
+
+def as_shown(rows: list[dict[str, Any]], wanted: list[Any], rule: str) -> None:
+    """Assert that lines hold these scalars, and say whether all was finite."""
+    assert [row["step"] for row in rows] == list(range(1, 9)), rule
+    assert [row["rate"] for row in rows] == [0.5 * step for step in range(8)], rule
+    assert {row["loss"] for row in rows} == {1.5}, rule
     for row, (scalars, finite) in zip(rows, wanted, strict=True):
-        assert row.get("finite", True) == finite
+        assert row.get("finite", True) == finite, rule
         for short, long in NAMES.items():
             value = scalars.get(long)
             if value is None or not math.isfinite(value) or (short in {"limit", "threshold"} and value >= 3e38):
-                assert row.get(short) is None, (short, row)
+                assert row.get(short) is None, (rule, short, row)
             else:
-                assert math.isclose(float(row[short]), value, rel_tol=1e-6), (short, value, row)
+                assert math.isclose(float(row[short]), value, rel_tol=1e-6), (rule, short, value, row)
 
 
-@pytest.mark.ways("eager")
+@pytest.mark.ways("eager", without="Dask")
 @pytest.mark.parametrize("name", RULES)
 def test_scalars_are_as_good_as_a_report(fw: Framework, name: str, tmp_path: Path) -> None:
     """What an adapter without reports has, such as that of optax, is written as the report of the same step."""
@@ -117,26 +130,36 @@ def test_scalars_are_as_good_as_a_report(fw: Framework, name: str, tmp_path: Pat
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_norms_of_leaves(fw: Framework, name: str) -> None:
+@pytest.mark.ways(*TRACED, without="Dask")
+def test_norms_of_leaves(fw: Framework) -> None:
     """The norms of all leaves are theirs; what the rule does with them is the same to rounding."""
-    rule = RULES[name]
     params = {**{key: fw.array(np.ones(shape)) for key, shape in SHAPES.items()}, "none": None}
-    state = rule.init(params)
+    states = {name: rule.init(params) for name, rule in RULES.items()}
+    watched, updated = all_rules(fw, seen), all_rules(fw, lambda rule, *args: rule.update(*args))
     for step in range(3):
         grads = gradients(fw, step)
-        wanted = [np.linalg.norm(np.ravel(fw.numpy(grad)).astype(float), _order(rule)) for grad in grads.values()]
+        values = [np.ravel(fw.numpy(grad)).astype(float) for grad in grads.values()]
         grads["none"] = None
-        clipped, after, report, row = fw.run(partial(seen, rule), grads, state, params)
-        np.testing.assert_allclose(fw.numpy(row) if not isinstance(row, np.ndarray) else row, wanted, rtol=1e-6)
-        plain, state, other = fw.run(rule.update, grads, state, params)
-        for one, two in zip(flatten(clipped).leaves, flatten(plain).leaves, strict=True):
-            np.testing.assert_allclose(fw.numpy(one), fw.numpy(two), rtol=2e-6, atol=1e-12)
-        assert set(report.scalars()) == set(other.scalars())
-        for one, two in zip(optree.tree_leaves(tuple(report)), optree.tree_leaves(tuple(other)), strict=True):
-            assert fw.dtype(one) == fw.dtype(two)
-        for one, two in zip(optree.tree_leaves(after), optree.tree_leaves(state), strict=True):
-            np.testing.assert_allclose(fw.numpy(one), fw.numpy(two), rtol=2e-6)
+        found, usual = watched(grads, states, params), updated(grads, states, params)
+        for name, (*result, row) in found.items():
+            wanted = [np.linalg.norm(value, _order(RULES[name])) for value in values]
+            np.testing.assert_allclose(
+                fw.numpy(row) if not isinstance(row, np.ndarray) else row, wanted, rtol=1e-6, err_msg=name
+            )
+            as_usual(fw, result, usual[name], name)
+            states[name] = usual[name][1]
+
+
+def as_usual(fw: Framework, found: Any, usual: Any, name: str) -> None:
+    """Assert that two steps are the same but for rounding: gradients, state, report."""
+    (clipped, after, report), (plain, state, other) = found, usual
+    for one, two in zip(flatten(clipped).leaves, flatten(plain).leaves, strict=True):
+        np.testing.assert_allclose(fw.numpy(one), fw.numpy(two), rtol=2e-6, atol=1e-12, err_msg=name)
+    assert set(report.scalars()) == set(other.scalars()), name
+    for one, two in zip(optree.tree_leaves(tuple(report)), optree.tree_leaves(tuple(other)), strict=True):
+        assert fw.dtype(one) == fw.dtype(two), name
+    for one, two in zip(optree.tree_leaves(after), optree.tree_leaves(state), strict=True):
+        np.testing.assert_allclose(fw.numpy(one), fw.numpy(two), rtol=2e-6, err_msg=name)
 
 
 def _order(rule: Any) -> float:
@@ -171,18 +194,12 @@ def test_reads_nothing_within_a_window(fw: Framework, tmp_path: Path, monkeypatc
         reads.append(len(arrays))
         return [np.asarray(fw.numpy(array)) for array in arrays]
 
-    def refused(*_: Any) -> None:
-        msg = "read by itself"
-        raise AssertionError(msg)
-
     with Recorder(tmp_path / "run.jsonl", every=4, rule=uc.by_global_norm(1.0)) as record:
-        monkeypatch.setattr(backend, "fetched", counted)
+        monkeypatch.setattr(backend, "to_host", counted)
         for step in range(1, 9):
             _, report = uc.clip(grads, uc.by_global_norm(1.0))
             fields = uc.Report(*report)  # as compiled code returns it: arrays of the framework
-            with monkeypatch.context() as inside:
-                inside.setattr(backend, "to_host", refused)
-                record(fields, loss=grads["b"])
+            record(fields, loss=grads["b"])
             assert len(reads) == (0 if fw.family == "NumPy" else step // 4)
     assert len(rows_of(tmp_path / "run.jsonl")) == 8
 
@@ -205,23 +222,30 @@ def test_inside_of_compiled_code(fw: Framework, tmp_path: Path) -> None:
             assert len(rows_of(tmp_path / "run.jsonl")) == 1
 
 
-@pytest.mark.parametrize("name", ["global", "each leaf", "chain", "skip"])
-def test_hooks_for_speed_change_nothing(
-    fw: Framework, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.ways(*TRACED, without="Dask")  # which has no such hooks
+def test_hooks_for_speed_change_nothing(fw: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays read together, and kept in copies, are written as those that are read one by one."""
-    rule, found = RULES[name], []
-    update = fw.compiled(rule.update)
-    for number in range(2):
-        path, state = tmp_path / f"{number}.jsonl", rule.init(gradients(fw, 0))
-        with Recorder(path, every=4, rule=rule) as record, monkeypatch.context() as inside:
-            if number:
+    names = ("global", "each leaf", "chain", "skip")
+    update = all_rules(fw, lambda rule, grads, state: rule.update(grads, state)[1:], names)
+    written: list[list[str]] = []
+    for hooks in (True, False):
+        states = {name: RULES[name].init(gradients(fw, 0)) for name in names}
+        files = [tmp_path / f"{name} {hooks}.jsonl" for name in names]
+        with ExitStack() as stack:
+            inside = stack.enter_context(monkeypatch.context())
+            if not hooks:
                 kind = type(backend_of(gradients(fw, 0)["a"]))
                 inside.setattr(kind, "to_keep", Backend.to_keep)
-                inside.setattr(kind, "fetched", Backend.fetched)
+                inside.setattr(kind, "to_host", Backend.to_host)
+            records = [
+                stack.enter_context(Recorder(file, every=4, rule=RULES[name]))
+                for name, file in zip(names, files, strict=True)
+            ]
             for step in range(6):
                 grads = gradients(fw, step)
-                _, state, report = update(grads, state)
-                record(report, loss=grads["b"])
-        found.append(path.read_text())
-    assert found[0] == found[1]
+                results = update(grads, states)
+                states = {name: state for name, (state, _) in results.items()}
+                for record, (_, report) in zip(records, results.values(), strict=True):
+                    record(report, loss=grads["b"])
+        written.append([file.read_text() for file in files])
+    assert written[0] == written[1]

@@ -90,7 +90,7 @@ def test_as_the_general_way(framework: Framework, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(step, "_single", noted)
 
-    @settings(max_examples=max(40, 300 // framework.cost))
+    @settings(max_examples=max(40, 300 // framework.cost) // framework.first)
     @given(steps(dtypes), st.sampled_from(["propagate", "propagate", "skip", "zero", "raise"]), st.booleans())
     def alike(drawn: Any, nonfinite: Any, in_place: bool) -> None:
         leaves, kinds, limit = drawn

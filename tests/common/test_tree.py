@@ -153,6 +153,12 @@ def test_wrong_leaf(leaf: Any, kind: str) -> None:
         uc.clip_by_global_norm({"layers": [None, {"w": leaf}]}, 1.0)
 
 
+def test_flags_are_no_gradients(fw: Framework) -> None:
+    """Booleans are no numbers to clip."""
+    with pytest.raises(TypeError, match=r"grads\[0\] is a .*, not an array of numbers"):
+        uc.clip_by_norm([fw.array([1.0]) > 0], 1.0)
+
+
 def test_path_through_a_dataclass(fw: Framework) -> None:
     """The path goes through containers that are no lists or dicts."""
     with pytest.raises(TypeError, match=r"grads\['layer'\]\['w'\]"):

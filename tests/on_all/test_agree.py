@@ -18,7 +18,7 @@ import oracle
 import uniclip as uc
 from frameworks import KNOWN, Framework
 
-NAMES = ["array-api-strict", "mlx", "dask", "torch", "tensorflow", "tf.function", "jax", "jax.jit", "jax.jit-x64"]
+NAMES = ["array-api-strict", "mlx", "dask", "torch", "tensorflow", "tf.function", "jax", "jax.jit-x64"]
 EPS = {"float32": 2**-23, "float64": 2**-52}
 BATCH = [(4, 3), (4, 2, 3), (4, 5), (4, 2, 2, 2)]
 RAGGED = [(2, 3, 2, 2), (5, 3), (7,), ()]
@@ -107,7 +107,7 @@ for p in (1, 2, 3, math.inf):
         )
 
 
-COMPILERS: dict[str, Callable[[Any], Any]] = {"tf.function": tf.function, "jax.jit": jax.jit, "jax.jit-x64": jax.jit}
+COMPILERS: dict[str, Callable[[Any], Any]] = {"tf.function": tf.function, "jax.jit-x64": jax.jit}
 """Where one compilation serves every limit."""
 
 

@@ -12,10 +12,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax._src import pjit
+from jax._src.interpreters import pxla
 
 import accelerator
 import uniclip as uc
-from accelerator import EVERY_RULE, RULES, VALUES, close, functions, patched, refuse, refused
+from accelerator import EVERY_RULE, LAUNCHED, RULES, VALUES, close, functions, patched, refuse, refused
+from tracing import leaves
 from uniclip import insight
 from uniclip.rules import seen
 
@@ -61,6 +65,19 @@ def test_no_reads(rule: Any) -> None:
         close(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
+def test_no_reads_of_other_dtypes(dtype: str) -> None:
+    """No dtype is read, nor several together, and all are clipped to what they are on the CPU."""
+    made = [leaf.astype(dtype) for leaf in grads()[:-1]]
+    for scope in ("all, propagate", "leaf, propagate", "axes, propagate"):
+        for given in (made, [*made, *grads()]):
+            wanted, expected = uc.clip(given, RULES[scope])
+            with on_an_accelerator():
+                found, report = uc.clip(given, RULES[scope])
+            close(report, expected)
+            close(*([leaf.astype("complex64") for leaf in leaves(tree)] for tree in (found, wanted)), rtol=2**-7)
+
+
 def test_no_reads_to_record(tmp_path: Path) -> None:
     """A recorder reads nothing before its window ends, of reports of all kinds, norms of leaves, and losses."""
     for number, rule in enumerate(RULES.values()):
@@ -84,3 +101,54 @@ def test_no_reads_in_the_functions() -> None:
         with on_an_accelerator():
             found = call(given)
         close(found, wanted)
+
+
+PROGRAMS = {"global": (42, 0), "by_norm": (39, 0), "zclip": (85, 0), "adagc": (92, 0), "agc": (73, 1)}
+"""How many compiled programs a step runs outside of jit: so many, and so many for each leaf.
+
+Arrays are added up, measured again in units and multiplied by three programs; the others compute with numbers, of which
+`jit` makes one program. Along axes each factor is reshaped.
+"""
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[list[str]]:
+    """Collect the names of the compiled programs that run."""
+    ran: list[str] = []
+    run = pxla.ExecuteReplicated.__call__
+
+    def noted(self: Any, *args: Any) -> Any:
+        ran.append(self.name)
+        return run(self, *args)
+
+    # Without these data no call takes JAX's way around Python, unless an earlier one did.
+    slow = mock.patch.object(pjit, "_get_fastpath_data", return_value=None)
+    with slow, mock.patch.object(pxla.ExecuteReplicated, "__call__", noted):
+        jax.clear_caches()
+        yield ran
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("leaves", [2, 20])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str, leaves: int, programs: list[str]) -> None:
+    """A step outside of jit runs a few dozen programs, whatever the number of leaves, but for what is said above."""
+    rule, (fixed, of_each) = LAUNCHED[name], PROGRAMS[name]
+    rng = np.random.default_rng(0)
+    grads, params = (
+        [jnp.asarray(rng.standard_normal((4 + number, 8)), jnp.float32) for number in range(leaves)] for _ in range(2)
+    )
+    with on_an_accelerator():
+        _, state, _ = rule.update(grads, rule.init(grads), params)
+        programs.clear()
+        rule.update(grads, state, params)
+    assert len(programs) == fixed + of_each * leaves
+
+
+def test_programs_are_counted(programs: list[str]) -> None:
+    """An operation is one, at each call, and so is a function under jit."""
+    one, twice = jnp.ones(2), jax.jit(lambda x: jnp.sin(x) + jnp.cos(x))
+    for _ in range(3):
+        programs.clear()
+        twice(one + one)
+        assert len(programs) == 2

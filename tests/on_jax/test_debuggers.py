@@ -33,8 +33,16 @@ def test_outside_of_jit(name: str) -> None:
 
 def test_inside_of_jit() -> None:
     """The same for all rules in one program, whose outputs are looked at."""
+
+    @jax.jit
+    def step(grads: Any, states: Any, params: Any, loss: Any) -> Any:
+        results = {name: rule.update(grads, states[name], params, loss=loss) for name, rule in RULES.items()}
+        return {name: (*result, result[2].scalars()) for name, result in results.items()}
+
+    states = {name: rule.init(WEIGHTS) for name, rule in RULES.items()}
     with stopping():
-        jax.jit(lambda grads, params: [train(rule, grads[2:4], params) for rule in RULES.values()])(GRADS, WEIGHTS)
+        for grads in GRADS[1:4]:
+            states = {name: result[1] for name, result in step(grads, states, WEIGHTS, 2.0).items()}
 
 
 DEEP = ("rows", "L3", "agc", "larc", "groups", "autoclip", "zclip", "adagc", "skip_spikes", "policy zero", "curve tanh")

@@ -22,9 +22,19 @@ def pytest_configure(config: pytest.Config) -> None:
         message = f"tests/on_keras need --keras-backend and one of {', '.join(BACKENDS)}"
         raise pytest.UsageError(message)
     os.environ["KERAS_BACKEND"] = name
+    config.addinivalue_line("markers", "any_backend: what no backend changes, which runs on TensorFlow alone")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave the replicas of TensorFlow to the runs on it."""
     others = config.getoption("--keras-backend") != "tensorflow"
     return True if others and collection_path.name == "test_replicas.py" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave what no backend changes to the runs on TensorFlow."""
+    if config.getoption("--keras-backend") == "tensorflow":
+        return
+    left = [item for item in items if item.get_closest_marker("any_backend")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker("any_backend")]

@@ -114,7 +114,9 @@ def close(ours: list[Any], theirs: list[Any], tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, pair), rtol=tolerance, atol=tolerance)
 
 
-EAGER = ("global", "agc", "skip-nan")  # compiled, all of them are
+EAGER = () if BACKEND == "torch" else ("global", "agc", "skip-nan")  # compiled, all of them are
+WAYS = pytest.mark.parametrize("compiled", [True] if BACKEND == "torch" else [False, True], ids="compiled={}".format)
+"""On PyTorch a step is eager either way."""
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_steps(name: str, compiled: bool) -> None:
     assert (taken < len(SIZES)) == (name in {"skip-nan", "skip-spikes"})
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@WAYS
 def test_unclipped_is_bitwise(compiled: bool) -> None:
     """Gradients within the limit change nothing, to the bit."""
     ours, theirs = variables(), variables()
@@ -156,7 +158,7 @@ def test_unclipped_is_bitwise(compiled: bool) -> None:
     close(ours, theirs, tolerance=0.0)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@WAYS
 @pytest.mark.parametrize(
     "rule", [uc.by_global_norm(0.5), uc.autoclip(50, window=4), uc.skip_spikes(2.0, 4, 2)], ids=repr
 )
@@ -328,6 +330,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.any_backend
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")  # in one of the cases
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
@@ -351,6 +354,7 @@ def test_arrays_as_config() -> None:
     assert rule.min.dtype == np.float32
 
 
+@pytest.mark.any_backend
 def test_functions_as_config() -> None:
     """A function that Keras knows is saved by its name, in each place where a rule can hold one."""
     known = keras.saving.register_keras_serializable("test")

@@ -91,7 +91,9 @@ def agree(ours: Any, theirs: Any, count: int = 2) -> None:
 
 
 def fitted(strategy: Any, make: Any, y: Any, options: dict[str, Any]) -> tuple[Any, dict[str, float]]:
-    """Train, and return the model and its logs."""
+    """Train, and return the model and its logs; without a strategy eagerly, which takes a moment."""
+    if strategy is None:
+        options = {"sparse": options.get("sparse", False), "run_eagerly": True}
     with scope(strategy):
         made = model(make, **options)
     x = IDS if options.get("sparse") else X
@@ -126,8 +128,8 @@ def saved_in_the_middle(strategy: Any) -> None:
     agree(*made)
 
 
-def loop(strategy: Any, make: Any, *, absent: bool = False, eager: bool = False, workers: int = 1) -> tuple[Any, Any]:
-    """Train by one's own loop; return the model, and the scalars of each step in each replica."""
+def loop(strategy: Any, make: Any, *, absent: bool = False, workers: int = 1) -> tuple[Any, Any]:
+    """Train by one's own loop, compiled in replicas; return the model, and the scalars of each step in each of them."""
     import tensorflow as tf
 
     with scope(strategy):
@@ -153,7 +155,7 @@ def loop(strategy: Any, make: Any, *, absent: bool = False, eager: bool = False,
 
         return strategy.run(step, (part(x), part(y)))
 
-    run, seen = run if eager else tf.function(run), []
+    run, seen = tf.function(run) if strategy or workers > 1 else run, []
     for start in range(0, len(X), BATCH):
         scalars = run(*(tf.constant(array[start : start + BATCH]) for array in (X, SPIKE)))
         local = strategy.experimental_local_results if strategy else lambda value: [value]

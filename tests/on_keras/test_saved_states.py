@@ -85,6 +85,7 @@ def test_units() -> None:
         other.load_rule_state_dict(saved)
 
 
+@pytest.mark.any_backend
 def test_the_format_of_a_file() -> None:
     """The number is in the files of Keras, too."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="layer")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -61,6 +62,8 @@ class Together:
             if hangs == HANGS:
                 failures[title] = "not run: too many checks before it took too long"
                 continue
+            gc.collect()
+            gc.freeze()  # `attach` looks for an optimizer around its own among all objects: now those of this check
             faulthandler.dump_traceback_later(3 * SECONDS, exit=True)  # where no timeout of a group helps
             start = time.monotonic()
             found = failure(title, check)

@@ -37,12 +37,16 @@ def test_eager(name: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_graph(name: str) -> None:
     """Nor is it in a graph, where each operation is looked at, also one whose result nobody uses."""
+    rule, params = RULES[name], arrays_of(float32, PARAMS)
 
     @tf.function(autograph=False)
-    def steps(grads: object, params: object) -> object:
-        return train(RULES[name], grads, params)
+    def step(grads: object, state: object, loss: object) -> object:
+        _, state, report = rule.update(grads, state, params, loss=loss)
+        return state, tuple(report), report.scalars()
 
-    steps(arrays_of(float32, STEPS[2:4]), arrays_of(float32, PARAMS))
+    state = rule.init(params)
+    for grads in STEPS[1:4]:
+        state, *_ = step(arrays_of(float32, grads), state, float32(2.0))
 
 
 @pytest.mark.usefixtures("_stopping")

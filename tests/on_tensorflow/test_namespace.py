@@ -62,6 +62,8 @@ UNARY: dict[str, tuple[Callable[[Any, Any], Any], list[np.ndarray]]] = {
     "not_equal": (lambda xp, x: xp.not_equal(x, xp.ones_like(x)), [*ARRAYS, *SPECIALS, np.ones(3)]),
     "stack": (lambda xp, x: xp.stack([x, x]), ARRAYS),
     "stack last": (lambda xp, x: xp.stack([x, -x, x], axis=-1), ARRAYS),
+    "unstack": (lambda xp, x: xp.stack(xp.unstack(x)[::-1]), [x for x in ARRAYS if x.ndim and len(x)]),
+    "unstack last": (lambda xp, x: xp.unstack(x, axis=-1)[0], [x for x in ARRAYS if x.ndim and x.shape[-1]]),
     "concat": (lambda xp, x: xp.concat([x, -x]), [x for x in ARRAYS if x.ndim]),
     "concat last": (lambda xp, x: xp.concat([x, -x], axis=-1), [x for x in ARRAYS if x.ndim]),
     "expand_dims": (lambda xp, x: xp.expand_dims(x, axis=0), ARRAYS),

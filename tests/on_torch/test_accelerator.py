@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelerator
 import uniclip as uc
-from accelerator import EVERY_RULE, RULES, SHAPES, VALUES, close, functions, patched, refuse, refused
+from accelerator import EVERY_RULE, LAUNCHED, RULES, SHAPES, VALUES, close, functions, patched, refuse, refused
 from tracing import leaves
 from uniclip import insight
 from uniclip.backends.torch import BACKEND
@@ -131,14 +131,8 @@ VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice"
 """Operations that start no kernel."""
 FAST = {"_foreach_norm", "_foreach_mul.Tensor", "_foreach_mul.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"}
 """Those on many arrays for which CUDA has one kernel; with a factor for each array it has one for each."""
-KERNELS = {
-    "global": (uc.by_global_norm(1.0), 16, 0),
-    "by_norm": (uc.by_norm(1.0), 15, 1),
-    "zclip": (uc.zclip(), 60, 0),
-    "adagc": (uc.adagc(), 60, 1),
-    "agc": (uc.agc(), 60, 4),
-}
-"""Rules, and how many kernels a step may start: so many, and so many for each leaf."""
+KERNELS = {"global": (16, 0), "by_norm": (15, 1), "zclip": (60, 0), "adagc": (60, 1), "agc": (60, 4)}
+"""How many kernels a step may start: so many, and so many for each leaf."""
 
 
 class Kernels(TorchDispatchMode):
@@ -161,7 +155,7 @@ class Kernels(TorchDispatchMode):
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels(name: str, leaves: int, in_place: bool) -> None:
     """A step starts a few dozen kernels, whatever the number of norms: beside scaling nothing goes leaf by leaf."""
-    rule, fixed, of_each = KERNELS[name]
+    rule, (fixed, of_each) = LAUNCHED[name], KERNELS[name]
     grads, params = ([torch.randn(8, 4 + number) for number in range(leaves)] for _ in range(2))
     with on_an_accelerator():
         state = rule.init(grads)
@@ -203,7 +197,7 @@ def test_fake_cuda(name: str, plain: bool) -> None:
     # What only tensors of PyTorch's own class can be asked, and those that have addresses.
     hooks.enter_context(mock.patch.object(BACKEND, "plain", return_value=plain))
     hooks.enter_context(mock.patch.object(BACKEND, "apart", return_value=plain))
-    hooks.enter_context(mock.patch("uniclip.backends.torch._apart", lambda operand, array: operand))
+    hooks.enter_context(mock.patch("uniclip.backends.torch_in_place._apart", lambda operand, array: operand))
     with hooks, FakeTensorMode(), WithoutCUDA():
         given = [torch.empty(shape, device="cuda", dtype=torch.float16) for shape in SHAPES[:2]]
         given += [torch.empty(shape, device="cuda") for shape in (*SHAPES[2:], LARGE)]

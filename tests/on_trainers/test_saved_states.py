@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +26,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:max_steps is given, it will override any value given in num_train"),
 ]
 
-RULES = [
-    uc.zclip(z=1.0, warmup=2),
-    uc.autoclip(50, window=6),
-    uc.adagc(warmup=2),
-    uc.chain(uc.zclip(z=1.0, warmup=2), uc.masked(uc.adagc(warmup=2), lambda path, leaf: leaf.ndim > 1)),
-]
+RULES = {
+    "autoclip": uc.autoclip(50, window=6),
+    "chain": uc.chain(uc.zclip(z=1.0, warmup=2), uc.masked(uc.adagc(warmup=2), lambda path, leaf: leaf.ndim > 1)),
+}
+"""One memory for all leaves; in a chain one with a norm for each, masked. All are tried in tests/on_all."""
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -121,19 +121,20 @@ def by_clipper(tools: Any, net: Any, rule: Any, batches: Any, saved: Any, _: Pat
 TRAINERS = {"Lightning": by_lightning, "Hugging Face": by_hugging_face, "Clipper": by_clipper}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["zclip", "autoclip", "adagc", "chain"])
-@pytest.mark.parametrize("after", TRAINERS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("before", TRAINERS)
-def test_each_pair(tools: Any, tmp_path: Path, before: str, after: str, rule: Any) -> None:
-    """What one learned goes on in the other: the weights are those of a clipper that was never interrupted."""
+def test_each_pair(tools: Any, tmp_path: Path, before: str, rule: Any) -> None:
+    """What one learned goes on in each other: the weights are those of a clipper that was never interrupted."""
     batches = tools.batches([1.0, 3.0, 0.3, 2.0, 5.0, 0.5, 4.0, 1.0])
-    net, plain = tools.Net(), tools.Net()
-    saved = TRAINERS[before](tools, net, rule, batches[:4], None, tmp_path)
+    half, plain = tools.Net(), tools.Net()
+    saved = TRAINERS[before](tools, half, rule, batches[:4], None, tmp_path)
     halfway = by_clipper(tools, plain, rule, batches[:4], None, tmp_path)
-    tools.same(net, plain, atol=1e-6)
-    TRAINERS[after](tools, net, rule, batches[4:], saved, tmp_path)
+    tools.same(half, plain, atol=1e-6)
     by_clipper(tools, plain, rule, batches[4:], halfway, tmp_path)  # each part begins with a new momentum
-    tools.same(net, plain, atol=1e-5)
+    for train in TRAINERS.values():
+        net = copy.deepcopy(half)
+        train(tools, net, rule, batches[4:], saved, tmp_path)
+        tools.same(net, plain, atol=1e-5)
 
 
 def test_refused_when_the_training_begins(tools: Any, tmp_path: Path) -> None:
