@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 
 from uniclip.backends import backend_of
-from uniclip.scopes import Scope, everything
+from uniclip.scopes import Path, Scope, everything
 from uniclip.tree import Tree, closed, flatten, place
 
 if TYPE_CHECKING:
@@ -40,8 +40,10 @@ class Filled(NamedTuple):
         return clipped.some([number for number, leaf in enumerate(given.leaves) if id(leaf) not in self.absent])
 
 
-def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = False) -> Filled:
-    """Replace absent gradients by arrays without entries.
+def filled(  # noqa: PLR0913
+    scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = False, left_out: frozenset[Path] = frozenset()
+) -> Filled:
+    """Replace absent gradients by arrays without entries, but for those that are left out in all processes.
 
     ``known`` tells that the framework is known even if a process has neither gradients nor parameters.
 
@@ -53,6 +55,8 @@ def filled(scope: Scope, grads: Any, params: Any, state: Any, *, known: bool = F
     here = flatten(grads)
     here = here if here.spec is not None else flatten(closed(here))  # where iterators are lists, in all processes
     tree = here.with_none()
+    if left_out:
+        tree = tree.some([number for number, path in enumerate(tree.paths()) if path not in left_out])
     gaps = [number for number, leaf in enumerate(tree.leaves) if leaf is None]
     nothing = len(gaps) == len(tree.leaves)
     if not gaps and not nothing:

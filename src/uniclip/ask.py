@@ -20,6 +20,7 @@ from uniclip.limits.base import Block
 from uniclip.processes import AllReduce, Column
 from uniclip.ruler import broadcasts
 from uniclip.scale import NUMBERS, Choices
+from uniclip.scopes import Path
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -38,6 +39,8 @@ class Step(NamedTuple):
     in_place: bool = False
     absent: frozenset[int] = frozenset()
     """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""
+    left_out: frozenset[Path] = frozenset()
+    """The paths of the leaves that a mask leaves out, in all processes."""
 
 
 class Beside(NamedTuple):

@@ -172,8 +172,7 @@ class Masked(BaseRule):
                 return tree, state, Report()
             some = tree.some(chosen)
         else:
-            some, chosen, params = self._taking_part(tree.with_none(), step.params)
-            step = step._replace(params=params)
+            some, chosen, step = self._taking_part(tree.with_none(), step)
         clipped, state, report = run(self.rule, some, state, step)
         report = report.without_skip()  # the other leaves are not skipped
         if step.in_place:
@@ -188,19 +187,23 @@ class Masked(BaseRule):
         pairs = zip(tree.paths(), tree.leaves, strict=True)
         return [number for number, pair in enumerate(pairs) if _truth(self.where(*pair))]
 
-    def _taking_part(self, tree: Tree, params: Any) -> tuple[Any, list[int], Any]:
-        """Do as `chosen`, where ``None`` may be a gradient that other processes have, and omit the other leaves."""
-        theirs = flatten(params, "params")
+    def _taking_part(self, tree: Tree, step: Step) -> tuple[Any, list[int], Step]:
+        """Do as `chosen`, where ``None`` may be a gradient that other processes have."""
+        paths, theirs = tree.paths(), flatten(step.params, "params")
         known = dict(zip(theirs.paths(), theirs.leaves, strict=True))
-        known |= {path: leaf for path, leaf in zip(tree.paths(), tree.leaves, strict=True) if leaf is not None}
-        gaps = [number for number, path in enumerate(tree.paths()) if path not in known] if params is None else []
+        known |= {path: leaf for path, leaf in zip(paths, tree.leaves, strict=True) if leaf is not None}
+        asked = [number for number, path in enumerate(paths) if path not in step.left_out]
+        gaps = [number for number in asked if paths[number] not in known] if step.params is None else []
         if gaps and getattr(self.rule, "scope", None) != all_leaves:
             raise ValueError(unknown(tree, gaps))
-        chosen = [n in gaps or (path in known and self.where(path, known[path])) for n, path in enumerate(tree.paths())]
-        some = tree.rebuild([leaf if one else () for leaf, one in zip(tree.leaves, chosen, strict=True)])
-        present = [bool(one) for one, leaf in zip(chosen, tree.leaves, strict=True) if leaf is not None]
-        numbers = [number for number, one in enumerate(present) if one]
-        return some, numbers, None if params is None else closed(theirs.some(self.chosen(theirs)))
+        pairs = {number: (paths[number], known[paths[number]]) for number in asked if paths[number] in known}
+        chosen = {*gaps, *(number for number, pair in pairs.items() if _truth(self.where(*pair)))}
+        present = [number for number, leaf in enumerate(tree.leaves) if leaf is not None]
+        left_out = step.left_out.union(path for number, path in enumerate(paths) if number not in chosen)
+        params = None if step.params is None else closed(theirs.some(self.chosen(theirs)))
+        some = closed(tree.some(sorted(chosen)))
+        numbers = [number for number, whole in enumerate(present) if whole in chosen]
+        return some, numbers, step._replace(params=params, left_out=left_out)
 
 
 def _truth(answer: Any) -> bool:

@@ -219,7 +219,7 @@ def taken(
     with telling(rule.scope, rule, step.all_reduce, grads, step.params):
         refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
         known = backend_by(of(step.all_reduce)) is not None
-        whole = filled(rule.scope, grads, step.params, state, known=known)
+        whole = filled(rule.scope, grads, step.params, state, known=known, left_out=step.left_out)
         return _finished(rule, whole, state, step, finish)
 
 

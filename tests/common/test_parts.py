@@ -35,6 +35,7 @@ RULES: dict[str, uc.Rule] = {
     "zero": uc.by_norm(0.5, nonfinite="zero"),
     "chain": uc.chain(uc.by_value(-2.0, 2.0), uc.by_norm(1.0), uc.by_global_norm(0.5)),
     "masked": uc.masked(uc.by_global_norm(0.5), lambda path, leaf: path[0] != "b"),
+    "masked adagc": uc.masked(uc.adagc(warmup=2), lambda path, leaf: path[0] != "b"),
 }
 
 
@@ -78,6 +79,11 @@ def read(fw: Framework) -> Callable[[Any], Any]:
     return lambda flag: None if flag is None else np.asarray(fw.numpy(flag))
 
 
+def not_c(path: Any, leaf: Any) -> bool:
+    """Whether a leaf is not the third."""
+    return path[0] != "c"
+
+
 def is_a(path: Any, leaf: Any) -> bool:
     """Whether a leaf is the one that both stages hold."""
     return path[0] == "a"
@@ -113,6 +119,25 @@ def test_copies_beside_stages(fw: Framework, name: str) -> None:
     )
     for found in steps:
         alike(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda rule: rule, lambda rule: uc.chain(uc.by_value(-2.0, 2.0), rule), lambda rule: uc.masked(rule, not_c)],
+    ids=["rule", "chain", "mask"],
+)
+def test_masks_of_rules_with_memory(fw: Framework, make: Callable[[Any], Any]) -> None:
+    """A leaf that a mask leaves out needs no gradient, and those of the others may be absent in one process."""
+    rule, trees = uc.masked(make(uc.adagc(warmup=2)), lambda path, leaf: path[0] != "b"), [values(0.5), values(2.0)]
+    params = arrays(fw, values(0.3))
+    wanted = as_numpy(fw, three_steps(rule, [arrays(fw, tree) for tree in trees], params))
+    some = [{**arrays(fw, tree), "b": None, "d": None} for tree in trees]
+    others = [{**dict.fromkeys(SHAPES), "d": fw.array(tree["d"])} for tree in trees]
+    steps = together(fw, [some, others], lambda part, join: three_steps(rule, part, params, all_reduce=join))
+    for found, names in zip(steps, ["ac", "d"], strict=True):
+        for clipped, *_ in found:
+            assert {name for name, leaf in clipped.items() if leaf is not None} == set(names)
+        alike([({name: clipped[name] for name in names}, *flags) for clipped, *flags in found], wanted)
 
 
 def test_a_copy_beside_parts(fw: Framework) -> None:
