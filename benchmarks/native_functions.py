@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 # The tests know how each framework makes an array, and what clipping is in float64.
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "old"))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 

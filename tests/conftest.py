@@ -1,4 +1,4 @@
-"""One fixture for all frameworks; the environment names them and a missing one is an error."""
+"""Which frameworks a run is for: ``--frameworks numpy,torch``; what needs another one is left out, and counted so."""
 
 from __future__ import annotations
 
@@ -9,53 +9,94 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from frameworks import CHOSEN, Framework, some_of
+from kit.frameworks import COMPILED, EAGER, Framework
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+HERE = Path(__file__).parent
+ADAPTERS = ("keras", "optax", "trainers")
+"""Libraries beside the frameworks: Keras, optax with Flax and Equinox, Lightning with Accelerate and Hugging Face."""
+NEEDS = {
+    "test_native.py": {"torch", "tensorflow", "jax"},
+    "adapters/test_torch.py": {"torch"},
+    "adapters/test_tensorflow1.py": {"tensorflow"},
+    "adapters/test_optax.py": {"optax"},
+    "adapters/test_keras.py": {"keras"},
+    "adapters/test_accelerate.py": {"trainers"},
+    "adapters/test_lightning.py": {"trainers"},
+    "adapters/test_transformers.py": {"trainers"},
+}
+"""Files that import a library, and which; a run without it does not collect them."""
 
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault
-settings.register_profile("default", PATIENT, max_examples=100, derandomize=True)
-settings.register_profile("thorough", PATIENT, max_examples=3000)
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.load_profile("default")
 
-COMMON = Path(__file__).parent / "common"
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of this suite."""
+    every = ",".join([*EAGER, *ADAPTERS])
+    parser.addoption("--frameworks", default="numpy", help=f"what this run is for, of {every}; or all")
+    parser.addoption("--keras-backend", default="tensorflow", choices=["tensorflow", "jax", "torch"])
+
+
+def chosen(config: pytest.Config) -> set[str]:
+    """Return what a run is for."""
+    names = set(config.getoption("--frameworks").split(","))
+    every = {*EAGER, *ADAPTERS}
+    if unknown := names - every - {"all"}:
+        message = f"--frameworks {unknown.pop()} is none of {', '.join(sorted(every))}, all"
+        raise pytest.UsageError(message)
+    return every if "all" in names else names
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Explain the markers."""
-    config.addinivalue_line("markers", "ways(names): the frameworks, of those of a run, that change what is tested")
-    config.addinivalue_line("markers", "everywhere: uses no framework, but its being installed matters")
+    """Explain the markers, and choose Keras' backend before anything imports Keras."""
+    config.addinivalue_line("markers", "needs(*names): runs where all of these are among --frameworks")
+    config.addinivalue_line("markers", "only(*names): of the frameworks of a run, those that a test is for")
+    config.addinivalue_line("markers", "compiled: compiles, which takes long")
+    os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of libraries that a run is not for."""
+    name = collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
+    return True if NEEDS.get(name, set()) - chosen(config) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each framework this run is for, or those that it is marked with."""
-    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    if "fw" in metafunc.fixturenames and not any("fw" in names for names in given):
-        mark = metafunc.definition.get_closest_marker("ways")
-        ways = some_of(*mark.args, **mark.kwargs) if mark else CHOSEN
-        metafunc.parametrize("fw", ways, ids=lambda framework: framework.name, indirect=True)
+    """Give a test each framework of this run (``framework``), or each way in which they compile (``compiler``)."""
+    for fixture, ways in (("framework", EAGER), ("compiler", COMPILED)):
+        if fixture in metafunc.fixturenames:
+            only = metafunc.definition.get_closest_marker("only")
+            names = [name for name in ways if name in chosen(metafunc.config) and (not only or name in only.args)]
+            some = [way() for name in names for way in ways[name]]
+            marks = [pytest.mark.compiled] if fixture == "compiler" else []
+            cases = [pytest.param(way, marks=marks, id=way.name) for way in some]
+            metafunc.parametrize(fixture, cases or [pytest.param(None, marks=pytest.mark.needs("none"))], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a framework that a run is not for; pytest says how many."""
+    here = chosen(config)
+    needed = lambda item: {name for mark in item.iter_markers("needs") for name in mark.args}
+    left = {item for item in items if needed(item) - here}
+    if left:
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture
-def fw(request: pytest.FixtureRequest) -> Iterator[Framework]:
-    """Return the framework of a test, with what it needs switched on."""
+def framework(request: pytest.FixtureRequest) -> Iterator[Framework]:
+    """Return a framework as it runs line by line."""
     with request.param.context():
         yield request.param
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave what uses no framework to the run for NumPy."""
-    if any(one.family == "NumPy" for one in CHOSEN):
-        return
-    left = {item for item in items if item.path.is_relative_to(COMMON) and uses_none(item)}
-    config.hook.pytest_deselected(items=list(left))
-    items[:] = [item for item in items if item not in left]
-
-
-def uses_none(item: pytest.Item) -> bool:
-    """Whether a test is the same for every framework."""
-    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    return not any(isinstance(value, Framework) for value in given) and not item.get_closest_marker("everywhere")
+@pytest.fixture
+def compiler(request: pytest.FixtureRequest) -> Iterator[Framework]:
+    """Return a framework as it compiles code, with what that needs switched on."""
+    with request.param.context():
+        yield request.param

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCE = HERE.parent / "src" / "uniclip"
+SOURCE = HERE.parent.parent / "src" / "uniclip"
 FAULTS: dict[str, tuple[str, str, str]] = {
     "a leaf is left out of the norm": (
         "backends/numpy.py",

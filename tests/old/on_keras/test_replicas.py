@@ -29,7 +29,7 @@ import uniclip as uc
 from uniclip import insight
 from uniclip.integrations.keras import ClippedOptimizer, LogClipping
 
-PAGE = Path(__file__).parents[2] / "docs" / "use-it-with-keras.md"
+PAGE = Path(__file__).parents[3] / "docs" / "use-it-with-keras.md"
 BATCH, STEPS = 8, 6
 RULES: dict[str, Any] = {
     "global": uc.by_global_norm(1.0),

@@ -15,7 +15,7 @@ from how_others_behave import GROUPS
 from native_functions import LIBRARIES, Library
 from side_by_side import NONE, RIGHT, WRONG, result, summary
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MEASURED = json.loads((ROOT / "docs" / "compared.json").read_text(encoding="utf-8"))
 FEATURES = [feature for group in features.FEATURES.values() for feature in group]
 HERE = [feature for feature in FEATURES if feature.wanted is not None]

@@ -31,7 +31,7 @@ from speed_tables import NOT_YET, headline, parts
 from targets import COMPILING, COUNTS, STEPS, TARGETS, judged
 from training_steps import BASES, LEARNING, WHERE
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 IN_PLACE = {"numpy": {NATIVE_IN_PLACE, OURS_IN_PLACE}, "torch": {OURS_IN_PLACE}}
 JIT = ("jax", "jax.jit")
 MEASURED = [SMALL, FIFTY, CONVOLUTIONS]

@@ -54,7 +54,7 @@ def test_module() -> None:
 
 def test_entry_point() -> None:
     """The command ``uniclip`` is the same function."""
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'[project.scripts]\nuniclip = "{command.main.__module__}:{command.main.__name__}"\n' in project
 
 

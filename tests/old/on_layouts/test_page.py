@@ -9,7 +9,7 @@ from pathlib import Path
 
 from on_layouts.cases import table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "use-it-on-many-processes.md"
 SECONDS = 240
 

@@ -1,0 +1,1 @@
+"""What all tests share: frameworks, rules, an oracle, drawn cases, planted faults, processes."""
