@@ -156,9 +156,7 @@ def learning_more(uc: ModuleType) -> dict[str, Any]:
     }
 
 
-FAMILIES = {
-    family.__name__: family for family in (fixed, choices, relative, examples, learning, learning_more)
-}
+FAMILIES = {family.__name__: family for family in (fixed, choices, relative, examples, learning, learning_more)}
 """The rules by what they have in common; those of a family fit into one compiled program."""
 
 
