@@ -7,8 +7,7 @@ sums are added; leaves with different labels are whole. The comparison uses only
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant
 from uniclip.processes import Joining, Joint, Rows, along_names, reducer_of
 from uniclip.scale import Choices
-from uniclip.scopes import everything
+from uniclip.scopes import Scope, everything
 from uniclip.tree import closed, flatten, place
 
 _KEPT = 64
@@ -81,6 +80,24 @@ def _kind(rule: Choices) -> tuple[Any, ...]:
     return limit if isinstance(limit, (int, float)) else id(limit), rule.norm, id(rule.curve), rule.nonfinite
 
 
+def refuse_kept_axes(scope: Scope, all_reduce: Any) -> None:
+    """Refuse norms along axes beside ``all_reduce``: which axis of a part is cut is not known.
+
+    Raises
+    ------
+    ValueError
+        If the norms of the scope keep axes: those of different units, rows or entries would be added.
+    """
+    if all_reduce is not None and scope.axes is not None:
+        msg = (
+            f"all_reduce= joins the norms of whole leaves, and {scope!r} gives a leaf many: plain arrays do not say "
+            "which of their axes is divided, so norms of different units could be added. Leave all_reduce= out where "
+            "each leaf is whole in its process; where leaves are divided, use distributed arrays (DTensors, or jax.jit "
+            "with sharded arrays), which need no all_reduce="
+        )
+        raise ValueError(msg)
+
+
 @contextmanager
 def telling(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> Iterator[None]:
     """Make the other processes fail too if this one fails in a rule's first step, or they would wait for it."""
@@ -134,14 +151,13 @@ def _agreed(  # noqa: PLR0913, PLR0917
     over, labels = _over(given, reduce), _labels(rule, given, layout)
     paths = [stable(place("", path)) for path in given.tree.paths()] if shared is not None else []
     copied = [path for path, one in zip(paths, shared or (), strict=True) if one]
-    counts = dict(zip(labels, _counts(given, layout), strict=True))
     dtype = "" if rule.scope.label is None else next(iter(layout.dtypes), given.backend.xp.float32)
     text = f"{stable(repr(rule))} {shared is not None} {dtype}"
     known = rule.scope.agreed
     while len(known) >= _KEPT:
         known.pop(next(iter(known)))  # the oldest; other threads may be comparing by a newer one
     known[key] = None  # an error from here on is raised in all processes
-    same = _words(over, text, repr((sorted(counts.items()), sorted(copied))), rule=rule)
+    same = _words(over, text, repr((sorted(labels), sorted(copied))), rule=rule)
     if same and shared is None:
         return Agreed(None, None)
     if same:
@@ -150,18 +166,16 @@ def _agreed(  # noqa: PLR0913, PLR0917
     joins = rule.scope.label is not None
     free = set(labels if joins else copied)
     sets = {label: "" if label in free else repr(sorted(set(labels) - free)) for label in labels}
-    table = _table(over, counts, sets, set(copied))
+    table = _table(over, sets)
     _refuse(table)
     if rule.scope.label is everything:
         rows = None
     else:
-        order = [labels[group] for block in layout.blocks if not block.kept for group in block.groups]
-        rows = _rows([table.places[label] for label in order], sorted(table.flat))
+        order = [labels[group] for block in layout.blocks for group in block.groups]
+        rows = _rows([table.places[label] for label in order], sorted(table.every))
     if shared is None:
         return Agreed(rows, None)
-    holders = (
-        _table(over, dict.fromkeys(copied, 0), dict.fromkeys(copied, ""), set()).holders if joins else table.holders
-    )
+    holders = _table(over, dict.fromkeys(copied, "")).holders if joins else table.holders
     return Agreed(rows, [holders[path] if one else 1 for path, one in zip(paths, shared or (), strict=True)])
 
 
@@ -173,19 +187,6 @@ def _labels(rule: Choices, given: Opened, layout: Layout) -> list[str]:
         return [stable(repr(label)) for label in layout.labels]
     whole = given.tree.with_none() if rule.limit.memory else given.tree
     return [stable(place("", path)) for path in whole.paths()]
-
-
-def _counts(given: Opened, layout: Layout) -> list[int]:
-    """Return for each group how many norms it has along axes, 0 for a group with one norm."""
-
-    def count(group: Sequence[int]) -> int:
-        axes = layout.axes_of(group[0]) if group else None
-        if axes is None:
-            return 0
-        kept = [n for axis, n in enumerate(given.shape(group[0])) if axis not in axes]
-        return math.prod(kept) if kept else 0
-
-    return list(map(count, layout.groups))
 
 
 def _digest(text: str, salt: int = 0) -> list[int]:
@@ -223,47 +224,34 @@ class _Table(NamedTuple):
     """The places of the labels here among all labels."""
     holders: dict[str, int]
     """The number of processes that have each label."""
-    flat: list[int]
-    """The places of all labels without axes."""
+    every: list[int]
+    """The places of all labels."""
     torn: list[str]
     """Labels that some processes share whose other labels differ: those here, or an empty text for one elsewhere."""
-    uneven: list[str]
-    """Labels with several numbers of norms, likewise."""
-    cut: list[str]
-    """Labels with axes that some processes share, likewise."""
 
 
-def _table(over: Any, counts: dict[str, int], sets: dict[str, str], copied: set[str]) -> _Table:
+def _table(over: Any, sets: dict[str, str]) -> _Table:
     """Return the labels of all processes, hashed into a table that grows until no two labels collide.
 
-    ``counts`` has a number for each label here, and ``sets`` a text for the labels that have to come with it; those of
-    copies come alone.
+    ``sets`` has for each label here a text for the labels that have to come with it; those of copies come alone.
     """
-    table, left, salt, start = _Table({}, {}, [], [], [], []), dict(counts), 0, 0
+    table, left, salt, start = _Table({}, {}, [], []), dict(sets), 0, 0
     total = round(float(over(np.asarray([len(left)]), "sum")[0]))
     while total:
         size = max(64, 4 * total)
         slots = {label: _digest(label, salt)[_WORDS] % size for label in left}
-        sent, here = np.zeros((2, _WORDS + 3, size)), np.zeros(size)
+        sent, here = np.zeros((2, _WORDS + 1, size)), np.zeros(size)
         for label, slot in slots.items():
-            words = np.asarray(
-                [*_digest(label, salt)[:_WORDS], _digest(sets[label])[0], counts[label] % _TOP, label in copied]
-            )
+            words = np.asarray([*_digest(label, salt)[:_WORDS], _digest(sets[label])[0]])
             sent[:, :, slot] = np.maximum(sent[:, :, slot], [words + 1, _TOP - words])
             here[slot] += 1
         top, here = over(sent, "max"), over(here, "sum")
         equal = top[0] - 1 == _TOP - top[1]
         clean = (here > 0) & equal[:_WORDS].all(axis=0)
         place_of = np.cumsum(clean) - 1 + start
-        axes = (top[0, _WORDS + 1] - 1 > 0) & clean
         names = {slot: label for label, slot in slots.items() if clean[slot]}
-        for found, wrong in (
-            (table.torn, clean & ~equal[_WORDS]),
-            (table.uneven, clean & ~equal[_WORDS + 1]),
-            (table.cut, axes & (here > 1) & (top[0, _WORDS + 2] - 1 < 1)),
-        ):
-            found += [names.get(slot, "") for slot in np.flatnonzero(wrong).tolist()]
-        table.flat.extend(place_of[clean & ~axes].tolist())
+        table.torn.extend(names.get(slot, "") for slot in np.flatnonzero(clean & ~equal[_WORDS]).tolist())
+        table.every.extend(place_of[clean].tolist())
         for slot, label in names.items():
             table.places[label], table.holders[label] = int(place_of[slot]), round(float(here[slot]))
             del left[label]
@@ -283,18 +271,6 @@ def _refuse(table: _Table) -> None:
             f"{named(table.torn)} is in several processes that all_reduce joins, which differ in other leaves: is it a "
             "copy, mark it by shared=lambda path, leaf: ...; are these different leaves of one name (of a list, or of "
             "an optimizer without names), give them names of their own"
-        )
-        raise ValueError(msg)
-    if table.uneven:
-        msg = (
-            f"{named(table.uneven)} has another number of norms in another process that all_reduce joins: parts of one "
-            "leaf need equal shapes outside the axes a norm covers"
-        )
-        raise ValueError(msg)
-    if table.cut:
-        msg = (
-            f"{named(table.cut)} is in some of the processes that all_reduce joins, and has norms along axes, which "
-            "are joined only where all processes hold parts of the same leaves: join these processes alone"
         )
         raise ValueError(msg)
 

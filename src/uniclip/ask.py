@@ -51,8 +51,6 @@ class Beside(NamedTuple):
     loss: Any = None
     elsewhere: Any = None
     """The norms of groups that only other processes have."""
-    alone: bool = False
-    """Whether other processes have norms that are not known here."""
 
 
 class Asked(NamedTuple):
@@ -104,10 +102,7 @@ class Asked(NamedTuple):
         if beside.elsewhere is not None:
             others = self._in(beside.elsewhere)
             blocks.append(Block(others, [None] * others.shape[0], params.elsewhere, sizes.elsewhere))
-        made = [Context(self.backend, blocks, number, needs, loss) for number in range(len(norms))]
-        for context in made:
-            context.alone = beside.alone
-        return made
+        return [Context(self.backend, blocks, number, needs, loss) for number in range(len(norms))]
 
     def _of_block(self, context: Context, state: Any) -> tuple[Any, Any]:
         """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""

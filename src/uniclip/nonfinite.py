@@ -18,6 +18,10 @@ _NAMED = 5
 """The number of leaves named in an error."""
 
 
+class NonFiniteError(FloatingPointError, RuntimeError):
+    """What ``nonfinite="raise"`` raises: a floating-point error, and the `RuntimeError` of PyTorch's own functions."""
+
+
 def all_finite(given: Opened) -> Any:
     """Whether every entry here is finite."""
     return all_of(given.backend, [_finite(given, array) for array in given.arrays])
@@ -38,7 +42,7 @@ def refuse(given: Opened, backend: Backend, finite: Any) -> None:
         )
         raise TypeError(msg)
     if not bool(finite):
-        raise FloatingPointError(_explained(given))
+        raise NonFiniteError(_explained(given))
 
 
 def _explained(given: Opened) -> str:

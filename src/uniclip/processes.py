@@ -192,11 +192,10 @@ class Joint(NamedTuple):
         return np.stack(rows) if host else stacked(self.backend, rows)
 
     def _among_all(self, blocks: list[Any]) -> list[Any]:
-        """Return rows without axes in the order of all processes; norms with axes are whole in their process."""
-        vectors, rows = [block for block in blocks if len(block.shape) == 1], self._different
-        host = all([isinstance(vector, np.ndarray) for vector in vectors])
+        """Return rows in the order of all processes, with 0 for those that only others have."""
+        rows, host = self._different, all([isinstance(block, np.ndarray) for block in blocks])
         xp = np if host else self.backend.xp
-        vectors = vectors if host else list(map(self.given.own, vectors))
+        vectors = blocks if host else list(map(self.given.own, blocks))
         zero = xp.zeros_like(vectors[0][:1]) if vectors else np.zeros(1, np.float32)
         return [xp.take(xp.concat([*vectors, zero], axis=0), xp.asarray(rows.inverse), axis=0)]
 
@@ -206,9 +205,8 @@ class Joint(NamedTuple):
         xp = np if isinstance(every, np.ndarray) else self.backend.xp
         here, start, new = xp.take(every, xp.asarray(rows.places), axis=0), 0, []
         for block in blocks:
-            alone = len(block.shape) == 1
-            new.append(here[start : start + block.shape[0]] if alone else block)
-            start += block.shape[0] if alone else 0
+            new.append(here[start : start + block.shape[0]])
+            start += block.shape[0]
         return Column(new, xp.take(every, xp.asarray(rows.rest), axis=0) if len(rows.rest) else None)
 
     @property

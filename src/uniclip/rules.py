@@ -12,7 +12,7 @@ from uniclip._checks import check, one_of, refuse_in_step, settle
 from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
 from uniclip._types import Array, T
 from uniclip.absent import Filled, filled
-from uniclip.agree import telling
+from uniclip.agree import refuse_kept_axes, telling
 from uniclip.arraywise import Function
 from uniclip.ask import Step
 from uniclip.backends import backend_by, compiling
@@ -59,8 +59,9 @@ class Rule(BaseRule):
     nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
         What happens to gradients with NaN or ∞. ``"propagate"``: every entry that shares their norm becomes
         NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``: the entries that are
-        not finite become 0, then the rest is clipped. ``"raise"``: a ``FloatingPointError`` names the leaves;
-        traced code has no values, so there it is a ``TypeError``. With each of them the state stays as it was.
+        not finite become 0, then the rest is clipped. ``"raise"``: a ``FloatingPointError``, which is a
+        ``RuntimeError`` too, names the leaves; traced code has no values, so there it is a ``TypeError``. With each of
+        them the state stays as it was.
 
     Raises
     ------
@@ -218,6 +219,7 @@ def taken(
         return _finished(rule, Filled(grads), state, step, finish)
     with telling(rule.scope, rule, step.all_reduce, grads, step.params):
         refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
+        refuse_kept_axes(rule.scope, step.all_reduce)
         known = backend_by(of(step.all_reduce)) is not None
         whole = filled(rule.scope, grads, step.params, state, known=known, left_out=step.left_out)
         return _finished(rule, whole, state, step, finish)

@@ -259,11 +259,9 @@ def _found(  # noqa: PLR0913, PLR0917
 ) -> _Found:
     """Measure what a step needs, ``theirs`` being the parameters, and reduce it over processes in one call."""
     own, needs, scalars = given.backend, rule.limit.needs, []
-    # Norms along axes are whole in their process, and others do not know whether they are finite.
-    apart = joint is not None and joint.rows is not None and layout.axes is not None
-    looks = rule.nonfinite == "zero" or apart
+    looks = rule.nonfinite == "zero"
     here = all_finite(given) if looks else None
-    if rule.nonfinite == "zero" and not (own.readable(here) and bool(here)):
+    if looks and not (own.readable(here) and bool(here)):
         given = given._replace(clean=True)
     if looks and joint is not None:
         scalars.append(own.xp.astype(own.xp.logical_not(here), own.xp.float32))
@@ -281,7 +279,7 @@ def _found(  # noqa: PLR0913, PLR0917
     sound = [sums.pop(0) < 1 if joint is not None else here] if looks else []
     params = found.norms[1] if len(rulers) > 1 else None
     loss = _loss(given, step.loss, sums if joins_loss else None) if "loss" in needs else None
-    beside = Beside(params, found.sizes, loss, norms.elsewhere, apart)
+    beside = Beside(params, found.sizes, loss, norms.elsewhere)
     return _Found(given, norms.blocks if known is None else known, sound, beside)
 
 

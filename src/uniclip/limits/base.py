@@ -64,9 +64,6 @@ class Context:
     threshold: Array | None = None
     """The norms above which a limit clips, if it then clips to less; set by the limit, and broadcast as limits are."""
 
-    alone = False
-    """Whether other processes have norms that are not known here, so that no sum covers all norms."""
-
     def __init__(
         self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
     ) -> None:
@@ -136,12 +133,6 @@ class Context:
         return Context(self._backend, [alone], 0, self._needs, self._loss)
 
     def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
-        if self.alone:
-            msg = (
-                "this limit looks at all norms, and those along axes of leaves that only other processes have are not "
-                "known here: use a scope of whole leaves, or a limit that looks at each norm by itself"
-            )
-            raise TypeError(msg)
         each = [Context(self._backend, self._blocks, n, self._needs, self._loss) for n in range(len(self._blocks))]
         values = [reduce(value) for value in map(function, each) if 0 not in value.shape] or [self.asarray(0)]
         if len(values) == 1:

@@ -52,6 +52,7 @@ class Layout(NamedTuple):
     why: str = ""
 
 
+KEPT = "norms along axes take no `all_reduce=`: leave it out where leaves are whole, or use DTensors"
 EACH = tuple(name for name, kind in RULES.items() if kind.each)
 FLAT = "a flat parameter is a part of several leaves, and nobody knows where one ends: use FSDP2, or a rule of one norm"
 STAGES = ("finite", "NaN", "inf", "none", "empty stage")
@@ -67,9 +68,13 @@ LAYOUTS: dict[str, Layout] = {
         "experts as plain tensors beside copies",
         "`all_reduce=group, shared=lambda path, leaf: 'experts' not in path[1]`",
         "the experts; what is shared counts once",
+        refused=("agc",),
+        why=KEPT,
     ),
-    "pipeline": Layout("a pipeline", "`all_reduce=group`", "the stages", STAGES),
-    "pipeline_fsdp2": Layout("a pipeline x FSDP2", '`all_reduce=mesh["pp"]`', "the parts, then the stages", STAGES),
+    "pipeline": Layout("a pipeline", "`all_reduce=group`", "the stages", STAGES, ("agc",), KEPT),
+    "pipeline_fsdp2": Layout(
+        "a pipeline x FSDP2", '`all_reduce=mesh["pp"]`', "the parts, then the stages", STAGES, ("agc",), KEPT
+    ),
     "fsdp1": Layout(
         "FSDP1, `FullyShardedDataParallel`", "`all_reduce=group`", "the flat parts", refused=EACH, why=FLAT
     ),

@@ -107,11 +107,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     params = None if joins is None else [tensor.detach() for tensor in tensors]
     records = isinstance(max_norm, torch.Tensor) or any([g is not None and g.requires_grad for g in grads])
-    try:
-        with torch.no_grad() if records else nullcontext():
-            return clip_known(rule, grads, None, in_place=True, params=params, all_reduce=joins)[1]
-    except FloatingPointError as error:
-        raise _as_pytorch_raises(error) from error
+    with torch.no_grad() if records else nullcontext():
+        return clip_known(rule, grads, None, in_place=True, params=params, all_reduce=joins)[1]
 
 
 def clip_grad_value_(
@@ -194,11 +191,8 @@ def get_total_norm(
         return torch.tensor(0.0)
     if not _any(once):
         once = [torch.zeros(0)]
-    try:
-        with torch.no_grad():
-            return measured(rule, once, NoState(), all_reduce=joins)[1].norms
-    except FloatingPointError as error:
-        raise _as_pytorch_raises(error) from error
+    with torch.no_grad():
+        return measured(rule, once, NoState(), all_reduce=joins)[1].norms
 
 
 def clip_grads_with_norm_(
@@ -352,8 +346,3 @@ def _order(norm_type: Any) -> float:
         raise TypeError(msg) from None
     within("norm_type", order, 1, math.inf)
     return order
-
-
-def _as_pytorch_raises(error: FloatingPointError) -> RuntimeError:
-    """Return the error that PyTorch raises if a gradient is not finite."""
-    return RuntimeError(f"{error}; pass error_if_nonfinite=False to go on with NaN")
