@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+pytest_plugins = ["kit.cpu"]
 HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
 """Libraries beside the frameworks: Keras, optax with Flax and Equinox, Lightning with Accelerate and Hugging Face."""
@@ -100,3 +102,13 @@ def compiler(request: pytest.FixtureRequest) -> Iterator[Framework]:
     """Return a framework as it compiles code, with what that needs switched on."""
     with request.param.context():
         yield request.param
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget() -> Iterator[None]:
+    """Let go of what was compiled for a file of tests, or a worker grows to gigabytes."""
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
