@@ -1,0 +1,115 @@
+"""Results and files of the first version, see record.py: later versions come to the same, and read the same files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from record import DATA, DTYPES, FLAGS, SHOWN, STEPS, STOP, Arrays, of_keras, of_torch, row, taken
+
+import uniclip
+from kit.rules import LOSSES, every_rule, params, steps
+from kit.trees import EPS
+from uniclip.saved import from_dict, to_dict
+
+RULES = every_rule(uniclip)
+REMEMBERED = [name for name, rule in RULES.items() if rule.memory]
+FIELDS = {"norms": 2.0, "limits": 2.0, "factors": 2.0, "thresholds": 2.0, "gradients": 4.0}
+"""By how many units in the last place results may differ: norms that are summed in float64 differ by 1.1 from these."""
+LEARNED = dict.fromkeys(("limits", "factors", "thresholds", "gradients"), 8.0)
+"""What is learned sums the roundings of several norms; summed in float64 it differs by 3.8 from these."""
+BINNED = 64.0
+"""The median of all steps is the edge of a bin, 2 to a power whose own rounding is multiplied: it differs by 38."""
+VARIANCES = 128.0
+"""A variance is of differences of norms, a tenth and less of a norm, whose roundings count double: it differs by 80."""
+STATES = 8.0
+
+
+def ulps(rule: str, field: str) -> float:
+    """Return by how many units in the last place a field may differ from the recorded one."""
+    if field.startswith("state"):
+        return VARIANCES if field.endswith("variances") else STATES
+    learned = LEARNED if rule in REMEMBERED else {}
+    return BINNED if field in learned and rule == "autoclip of all steps" else learned.get(field, FIELDS.get(field, 0))
+
+
+def compare(rule: str, dtype: str, rows: list[Arrays], first: int = 0) -> None:
+    """Require the results of some steps to be the recorded ones, but for rounding; flags and counts are equal."""
+    with np.load(DATA / f"{dtype}.npz") as file:
+        recorded = file[rule][first : first + len(rows)]
+    for number, (now, then) in enumerate(zip(rows, recorded, strict=True), first):
+        assert set(now) == set(then.dtype.names), f"step {number + 1}"
+        for field in set(now) - (set() if number in SHOWN else {"gradients"}):
+            bound, where = ulps(rule, field) * EPS[dtype], f"step {number + 1}: {field}"
+            if now[field].dtype.kind == "f" and field not in FLAGS:
+                np.testing.assert_allclose(now[field], then[field], rtol=bound, err_msg=where)
+            else:
+                np.testing.assert_array_equal(now[field], then[field], err_msg=where)
+
+
+def check_goes_on(uc: ModuleType, rule: str, dtype: str, saved: dict[str, Any]) -> None:
+    """Require a clipper with a loaded state to take the rest of the steps as they were recorded."""
+    clipper, rows = uc.Clipper(every_rule(uc)[rule]), []
+    clipper.load_state_dict(saved)
+    for grads, loss in zip(steps(dtype)[STOP:], LOSSES[STOP:], strict=True):
+        clipped = clipper(grads, params=params(dtype), loss=loss)
+        rows.append(row(clipped, clipper.report, clipper.state_dict()))
+    compare(rule, dtype, rows, STOP)
+
+
+@pytest.mark.needs("numpy")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_does_what_it_did(rule: str, dtype: str) -> None:
+    """Gradients, norms, limits, factors, thresholds and states of twelve steps are the recorded ones."""
+    compare(rule, dtype, taken(RULES[rule], dtype))
+
+
+@pytest.mark.needs("numpy")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", REMEMBERED)
+def test_a_saved_state_goes_on(rule: str, dtype: str) -> None:
+    """A state that was saved in the middle loads, is saved as it was, and takes the other steps as recorded."""
+    saved = json.loads(gzip.decompress((DATA / "states.json.gz").read_bytes()))[dtype][rule]
+    grads = steps(dtype)[0]
+    assert to_dict(RULES[rule], from_dict(RULES[rule], saved, grads), grads) == saved
+    check_goes_on(uniclip, rule, dtype, saved)
+
+
+def same_weights(library: str, number: int, weights: Arrays) -> None:
+    """Require the weights after a step with a file of a library to be the recorded ones."""
+    with np.load(DATA / "after.npz") as file:
+        for name, weight in weights.items():
+            wanted = file[f"{library} {number} {name}"]
+            np.testing.assert_allclose(weight, wanted, rtol=2e-5, atol=1e-6, err_msg=f"step {number + 1}: {name}")
+
+
+@pytest.mark.needs("torch")
+def test_a_checkpoint_of_torch() -> None:
+    """A file of the state of an optimizer with a rule attached loads with `torch.load`, and the steps go on."""
+    import torch
+
+    optimizer, weights, step = of_torch(uniclip)
+    saved = torch.load(DATA / "attach.pt")
+    optimizer.load_state_dict(saved["optimizer"])
+    for name, weight in weights.items():
+        weight.data.copy_(saved["weights"][name])
+    for number in range(STEPS, STEPS + 4):
+        same_weights("torch", number, step(number))
+
+
+@pytest.mark.needs("keras")
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
+def test_a_model_of_keras() -> None:
+    """A saved model with a rule in its optimizer loads on each backend, and the steps go on."""
+    import keras
+
+    import uniclip.integrations.keras  # noqa: F401 - which tells Keras of its optimizer
+
+    model = keras.saving.load_model(DATA / "model.keras")
+    for number in range(STEPS, STEPS + 4):
+        same_weights("keras", number, of_keras(model, number))
