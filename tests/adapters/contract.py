@@ -1,0 +1,307 @@
+"""What every adapter does, whichever library it clips in: as the loop that clips by hand, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import pytest
+
+from kit.rules import Kind
+from kit.rules import kinds as all_kinds
+from kit.training import Arrays, Batch, ByHand, batches, loss_and_grads, overflowing, weights
+
+LARGE = 1e38
+"""A limit or a threshold above it is none: the largest number of a dtype stands for that."""
+SPIKE = 3
+"""The batch with the spike."""
+STOP = SPIKE + 1
+"""After how many steps a training is stopped, to go on from what was saved."""
+REMEMBERING = ("autoclip", "adagc", "chain")
+"""Kinds whose memory is one norm for all leaves, one for each, and that of a rule among others."""
+
+
+class Adapter(Protocol):
+    """A library that trains the model of `kit.training`, with a rule where uniclip's adapter puts it."""
+
+    takes: frozenset[str]
+    """What it can do, of
+
+    - loss: it hands the loss to the rule;
+    - scalars: `scalars` has what a logger shows;
+    - record: ``start`` takes a ``record=``, which has a row for each step once `finish` was called;
+    - save: `save` and `load`;
+    - refuse: `load` refuses the state of another rule;
+    - memory: `remembered` and `recall`;
+    - micro: ``start`` takes a ``micro=``, and `step` then goes through so many parts of the batch, and clips once;
+    - scale: the loss is multiplied by 1024 or more; a step whose scaled gradients are not finite is left out;
+    - bits: what is not clipped has the bits of a training without uniclip.
+    """
+    optimizer: str
+    """The optimizer of `kit.training` that it trains by, with its rate."""
+    left_out: frozenset[str]
+    """The names of the kinds of rules that it cannot take."""
+    own_clipping: Mapping[str, Any]
+    """The library's own options for clipping, by the names that ``start`` takes, with values that switch them on."""
+
+    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+        """Begin with `kit.training.weights`; without uniclip if the rule is ``None``."""
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch: forward, backward, a step of the optimizer."""
+
+    def weights(self) -> Arrays:
+        """Return copies of the weights, by their names in `kit.training`."""
+
+    def inner(self) -> list[np.ndarray]:
+        """Return copies of what the optimizer remembers: moments, counts of steps."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return what a logger shows of the last step."""
+
+    def finish(self) -> None:
+        """End the training, so that its record is written."""
+
+    def save(self, folder: Path) -> None:
+        """Save all that a training goes on from, as the library's users do."""
+
+    def load(self, folder: Path) -> None:
+        """Go on from what was saved, after ``start``."""
+
+    def remembered(self) -> dict[str, Any]:
+        """Return what the rule remembers, as ``uc.Clipper.state_dict`` does, with its names: ``['b']`` and so on."""
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give the rule what ``uc.Clipper.state_dict`` returned."""
+
+
+def kinds(uc: ModuleType) -> dict[str, Kind]:
+    """Return a rule of each kind, none of which depends on where a library has the inputs of a matrix."""
+    return {**all_kinds(uc), "agc": Kind(uc.agc(0.05, axis=-1))}
+
+
+Make: TypeAlias = Callable[[], Adapter]
+Check: TypeAlias = Callable[[Make, ModuleType, Path], None]
+
+
+def check_training(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require every step to be that of the loop by hand; a skipped one changes nothing that is trained."""
+    adapter = make()
+    hand = ByHand(uc, kinds(uc)[name].rule, adapter.optimizer)
+    adapter.start(uc, kinds(uc)[name].rule)
+    skipped = 0
+    for number, batch in enumerate(batches()):
+        before = trained(adapter)
+        adapter.step(batch)
+        hand.step(batch)
+        if hand.skipped:
+            equal(trained(adapter), before, f"step {number}, which is skipped,")
+            skipped += 1
+        close(adapter.weights(), hand.weights, f"weights after step {number}")
+        if "scalars" in adapter.takes:
+            close_scalars(adapter.scalars(), hand.scalars(), f"step {number}")
+    assert skipped >= (name in {"skip", "skip_spikes"}), "the batches have no step to skip"
+
+
+def check_unclipped(make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require a rule that never clips to leave every bit of the training as it is without uniclip."""
+    adapter, plain = make(), make()
+    adapter.start(uc, uc.by_global_norm(1e9))
+    plain.start(uc, None)
+    for number, batch in enumerate(batches()[:STOP]):
+        adapter.step(batch)
+        plain.step(batch)
+        equal(list(adapter.weights().values()), list(plain.weights().values()), f"step {number}")
+    assert apart(plain.weights(), weights()) > 1e-3, "the adapter trains nothing"
+
+
+def check_resumed(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require a training that was stopped, saved and loaded to take the very steps of one that was not."""
+    through, again = make(), make()
+    hand, forgetful = (ByHand(uc, kinds(uc)[name].rule, through.optimizer) for _ in range(2))
+    for adapter in (through, again):
+        adapter.start(uc, kinds(uc)[name].rule)
+    for batch in batches()[:STOP]:
+        through.step(batch)
+        hand.step(batch)
+        forgetful.step(batch)
+    forgetful.clipper.load_state_dict({})
+    through.save(folder)
+    again.load(folder)
+    equal(trained(again), trained(through), "loading")
+    for number, batch in enumerate(batches()[STOP:-2]):
+        for one in (through, again, hand, forgetful):
+            one.step(batch)
+        equal(trained(again), trained(through), f"step {number} after loading")
+    close(again.weights(), hand.weights, "weights")
+    assert apart(forgetful.weights, hand.weights) > 1e-3, "the memory of the rule has no effect here"
+
+
+def check_refused(make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require the state of another rule to be refused, and to change nothing of the rule and its optimizer."""
+    saving, adapter = make(), make()
+    saving.start(uc, uc.adagc())
+    adapter.start(uc, uc.zclip(warmup=2))
+    saving.step(batches()[0])
+    for batch in batches()[:2]:
+        adapter.step(batch)
+    saving.save(folder)
+    before = adapter.inner(), adapter.remembered()
+    with pytest.raises((ValueError, TypeError)):
+        adapter.load(folder)
+    equal(adapter.inner(), before[0], "a refused state")
+    assert adapter.remembered() == before[1], "a refused state has changed the rule's memory"
+
+
+def check_moved(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require the rule's memory to go on in ``uc.Clipper``, and that of a `Clipper` in the adapter."""
+    adapter, again = make(), make()
+    rule = kinds(uc)[name].rule
+    hand = ByHand(uc, rule, adapter.optimizer)
+    adapter.start(uc, rule)
+    again.start(uc, rule)
+    for batch in batches()[:STOP]:
+        adapter.step(batch)
+        hand.step(batch)
+    again.recall(hand.clipper.state_dict())
+    saved_by_both = adapter.remembered(), again.remembered()
+    _, grads = loss_and_grads(hand.weights, batches()[SPIKE])
+    wanted = hand.clipper(grads, hand.weights)
+    assert apart(wanted, uc.Clipper(rule)(grads, hand.weights)) > 1e-3, "the memory has no effect here"
+    for saved in saved_by_both:
+        clipper = uc.Clipper(rule)
+        clipper.load_state_dict(saved)
+        close(clipper(grads, hand.weights), wanted, "what a Clipper clips that goes on from the adapter")
+
+
+def check_micro(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require two halves of each batch to be one step, clipped once."""
+    adapter = make()
+    hand = ByHand(uc, kinds(uc)[name].rule, adapter.optimizer)
+    adapter.start(uc, kinds(uc)[name].rule, micro=2)
+    for number, batch in enumerate(batches()[:-2]):
+        adapter.step(batch)
+        hand.step(batch)
+        close(adapter.weights(), hand.weights, f"weights after step {number}")
+
+
+def check_overflow(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require a step that a loss scale leaves out to leave the rule's memory and its record alone, too."""
+    adapter = make()
+    hand = ByHand(uc, kinds(uc)[name].rule, adapter.optimizer)
+    adapter.start(uc, kinds(uc)[name].rule)
+    for number, batch in enumerate(batches()[:-2]):
+        if number in {0, SPIKE}:
+            before = trained(adapter), adapter.remembered()
+            adapter.step(overflowing())
+            equal(trained(adapter), before[0], "a step whose scaled gradients overflow")
+            assert adapter.remembered() == before[1], "the rule has seen a step that was left out"
+        adapter.step(batch)
+        hand.step(batch)
+        close(adapter.weights(), hand.weights, f"weights after step {number}")
+        close_scalars(adapter.scalars(), hand.scalars(), f"step {number}")
+
+
+def check_own_clipping(option: str, make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require the library's own clipping beside a rule to be refused."""
+    adapter = make()
+    with pytest.raises((ValueError, TypeError)):
+        adapter.start(uc, uc.by_global_norm(1.0), **{option: adapter.own_clipping[option]})
+
+
+def check_record(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require a recorder to have a row for each step, with the numbers of the loop by hand."""
+    from uniclip import insight
+
+    adapter = make()
+    hand = ByHand(uc, kinds(uc)[name].rule, adapter.optimizer)
+    record = insight.Recorder(folder / "run.jsonl", every=3)
+    adapter.start(uc, kinds(uc)[name].rule, record=record)
+    rows = []
+    for batch in batches():
+        adapter.step(batch)
+        hand.step(batch)
+        rows.append(hand.scalars())
+    adapter.finish()
+    found = insight.read(folder / "run.jsonl")
+    np.testing.assert_array_equal(found.steps, np.arange(1, len(rows) + 1))
+    shown = {"norm": found.norms, "limit": found.limits, "factor": found.factors, "skipped": found.skipped}
+    for field, column in shown.items():
+        wanted = np.asarray([row.get(f"clip/{field}", 0.0) for row in rows])
+        known = np.isfinite(found.norms) if field == "limit" else slice(None)
+        wanted = np.where(wanted > LARGE, np.inf, wanted)
+        np.testing.assert_allclose(column[known], wanted[known], rtol=5e-4, err_msg=field)
+
+
+def contract(make: Any, some: tuple[str, ...] | None = None) -> list[Any]:
+    """Return the checks of an adapter as parameters of a test, with all kinds of rules or with some.
+
+    ``@pytest.mark.parametrize("check", contract(Attached))``, and the test calls ``check(Attached, uc, tmp_path)``.
+    """
+    return [pytest.param(check, id=name) for name, check in checks(make, some)]
+
+
+def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str, Check]]:
+    """Yield the checks that are for an adapter by what it takes."""
+    import uniclip as uc
+
+    usable = [
+        name
+        for name, kind in kinds(uc).items()
+        if name not in make.left_out and ("loss" in make.takes or not kind.loss) and (some is None or name in some)
+    ]
+    remembering = [name for name in usable if name in REMEMBERING]
+    for name in usable:
+        yield f"training-{name}", partial(check_training, name)
+    if "bits" in make.takes:
+        yield "unclipped", check_unclipped
+    for token, check in (("save", check_resumed), ("memory", check_moved)):
+        for name in remembering if token in make.takes else []:
+            yield f"{check.__name__.removeprefix('check_')}-{name}", partial(check, name)
+    if "refuse" in make.takes:
+        yield "refused", check_refused
+    if "micro" in make.takes:
+        yield "micro", partial(check_micro, "autoclip")
+    for name in ("autoclip", "by_global_norm") if "scale" in make.takes else ():
+        yield f"overflow-{name}", partial(check_overflow, name)
+    for option in make.own_clipping:
+        yield f"own-{option}", partial(check_own_clipping, option)
+    for name in ("zclip", "skip") if "record" in make.takes else ():
+        yield f"record-{name}", partial(check_record, name)
+
+
+def trained(adapter: Adapter) -> list[np.ndarray]:
+    """Return all that a step of the optimizer changes."""
+    return [*adapter.weights().values(), *adapter.inner()]
+
+
+def apart(one: Arrays, other: Arrays) -> float:
+    """Return the largest difference of two sets of weights."""
+    return max(float(np.abs(one[name] - other[name]).max()) for name in other)
+
+
+def equal(found: list[np.ndarray], wanted: list[np.ndarray], what: str) -> None:
+    """Require the same bits."""
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=f"{what} has changed something")
+
+
+def close(found: Arrays, wanted: Arrays, what: str) -> None:
+    """Require weights in float32 to be those by hand."""
+    assert sorted(found) == sorted(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=2e-4, atol=2e-5, err_msg=f"{what}: {name}")
+
+
+def close_scalars(found: dict[str, float], wanted: dict[str, float], what: str) -> None:
+    """Require the numbers for a logger to be those by hand; the largest number of a dtype is no threshold."""
+    assert sorted(found) == sorted(wanted), what
+    for name, value in wanted.items():
+        if value > LARGE:
+            assert found[name] > LARGE, (what, name, found[name])
+        else:
+            np.testing.assert_allclose(found[name], value, rtol=5e-4, atol=1e-6, err_msg=f"{what}: {name}")
