@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
 """Libraries beside the frameworks: Keras, optax with Flax and Equinox, Lightning with Accelerate and Hugging Face."""
 NEEDS = {
-    "test_native.py": {"torch", "tensorflow", "jax"},
+    "test_processes.py": {"torch"},
     "adapters/test_torch.py": {"torch"},
     "adapters/test_tensorflow1.py": {"tensorflow"},
     "adapters/test_optax.py": {"optax"},
@@ -56,7 +56,7 @@ def chosen(config: pytest.Config) -> set[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Explain the markers, and choose Keras' backend before anything imports Keras."""
-    config.addinivalue_line("markers", "needs(*names): runs where all of these are among --frameworks")
+    config.addinivalue_line("markers", "needs(*names): runs where all of these are among --frameworks, or 'keras on tensorflow'")
     config.addinivalue_line("markers", "only(*names): of the frameworks of a run, those that a test is for")
     config.addinivalue_line("markers", "compiled: compiles, which takes long")
     os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a framework that a run is not for; pytest says how many."""
-    here = chosen(config)
+    here = {*chosen(config), f"keras on {config.getoption('--keras-backend')}"}
     needed = lambda item: {name for mark in item.iter_markers("needs") for name in mark.args}
     left = {item for item in items if needed(item) - here}
     if left:
