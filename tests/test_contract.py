@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+import pytest  # noqa: TC002 - pytest itself reads the annotations of its hooks
 from conftest import chosen
 
 import uniclip

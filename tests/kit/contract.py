@@ -1,17 +1,310 @@
-"""What uniclip promises, once: the tests run each check, and the docs print the table."""
+"""What uniclip promises, once: the tests run each program and each check, and the docs print the table."""
 
 from __future__ import annotations
 
-from kit.contract_programs import Below
+from kit import contract_checks as checks
+from kit import contract_programs as programs
+from kit.frameworks import ALL_DTYPES, COMPILED, EAGER, Framework
 from kit.promise import Program, Promise
 
-__all__ = ["PROMISES", "Program", "Promise"]
+__all__ = ["PROMISES", "Program", "Promise", "dtypes", "table"]
+
+SPARSE = dict.fromkeys(["NumPy", "array-api-strict", "MLX"], "the framework has no sparse arrays")
+SPARSE["torch.compile"] = "`torch.compile` does not take sparse tensors"
+NOT_NUMPY = ["array-api-strict", "MLX", "PyTorch", "TensorFlow", "JAX"]
+ONE_LAYOUT = dict.fromkeys(["array-api-strict", "MLX", "TensorFlow", "JAX"], "its arrays have no such layouts")
 
 PROMISES = [
     Promise(
         "norm ≤ limit",
         "the gradients come back bit for bit; in eager NumPy, PyTorch, TensorFlow and JAX on the CPU as the same "
         "arrays",
-        (Below(),),
+        (programs.Below(),),
+    ),
+    Promise(
+        "norm > limit",
+        "same direction, and the norm becomes the limit to a few units in the last place",
+        (programs.Above(), programs.ToTheLimit()),
+    ),
+    Promise(
+        "dtype, shape, tree",
+        "each leaf keeps its own; the norm is float32 or wider, never half precision",
+        (programs.Keeps(), programs.Shapes()),
+    ),
+    Promise(
+        "the report",
+        "has the norms before clipping, the limits, the factors, and the share that was clipped",
+        (programs.Reported(),),
+    ),
+    Promise(
+        "a limit that learns",
+        "follows its formula: what is not clipped is learned, of the rest what is left; spikes of the loss count too",
+        (programs.Learns(),),
+    ),
+    Promise(
+        "accuracy",
+        "relative error of the norm ≤ 5·10⁻⁷ for 25 million float32 entries, ≤ 2·10⁻⁶ for half precision",
+        (programs.Accurate(),),
+    ),
+    Promise(
+        "accuracy for equal entries",
+        "the same for 3 million equal entries, whose rounding errors all have one sign; ≤ 1.5·10⁻⁶ in TensorFlow "
+        "graphs without XLA",
+        (programs.EqualEntries(),),
+    ),
+    Promise("accuracy along axes", "the same for the norms of columns of 2 million rows", (programs.AlongAxes(),)),
+    Promise(
+        "accuracy on other processors",
+        "the same with the BLAS kernels for Haswell (and Zen), and Nehalem",
+        check=checks.accurate_on_other_processors,
+        exceptions=dict.fromkeys(NOT_NUMPY, "it adds with kernels of its own"),
+    ),
+    Promise(
+        "half precision",
+        "measured piece by piece, without a float32 copy of a whole gradient",
+        check=checks.pieces,
+        exceptions=dict.fromkeys(NOT_NUMPY, "what it allocates is not counted here"),
+    ),
+    Promise(
+        "code that is traced with one example",
+        "right for other inputs: no value of the example is baked in (`torch.compile`, `jax.jit`, `tf.function`, "
+        "TensorFlow 1 graphs)",
+        (programs.Scales(),),
+    ),
+    Promise(
+        "… by PyTorch's other tracers",
+        "the same: `make_fx`, `torch.jit.trace`, `aot_function`",
+        check=checks.traced_with_an_example,
+        exceptions=dict.fromkeys(["NumPy", "array-api-strict", "MLX", "TensorFlow", "JAX"], "it has no such tracers"),
+    ),
+    Promise(
+        "any split into leaves, in any order",
+        "the same norm to rounding; the same input again gives the same bits",
+        (programs.Split(),),
+    ),
+    Promise(
+        "finite, but squares leave the range",
+        "right norm, right result: 1e30 and 1e-30 in float32, 300 in float16",
+        (programs.InRange(),),
+    ),
+    Promise(
+        "norm and limit so far apart that their ratio leaves the range",
+        "right result, in two steps; ±∞ only where the result itself is beyond the dtype. TensorFlow and XLA take "
+        "subnormal numbers (below 1.2e-38) for 0. On an accelerator, outside of compiled code, the factor stays within "
+        "its dtype",
+        (programs.FarApart(),),
+    ),
+    Promise(
+        "finite gradients under a debugger",
+        "no NaN and no ∞ on the way nor in reports and states: `tf.debugging.enable_check_numerics`, `jax_debug_nans`, "
+        "`jax_debug_infs`, `detect_anomaly` let them pass; the limit of a norm that nothing limits is the largest "
+        "number of its dtype",
+        (programs.Healthy(),),
+        checks.under_a_debugger,
+    ),
+    Promise("limit = ∞", "the norm is measured, and the gradients come back bit for bit", (programs.OnlyMeasures(),)),
+    Promise("limit = 0", "all gradients become 0, never NaN, also if they were 0", (programs.ZeroLimit(),)),
+    Promise(
+        "limit < 0 or NaN",
+        "`ValueError` with the argument and the value; NaN gradients where the limit is an array that cannot be read",
+        (programs.BadLimit(),),
+        checks.bad_limits,
+    ),
+    Promise(
+        "limits and bounds of any kind of number",
+        "the same: Python's own, fractions, decimals, NumPy's, 0-d arrays",
+        check=checks.takes_any_number,
+    ),
+    Promise(
+        "NaN or ∞ in a gradient",
+        "all entries that share its norm become NaN; the others are clipped as usual",
+        (programs.Propagates(),),
+    ),
+    Promise('… and `nonfinite="skip"`', "all gradients become 0, and `report.finite` is false", (programs.Skips(),)),
+    Promise(
+        '… and `nonfinite="zero"`',
+        "the entries that are not finite become 0, the rest is clipped",
+        (programs.Zeroes(),),
+    ),
+    Promise(
+        '… and `nonfinite="raise"`',
+        "`FloatingPointError` that names the leaves; in traced code a `TypeError` that names the other policies",
+        check=checks.raises,
+    ),
+    Promise(
+        "… and a rule that remembers",
+        "its state does not change, so later steps are not affected",
+        (programs.RemembersNoNaN(),),
+    ),
+    Promise(
+        "a state that is saved and loaded",
+        "later steps are the same, to the bit; `ValueError` that names the leaves or the rules where it is that of "
+        "other leaves or of another rule, before anything is changed",
+        check=checks.saved_states,
+    ),
+    Promise(
+        "parts of one tree in several processes, `all_reduce=`",
+        "their norms are joined, and all decide alike",
+        (programs.Parts(),),
+    ),
+    Promise(
+        "sparse gradients",
+        "stay sparse, beside dense ones too; rows that occur twice are summed before measuring",
+        (programs.Sparse(),),
+        exceptions=SPARSE,
+    ),
+    Promise(
+        "integers in sparse gradients",
+        "the same as in dense ones, and sums of repeated rows are exact",
+        (programs.SparseIntegers(),),
+        exceptions=SPARSE,
+    ),
+    Promise(
+        "integers",
+        "`clip_by_value` keeps them; norm rules return the framework's default float",
+        (programs.Integers(),),
+    ),
+    Promise("complex numbers", "norm of the modulus; `clip_by_value` raises `TypeError`", (programs.Complex(),)),
+    Promise(
+        "floats of 8 bits",
+        "clipped as float32, and rounded once",
+        check=checks.eight_bits,
+        exceptions=dict.fromkeys(NOT_NUMPY, "they have tests of their own, or it has none"),
+    ),
+    Promise(
+        "the same array in two places",
+        "each place counts, as two gradients of equal values do; in `uc.clip_` one memory counts once",
+        (programs.Twice(),),
+    ),
+    Promise(
+        "zeros beside other gradients",
+        "a leaf, a row or a unit of zeros stays so, and the others are clipped as usual",
+        (programs.Zeros(),),
+    ),
+    Promise(
+        "empty and 0-d leaves, None, an empty tree",
+        "contribute 0 and keep their places; the norm of nothing is 0",
+        (programs.Empty(),),
+        checks.empty_trees,
+    ),
+    Promise("any error", "says what to write instead, and prints no array", check=checks.short_errors),
+    Promise(
+        "leaves of two frameworks, or no array",
+        "`TypeError` with the leaf's path and what to pass",
+        check=checks.wrong_leaves,
+    ),
+    Promise(
+        "arrays of other things than numbers",
+        "`TypeError` with the leaf's path: dates, objects, truth values, texts, masked arrays",
+        check=checks.no_gradients,
+        exceptions=dict.fromkeys(NOT_NUMPY, "it has no such arrays"),
+    ),
+    Promise(
+        "in place, `uc.clip_`",
+        "writes into NumPy and PyTorch arrays the values that `uc.clip` returns; elsewhere `TypeError`",
+        (programs.InPlace(),),
+        checks.in_place,
+    ),
+    Promise(
+        "… and an error",
+        "is raised before any array is changed",
+        check=checks.nothing_changes_before_an_error,
+    ),
+    Promise(
+        "… and views of one array",
+        "are written where they have no entry in common; else `ValueError` that names both",
+        check=checks.overlaps,
+        exceptions=ONE_LAYOUT,
+    ),
+    Promise(
+        "read-only, strided, Fortran-order, broadcast arrays",
+        "right, and the layout is kept; what cannot be written to in place is a `TypeError`",
+        check=checks.memory,
+        exceptions=ONE_LAYOUT,
+    ),
+    Promise(
+        "derivative through the clip",
+        "exact where the square of the norm is in range, and finite at zero",
+        check=checks.slopes,
+        exceptions=dict.fromkeys(["NumPy", "array-api-strict"], "it takes no derivatives of array API code"),
     ),
 ]
+
+HEADINGS = {
+    "norm ≤ limit": "Results",
+    "accuracy": "Accuracy and range",
+    "limit = ∞": "Unusual limits",
+    "NaN or ∞ in a gradient": "NaN and infinity",
+    "parts of one tree in several processes, `all_reduce=`": "Many processes",
+    "sparse gradients": "Kinds of arrays",
+    "any error": "Errors",
+    "in place, `uc.clip_`": "In place, and derivatives",
+}
+"""Under which heading a case and those after it stand."""
+WAYS = {
+    "jax.jit-x64": "`jax.jit` in 64 bits",
+    "jax.jit": "`jax.jit`",
+    "tf.function": "`tf.function`",
+    "tf.function-xla": "`tf.function` with XLA",
+    "tensorflow-graph": "graphs of TensorFlow 1",
+    "torch.compile": "`torch.compile`",
+}
+"""What the ways of running are called in the table."""
+
+
+def table() -> str:
+    """Return the promises as Markdown tables, with the reason for every framework where one cannot hold."""
+    lines = []
+    for promise in PROMISES:
+        if promise.case in HEADINGS:
+            lines += ["", f"### {HEADINGS[promise.case]}", "", "| case | what happens |", "| :-- | :-- |"]
+        said = [_capital(promise.what) + ".", *_except(promise)]
+        lines.append(f"| {_capital(promise.case)} | {' '.join(said)} |")
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def dtypes() -> str:
+    """Return the dtypes that each family of frameworks is tested with, and the reason for each that it is not."""
+    lines = ["| framework | tested with |", "| :-- | :-- |"]
+    for family, classes in _families().items():
+        missing = [cls.missing for cls in classes]
+        nowhere = {dtype: missing[0][dtype] for dtype in ALL_DTYPES if all(dtype in names for names in missing)}
+        partly = {dtype: why for names in missing for dtype, why in names.items() if dtype not in nowhere}
+        said = [f"all but {_listed(nowhere)}" if nowhere else "all"]
+        said += [_listed(partly, "{} {}")] if partly else []
+        lines.append(f"| {family} | {'; '.join(said)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _families() -> dict[str, list[type[Framework]]]:
+    """Return the ways of running by family."""
+    families: dict[str, list[type[Framework]]] = {}
+    for name, eager in EAGER.items():
+        families[eager[0].family] = [*eager, *COMPILED.get(name, ())]
+    return families
+
+
+def _capital(text: str) -> str:
+    """Return the text with a capital at its beginning."""
+    return text[0].upper() + text[1:]
+
+
+def _listed(reasons: dict[str, str], form: str = "{} ({})") -> str:
+    """Return the dtypes that have a reason, and the reason, for each of them."""
+    together: dict[str, list[str]] = {}
+    for dtype, why in reasons.items():
+        together.setdefault(why, []).append(f"`{dtype}`")
+    return ", ".join(form.format(", ".join(names), why) for why, names in together.items())
+
+
+def _except(promise: Promise) -> list[str]:
+    """Return sentences that say where a promise is not tested, and why."""
+    where: dict[str, list[str]] = {}
+    for family, classes in _families().items():
+        ways = {cls.name: promise.reason(cls) for cls in classes}
+        if len(set(ways.values())) == 1:
+            ways = {family: ways[classes[0].name]}
+        for name, why in ways.items():
+            if why:
+                where.setdefault(why, []).append(WAYS.get(name, name))
+    return [f"*Not on {', '.join(names)}: {why}.*" for why, names in where.items()]

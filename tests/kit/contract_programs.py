@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from kit.frameworks import Framework
-from kit.promise import Program
-from kit.trees import leaves
+from kit.promise import Program, is_sparse
+from kit.trees import close, leaves, mapped
+
+Grads = dict[str, Any]
 
 
-def norm_rules(uc: Any) -> dict[str, Callable[[float], Any]]:
+def p_norm(arrays: Sequence[Any], p: float = 2) -> float:
+    """Return (Σ|x|ᵖ)^(1/p) of all entries in float64; nothing leaves its range."""
+    sizes = np.concatenate([np.abs(np.asarray(array, complex)).ravel() for array in arrays])
+    top = max(sizes, default=0.0)
+    return top if top == 0 or math.isinf(p) else top * math.fsum((sizes / top) ** p) ** (1 / p)
+
+
+def by_hand(arrays: Sequence[Any], limit: float, p: float = 2) -> list[np.ndarray]:
+    """Return arrays that share one norm as they are clipped to a limit, in float64."""
+    norm = p_norm(arrays, p)
+    factor = 1.0 if norm <= limit else limit / norm
+    return [np.asarray(array).astype(complex) * factor for array in arrays]
+
+
+def each_by_hand(arrays: Sequence[Any], limit: float, p: float = 2) -> list[np.ndarray]:
+    """Return arrays that each have their norm as they are clipped to a limit, in float64."""
+    return [by_hand([array], limit, p)[0] for array in arrays]
+
+
+def axis_by_hand(array: np.ndarray, limit: float, axis: int) -> np.ndarray:
+    """Return an array in which each slice along an axis has its norm, clipped, in float64."""
+    slices = each_by_hand(list(np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])), limit)
+    moved = np.moveaxis(array, axis, -1).shape
+    return np.moveaxis(np.reshape(slices, moved), -1, axis)
+
+
+def norm_rules(uc: Any) -> dict[str, Callable[[Any], Any]]:
     """Return rules of each scope and norm, to be called with a limit."""
     return {
         "global": uc.by_global_norm,
         "leaf": uc.by_norm,
         "rows": lambda limit: uc.by_norm(limit, axis=-1),
-        "columns": lambda limit: uc.Rule(limit, scope=uc.scopes.axes(0)),
+        "columns": lambda limit: uc.by_norm(limit, axis=0),
         "L1": lambda limit: uc.by_global_norm(limit, ord=1),
         "L3": lambda limit: uc.by_norm(limit, ord=3),
         "Linf": lambda limit: uc.by_global_norm(limit, ord=math.inf),
@@ -28,14 +56,59 @@ def norm_rules(uc: Any) -> dict[str, Callable[[float], Any]]:
     }
 
 
+def expected(name: str, arrays: list[Any], limit: float) -> list[np.ndarray]:
+    """Return what such a rule makes of arrays, in float64."""
+    scaled = lambda power: [by_hand([array], limit * array.size**power)[0] for array in arrays]
+    ways: dict[str, Callable[[], list[np.ndarray]]] = {
+        "global": lambda: by_hand(arrays, limit),
+        "leaf": lambda: each_by_hand(arrays, limit),
+        "rows": lambda: [axis_by_hand(array, limit, -1) for array in arrays],
+        "columns": lambda: [axis_by_hand(array, limit, 0) for array in arrays],
+        "L1": lambda: by_hand(arrays, limit, 1),
+        "L3": lambda: each_by_hand(arrays, limit, 3),
+        "Linf": lambda: by_hand(arrays, limit, math.inf),
+        "average": lambda: scaled(1.0),
+        "rms": lambda: scaled(0.5),
+    }
+    return ways[name]()
+
+
 def floats(fw: Framework) -> list[str]:
     """Return the floating dtypes of a framework, complex ones too."""
     return [name for name in fw.dtypes if not name.startswith("int")]
 
 
-def tree(fw: Framework, dtype: str = "float32", by: float = 1.0) -> dict[str, Any]:
+def wide(dtype: str) -> str:
+    """Return the dtype of the norms of gradients of a dtype."""
+    return "float64" if dtype in {"float64", "complex128"} else "float32"
+
+
+def tree(fw: Framework, dtype: str = "float32", by: float = 1.0) -> Grads:
     """Return a small tree of gradients of global norm 13·by."""
     return {"w": fw.array([[3.0 * by, -4.0 * by]], dtype), "b": [fw.array([12.0 * by, 0.0], dtype), None]}
+
+
+def numbers(fw: Framework, grads: Any) -> list[np.ndarray]:
+    """Return the leaves as NumPy's."""
+    return [fw.dense(leaf) if is_sparse(leaf) else fw.numpy(leaf) for leaf in leaves(grads)]
+
+
+def close_leaves(fw: Framework, found: Any, wanted: list[Any], dtype: str = "float32", ulps: float = 4) -> None:
+    """Require the leaves to be equal to NumPy's to a few units in the last place of a dtype."""
+    for new, array in zip(leaves(found), wanted, strict=True):
+        close(fw, new, array, dtype, ulps)
+
+
+def same_bits(fw: Framework, found: Any, wanted: Any) -> None:
+    """Require the leaves of two trees of a framework to be equal, NaN to NaN, in dtype and shape too."""
+    for new, array in zip(numbers(fw, found), numbers(fw, wanted), strict=True):
+        np.testing.assert_array_equal(new, array, strict=True)
+
+
+def accurate_to(fw: Framework, bound: float, norm: Any, true: float) -> None:
+    """Require a relative error of ``bound`` at most."""
+    off = abs(float(fw.numpy(norm)) / true - 1)
+    assert off <= bound, f"the relative error of the norm is {off:.2e}, allowed are {bound:.1e}"
 
 
 class Below(Program):
@@ -56,7 +129,741 @@ class Below(Program):
     def require(self, fw: Framework, given: Any, found: Any) -> None:
         for dtype, grads in given.items():
             for clipped, changed in found[dtype]:
-                for old, new in zip(leaves(grads), leaves(clipped), strict=True):
-                    np.testing.assert_array_equal(fw.numpy(old), fw.numpy(new), strict=True)
-                    assert new is old or not fw.same_objects
+                same_bits(fw, clipped, grads)
                 assert not fw.numpy(changed)
+                pairs = zip(leaves(grads), leaves(clipped), strict=True)
+                assert all(new is old for old, new in pairs) or not fw.same_objects
+
+
+class Above(Program):
+    """Above the limit the direction stays, in every dtype, and what share a norm is as the definition says."""
+
+    limit = 0.5
+
+    def arrays(self, fw: Framework) -> Any:
+        drawn = 0.3 * np.random.default_rng(0).standard_normal((3, 2))
+        return {dtype: {"drawn": fw.array(drawn, dtype), **tree(fw, dtype, by=0.1)} for dtype in floats(fw)}
+
+    def run(self, uc: Any, given: Any) -> Any:
+        def clipped(dtype: str, grads: Any) -> Any:
+            rules = norm_rules(uc)
+            names = list(rules) if dtype == "float32" else ["global", "rows", "columns"]
+            return {name: uc.clip(grads, rules[name](self.limit))[0] for name in names}
+
+        found = {dtype: clipped(dtype, grads) for dtype, grads in given.items()}
+        return [found, {dtype: uc.clip_by_global_norm(grads, self.limit)[1] for dtype, grads in given.items()}]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        clipped, norms = found
+        for dtype, grads in given.items():
+            arrays = numbers(fw, grads)
+            close(fw, norms[dtype], p_norm(arrays), wide(dtype))
+            for name, result in clipped[dtype].items():
+                close_leaves(fw, result, expected(name, arrays, self.limit), dtype)
+
+
+class ToTheLimit(Program):
+    """The norm of what was clipped is the limit to a few ulp, whatever the numbers."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return fw.array(100 * np.random.default_rng(1).standard_normal((200, 7)))
+
+    def run(self, uc: Any, given: Any) -> Any:
+        return uc.clip_by_norm(given, 1.0, axis=1)
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        norms = np.linalg.norm(fw.numpy(found).astype("float64"), axis=1)
+        np.testing.assert_allclose(norms, 1.0, rtol=4 * 2**-23)
+
+
+class Keeps(Program):
+    """Each leaf keeps its dtype and shape, also beside others; the norm is float32 or wider."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return [{dtype: tree(fw, dtype) for dtype in floats(fw)}, [fw.array(1.0), fw.array(100.0)]]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        every, limits = given
+        found = {dtype: [uc.clip_by_global_norm(grads, one) for one in limits] for dtype, grads in every.items()}
+        alone = {dtype: [list(result) for result in results] for dtype, results in found.items()}
+        return [alone, [uc.clip_by_norm(every, 1.0), uc.clip_by_global_norm(every, 1.0)[0]]]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        every, _ = given
+        alone, mixed = found
+        for dtype, results in alone.items():
+            for clipped, norm in results:
+                self._alike(fw, clipped, every[dtype], dtype)
+                assert fw.dtype(norm) == wide(dtype)
+            for result in mixed:
+                self._alike(fw, result[dtype], every[dtype], dtype)
+
+    def _alike(self, fw: Framework, clipped: Any, grads: Any, dtype: str) -> None:
+        assert sorted(clipped) == sorted(grads)
+        assert clipped["b"][1] is None
+        for old, new in zip(leaves(grads), leaves(clipped), strict=True):
+            assert fw.owns(new)
+            assert (fw.dtype(new), tuple(new.shape)) == (dtype, tuple(old.shape))
+
+
+class Reported(Program):
+    """The report tells norms before clipping, limits, factors and shares."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return tree(fw)
+
+    def run(self, uc: Any, given: Any) -> Any:
+        fields = lambda report: [report.norms, report.limits, report.factors, report.clipped, report.finite]
+        reports = [uc.clip(given, rule)[1] for rule in (uc.by_global_norm(6.5), uc.by_norm(6.0))]
+        return [[fields(report), report.scalars()] for report in reports]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        (joint, scalars), (each, of_leaves) = found
+        close_leaves(fw, joint, [13.0, 6.5, 0.5, 1, 1])
+        close_leaves(fw, each, [12.0, 5.0, 6.0, 6.0, 0.5, 1.0, 1, 1])
+        names = ("clip/norm", "clip/limit", "clip/factor", "clip/share")
+        close_leaves(fw, [scalars[name] for name in names], [13.0, 6.5, 0.5, 1.0])
+        close_leaves(fw, [of_leaves[name] for name in names], [12.0, 6.0, 0.5, 0.5])
+
+
+class Accurate(Program):
+    """Millions of entries, in one leaf or many, in float32 and half precision."""
+
+    large = True
+    size = 25_000_000
+
+    def arrays(self, fw: Framework) -> Any:
+        drawn = np.random.default_rng(0).standard_normal(self.size, dtype="float32")
+        half = [dtype for dtype in ("float16", "bfloat16") if dtype in fw.dtypes]
+        pieces = [fw.array(piece) for piece in np.split(drawn[:1_000_000], 50)]
+        return {"one": [fw.array(drawn)], "many": pieces} | {d: [fw.array(drawn[:1_000_000], d)] for d in half}
+
+    def run(self, uc: Any, given: Any) -> Any:
+        return {name: uc.global_norm(grads) for name, grads in given.items()}
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for name, grads in given.items():
+            true = math.sqrt(sum(np.sum(fw.numpy(leaf).astype("float64") ** 2) for leaf in grads))
+            accurate_to(fw, 2e-6 if "float" in name else 5e-7, found[name], true)
+
+
+class EqualEntries(Program):
+    """Entries whose rounding errors all have one sign."""
+
+    large = True
+    entries = (0.1, 0.7)
+    size = 3_000_000
+
+    def arrays(self, fw: Framework) -> Any:
+        return [fw.array(np.full(self.size, value)) for value in self.entries]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        return [[uc.global_norm(leaf, ord=p) for leaf in given] for p in (1, 2, 3)]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for p, norms in zip((1, 2, 3), found, strict=True):
+            in_a_graph = p == 2 and fw.name in {"tf.function", "tensorflow-graph"}
+            for norm, value in zip(norms, np.asarray(self.entries, "float32"), strict=True):
+                accurate_to(fw, 1.5e-6 if in_a_graph else 5e-7, norm, self.size ** (1 / p) * float(value))
+
+
+class AlongAxes(Program):
+    """The norms of long columns."""
+
+    large = True
+
+    def arrays(self, fw: Framework) -> Any:
+        return fw.array(np.random.default_rng(0).standard_normal((2_000_000, 2), dtype="float32"))
+
+    def run(self, uc: Any, given: Any) -> Any:
+        return uc.clip(given, uc.by_norm(1.0, axis=0))[1].norms
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        true = np.linalg.norm(fw.numpy(given).astype("float64"), axis=0)
+        np.testing.assert_allclose(fw.numpy(found), true, rtol=5e-7)
+
+
+class Split(Program):
+    """One array, or the same numbers in many leaves, in any order, once or again."""
+
+    def arrays(self, fw: Framework) -> Any:
+        drawn = np.random.default_rng(0).standard_normal(1200, dtype="float32")
+        some = [dtype for dtype in ("bfloat16", "float32", "float64") if dtype in fw.dtypes]
+        split = lambda dtype, number: [fw.array(piece, dtype) for piece in np.split(drawn, number)]
+        return {dtype: {"1": split(dtype, 1), "3": split(dtype, 3), "40": split(dtype, 40)} for dtype in some}
+
+    def run(self, uc: Any, given: Any) -> Any:
+        def norms(every: Any) -> Any:
+            orders = [every["1"], every["3"], every["40"], every["40"][::-1], every["40"][7:] + every["40"][:7]]
+            return [*(uc.global_norm(grads) for grads in orders), uc.global_norm(every["40"])]
+
+        return {dtype: norms(every) for dtype, every in given.items()}
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for dtype, norms in found.items():
+            true = p_norm(numbers(fw, given[dtype]["1"]))
+            for norm in norms:
+                accurate_to(fw, 1e-15 if dtype == "float64" else 5e-7, norm, true)
+            same_bits(fw, norms[2], norms[-1])
+
+
+class InRange(Program):
+    """Numbers whose squares are beyond the range of their dtype."""
+
+    cases: ClassVar[dict[str, tuple[str, list[float]]]] = {
+        "1e30": ("float32", [1e30, -1.0, 2e30]),
+        "1e-30": ("float32", [1e-30, 2e-30, 0.0]),
+        "2e38": ("float32", [2e38, 1.0, 1.0]),
+        "1e200": ("float64", [1e200, 3e200, 1.0]),
+        "1e-200": ("float64", [1e-200, 3e-200, 0.0]),
+        "300": ("float16", [300.0, -400.0, 1.0]),
+        "1e-4": ("float16", [1e-4, 1e-5, 0.0]),
+    }
+    orders: ClassVar[dict[str, float]] = {"1.5": 1.5, "3": 3.0, "10": 10.0, "inf": math.inf}
+
+    def orders_of(self, name: str) -> dict[str, float]:
+        """Return the orders that a case is measured in."""
+        return {"2": 2.0, **(self.orders if name in {"1e30", "1e-30"} else {})}
+
+    def arrays(self, fw: Framework) -> Any:
+        def case(name: str, dtype: str, values: list[float]) -> Any:
+            grads = [fw.array(values, dtype), fw.array(values[:1], dtype)]
+            limits = {p: p_norm(numbers(fw, grads), order) / 4 for p, order in self.orders_of(name).items()}
+            return [grads, {p: fw.array(limit, wide(dtype)) for p, limit in limits.items()}]
+
+        return {name: case(name, *one) for name, one in self.cases.items() if one[0] in fw.dtypes}
+
+    def run(self, uc: Any, given: Any) -> Any:
+        def clipped(name: str, grads: Any, limits: Any) -> Any:
+            orders = self.orders_of(name)
+            return {p: list(uc.clip_by_global_norm(grads, limits[p], ord=order)) for p, order in orders.items()}
+
+        return {name: clipped(name, *case) for name, case in given.items()}
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for name, (grads, _) in given.items():
+            dtype, arrays = self.cases[name][0], numbers(fw, grads)
+            for p, (clipped, norm) in found[name].items():
+                true = p_norm(arrays, float(p))
+                close(fw, norm, true, wide(dtype), ulps=8)
+                tiny = 6e-8 if dtype == "float16" else 0.0  # the smallest number of float16, below its normal ones
+                for new, array in zip(clipped, by_hand(arrays, true / 4, float(p)), strict=True):
+                    bound = 8 * 2**-10 if dtype == "float16" else 8 * (2**-23 if dtype == "float32" else 2**-52)
+                    np.testing.assert_allclose(fw.numpy(new).astype(float), array.real, rtol=bound, atol=tiny)
+
+
+class FarApart(Program):
+    """Norm and limit so far apart that their ratio leaves the range: the result is right all the same."""
+
+    cases: ClassVar[dict[str, tuple[float, float]]] = {"float32": (1e30, 1e-20), "float64": (1e250, 1e-200)}
+
+    def arrays(self, fw: Framework) -> Any:
+        some = {dtype: case for dtype, case in self.cases.items() if dtype in fw.dtypes}
+        grads = lambda dtype, norm: [fw.array([norm * 0.6, 0.0], dtype), fw.array([-norm * 0.8], dtype)]
+        return {dtype: [grads(dtype, norm) for norm in case] for dtype, case in some.items()}
+
+    def run(self, uc: Any, given: Any) -> Any:
+        def both(dtype: str, large: Any, small: Any) -> Any:
+            high, low = self.cases[dtype]
+            down = [uc.clip(large, rule(low))[0] for rule in (uc.by_global_norm, uc.to_global_norm)]
+            return [down, [uc.clip(small, rule(high))[0] for rule in (uc.by_global_norm, uc.to_global_norm)]]
+
+        return {dtype: both(dtype, *grads) for dtype, grads in given.items()}
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for dtype, ((hard, to), (unclipped, scaled)) in found.items():
+            high, low = self.cases[dtype]
+            for clipped, norm in ((hard, low), (to, low), (unclipped, low), (scaled, high)):
+                close_leaves(fw, clipped, [[0.6 * norm, 0.0], [-0.8 * norm]], dtype, ulps=8)
+
+
+class Scales(Program):
+    """Code that is traced with one of these inputs is right for the others."""
+
+    scales = (0.1, 1.0, 3.0, 1e25)
+
+    def arrays(self, fw: Framework) -> Any:
+        return [tree(fw, by=by) for by in self.scales]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        rules = [uc.by_global_norm(6.5), uc.by_norm(6.0), uc.by_global_norm(6.5, nonfinite="zero")]
+        return [[uc.clip(grads, rule)[0] for rule in rules] for grads in given]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for grads, (joint, each, zeroed) in zip(given, found, strict=True):
+            arrays = numbers(fw, grads)
+            for result in (joint, zeroed):
+                close_leaves(fw, result, by_hand(arrays, 6.5))
+            close_leaves(fw, each, each_by_hand(arrays, 6.0))
+
+
+class Healthy(Program):
+    """Steps of finite gradients through rules that remember, with a leaf that is always zero."""
+
+    def arrays(self, fw: Framework) -> Any:
+        drawn = np.random.default_rng(0).standard_normal((4, 3))
+        grads = lambda by: {"w": fw.array(by * drawn), "b": [fw.array(by * drawn[0]), None], "z": fw.array([0.0, 0.0])}
+        return [[grads(by) for by in (1.0, 0.0, 100.0)], fw.array(2.0)]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        steps, loss = given
+        rules = [uc.by_global_norm(1.0), uc.by_norm(1.0, axis=-1), uc.agc(0.1), uc.by_norm(1.0, ord=3)]
+        rules += [uc.by_global_norm(math.inf), uc.zclip(warmup=2), uc.adagc(warmup=1), uc.autoclip(window=3)]
+        rules += [uc.skip_spikes(window=3, warmup=2)]
+        states, found = [rule.init(steps[0]) for rule in rules], []
+        for grads in steps:
+            results = [
+                rule.update(grads, state, steps[0], loss=loss) for rule, state in zip(rules, states, strict=True)
+            ]
+            states = [state for _, state, _ in results]
+            found += [[clipped, leaves(state), list(report), report.scalars()] for clipped, state, report in results]
+        return found
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for number, array in enumerate(leaves(found)):
+            assert np.isfinite(fw.numpy(array)).all(), number
+
+
+class OnlyMeasures(Program):
+    """An infinite limit changes nothing."""
+
+    scales = (1.0, 1e36, math.inf)
+
+    def arrays(self, fw: Framework) -> Any:
+        return [[tree(fw, by=1.0), tree(fw, by=1e36), [fw.array([math.inf, -1.0])]]]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        return [list(uc.clip_by_global_norm(grads, math.inf)) for grads in given[0]]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for grads, (clipped, _) in zip(given[0], found, strict=True):
+            same_bits(fw, clipped, grads)
+        close_leaves(fw, [norm for _, norm in found[:2]], [13.0, 13e36])
+
+
+class ZeroLimit(Program):
+    """A limit of 0 makes zeros of all, of zeros too."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return [tree(fw), tree(fw, by=0.0)]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        zeroed = [uc.clip(grads, rule(0.0))[0] for rule in norm_rules(uc).values() for grads in given]
+        return [zeroed, uc.clip_by_global_norm(given[1], 1.0)[0]]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        assert not any(array.any() for array in numbers(fw, found)), found
+
+
+class BadLimit(Program):
+    """A negative limit or NaN that cannot be read makes NaN of the gradients."""
+
+    def applies(self, fw: Framework) -> bool:
+        return not fw.raises
+
+    def arrays(self, fw: Framework) -> Any:
+        return [tree(fw), [fw.array(-1.0), fw.array(math.nan)]]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        grads, limits = given
+        return [uc.clip_by_global_norm(grads, limit)[0] for limit in limits]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        assert all(np.isnan(array).all() for array in numbers(fw, found)), found
+
+
+class Propagates(Program):
+    """What shares a norm with NaN or ∞ becomes NaN, the rest is clipped as usual."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return [[fw.array([1.0, bad]), fw.array([3.0, 4.0])] for bad in (math.nan, -math.inf)]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        some = {name: rule for name, rule in norm_rules(uc).items() if name != "columns"}
+        results = [{name: uc.clip(grads, rule(1.0)) for name, rule in some.items()} for grads in given]
+        return [{name: [new, report.finite] for name, (new, report) in every.items()} for every in results]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for results in found:
+            for name, (clipped, finite) in results.items():
+                assert np.isnan(fw.numpy(clipped[0])).all()
+                assert not fw.numpy(finite)
+                if name in {"global", "L1", "Linf"}:
+                    assert np.isnan(fw.numpy(clipped[1])).all()
+                else:
+                    close(fw, clipped[1], expected(name, [np.asarray([3.0, 4.0])], 1.0)[0])
+
+
+class Skips(Program):
+    """A step that is not finite becomes zeros, and says so."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return [[fw.array([1.0, bad]), fw.array([3.0, 4.0])] for bad in (math.nan, math.inf, -math.inf, 0.0)]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        rules = [uc.by_global_norm(math.inf, nonfinite="skip"), uc.by_norm(1.0, nonfinite="skip")]
+        results = [[uc.clip(grads, rule) for rule in rules] for grads in given]
+        flags = lambda report: [report.finite, report.clipped, report.skipped]
+        return [[[clipped, flags(report)] for clipped, report in each] for each in results]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for results in found[:3]:
+            for clipped, flags in results:
+                assert not any(array.any() for array in numbers(fw, clipped)), clipped
+                assert [bool(flag) for flag in numbers(fw, flags)] == [False, True, True]
+        for (clipped, flags), wanted in zip(
+            found[3], ([[1.0, 0.0], [3.0, 4.0]], [[1.0, 0.0], [0.6, 0.8]]), strict=True
+        ):
+            close_leaves(fw, clipped, wanted)
+            assert [bool(flag) for flag in numbers(fw, flags)] == [True, wanted[1][0] == 0.6, False]
+
+
+class Zeroes(Program):
+    """Entries that are not finite become zeros, and the rest is clipped as if they had been."""
+
+    def arrays(self, fw: Framework) -> Any:
+        bad = [[fw.array([3.0, bad, 4.0]), fw.array([bad, -12.0])] for bad in (math.nan, math.inf, -math.inf)]
+        entries = [3 + 4j, complex(0, math.nan), complex(math.inf, 1)]
+        return [bad, [fw.array([3.0, 4.0, 0.0])], [fw.array(entries, "complex64")]]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        rules = [uc.by_global_norm(6.5, nonfinite="zero"), uc.by_norm(1.0, nonfinite="zero")]
+        clip = lambda grads, rule: [uc.clip(grads, rule)[0], uc.clip(grads, rule)[1].finite]
+        bad = [[clip(grads, rule) for rule in rules] for grads in given[0]]
+        return [bad, clip(given[1], rules[0]), clip(given[2], rules[1])]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        bad, good, numbers_of_two = found
+        for (joint, finite), (each, _) in bad:
+            close_leaves(fw, joint, [[1.5, 0, 2], [0, -6]])
+            close_leaves(fw, each, [[0.6, 0, 0.8], [0, -1]])
+            assert not fw.numpy(finite)
+        close_leaves(fw, good, [[3.0, 4.0, 0.0], 1])
+        close_leaves(fw, numbers_of_two, [[0.6 + 0.8j, 0, 0], 0])
+
+
+class Norms(NamedTuple):
+    """The state of the limit below."""
+
+    norm: Any
+
+
+def last(uc: Any) -> Any:
+    """Return a limit that is the norm of the step before."""
+
+    class Last(uc.Limit):
+        """Allow the norm of the step before."""
+
+        memory = True
+
+        def init(self, norms: Any, context: Any) -> Norms:
+            return Norms(norms)
+
+        def __call__(self, norms: Any, state: Norms, context: Any) -> tuple[Any, Norms]:
+            return state.norm, Norms(norms)
+
+    return Last()
+
+
+class RemembersNoNaN(Program):
+    """A step that is not finite changes no memory, and later steps are what they would have been."""
+
+    def arrays(self, fw: Framework) -> Any:
+        bad = [[fw.array([value, 1.0])] for value in (math.nan, math.inf)]
+        return [[fw.array([3.0, 4.0])], [fw.array([3.3, 4.4])], *bad, [fw.array([30.0, 40.0])]]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        rules = [uc.Rule(last(uc), nonfinite=policy) for policy in ("propagate", "skip", "zero")]
+        rules += [uc.autoclip(50, window=3), uc.zclip(warmup=2), uc.adagc(warmup=1), uc.skip_spikes(window=4, warmup=2)]
+        return [self._steps(rule, given) for rule in rules]
+
+    def _steps(self, rule: Any, given: Any) -> Any:
+        state, states = rule.init(given[0]), []
+        for grads in given[:-1]:
+            _, state, report = rule.update(grads, state)
+            states.append([leaves(state), report.finite])
+        clipped, _, _ = rule.update(given[-1], state)
+        (_, finite), (before, _), (after_nan, not_finite), (after_inf, _) = states
+        return [before, after_nan, after_inf, [finite, not_finite], clipped]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for number, (before, after_nan, after_inf, (finite, not_finite), clipped) in enumerate(found):
+            same_bits(fw, after_nan, before)
+            same_bits(fw, after_inf, before)
+            assert fw.numpy(finite)
+            assert not fw.numpy(not_finite)
+            if number < 3:
+                close_leaves(fw, clipped, [[3.3, 4.4]])
+
+
+class Learns(Program):
+    """Limits that learn follow their formula: a median of three, a z-score, a loss that spikes."""
+
+    norms: ClassVar[dict[str, tuple[float, ...]]] = {
+        "median": (1.0, 2.0, 3.0, 100.0, 4.0),
+        "zscore": (1.0, 2.0, 1.0, 2.0, 100.0, 2.0),
+        "loss": (1.0,) * 4,
+    }
+    losses = (1.0, 1.1, 0.9, 50.0)
+
+    def arrays(self, fw: Framework) -> Any:
+        steps = {name: [fw.array([norm]) for norm in norms] for name, norms in self.norms.items()}
+        return [steps, [fw.array(loss) for loss in self.losses]]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        steps, losses = given
+        rules = {
+            "median": uc.autoclip(50, window=3),
+            "zscore": uc.zclip(2.0, decay=0.5, warmup=4),
+            "loss": uc.skip_spikes(z=3.0, window=4, warmup=2),
+        }
+        found = {}
+        for name, rule in rules.items():
+            state, reports = rule.init(steps[name][0]), []
+            of_step = losses if name == "loss" else [None] * len(steps[name])
+            for grads, loss in zip(steps[name], of_step, strict=True):
+                clipped, state, report = rule.update(grads, state, loss=loss)
+                reports.append([clipped, report.limits, report.thresholds, report.skipped])
+            found[name] = reports
+        return found
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        medians = [1.0, 1.5, 2.0, 3.0, 4.0]
+        close_leaves(fw, [limit for _, limit, _, _ in found["median"]], medians)
+        close_leaves(fw, [clipped for clipped, _, _, _ in found["median"]], [[limit] for limit in medians])
+        # After the warm-up: mean 1.5 and deviation 0.5; a norm of 100 is to be mean + (2 · 0.5)² / 98.5.
+        target = 1.5 + 1.0 * 2 * (0.5 + 1e-6) / 98.5
+        change = target - 1.5
+        mean, variance = 1.5 + 0.5 * change, 0.5 * (0.25 + 0.5 * change**2 * 0.5)
+        zscore = found["zscore"]
+        close_leaves(fw, [clipped for clipped, *_ in zscore[:5]], [[1.0], [2.0], [1.0], [2.0], [target]], ulps=16)
+        close(fw, zscore[4][2], 1.5 + 2 * (0.5 + 1e-6), ulps=16)
+        close(fw, zscore[5][2], mean + 2 * (math.sqrt(variance) + 1e-6), ulps=64)
+        assert [bool(fw.numpy(skipped)) for *_, skipped in found["loss"]] == [False, False, False, True]
+        close_leaves(fw, [clipped for clipped, *_ in found["loss"]], [[1.0], [1.0], [1.0], [0.0]])
+
+
+class Parts(Program):
+    """What processes share is joined by ``all_reduce``; here two processes are alike."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return tree(fw)
+
+    def run(self, uc: Any, given: Any) -> Any:
+        joined = lambda own, op: own + own if op == "sum" else own
+        clipped, report = uc.clip(given, uc.by_global_norm(1.0), all_reduce=joined)
+        each, _ = uc.clip(given, uc.by_norm(1.0), all_reduce=joined)
+        return [report.norms, clipped, each]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        norm, clipped, each = found
+        b, w = numbers(fw, given)
+        close(fw, norm, 13 * math.sqrt(2))
+        close_leaves(fw, clipped, [b / (13 * math.sqrt(2)), w / (13 * math.sqrt(2))])
+        close_leaves(fw, each, [b / (12 * math.sqrt(2)), w / (5 * math.sqrt(2))])
+
+
+class Sparse(Program):
+    """Rows that occur twice are summed, indices are no gradients, one sparse leaf stands beside dense ones."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return {
+            "mixed": [fw.sparse((1000, 2), [7, 3, 7], [[1.0, 2.0], [0.0, 4.0], [2.0, 2.0]]), fw.array([12.0, 0.0])],
+            "cancels": [fw.sparse((9, 1), [2, 2, 5], [[3.0], [-3.0], [8.0]]), fw.array([[3.0, 4.0]])],
+            "double": [fw.sparse((4, 1), [1, 1], [[3.0], [3.0]])],
+            "zeros": [fw.sparse((4, 1), [1, 3], [[0.0], [0.0]]), fw.array([3.0])],
+        }
+
+    def run(self, uc: Any, given: Any) -> Any:
+        by_value = {name: uc.clip_by_value(grads, -1, 1) for name, grads in given.items()}
+        joint = {name: list(uc.clip_by_global_norm(grads, 1.0)) for name, grads in given.items()}
+        below = uc.clip_by_global_norm(given["mixed"], 100.0)[0]
+        return [
+            by_value,
+            joint,
+            below,
+            uc.clip_by_norm(given["mixed"], 2.0),
+            uc.clip_by_average_norm(given["double"], 1),
+        ]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        by_value, joint, below, each, average = found
+        for name, grads in given.items():
+            arrays, (clipped, norm) = numbers(fw, grads), joint[name]
+            assert [is_sparse(leaf) for leaf in clipped] == [is_sparse(leaf) for leaf in grads]
+            close(fw, norm, p_norm(arrays))
+            self._close(fw, clipped, by_hand(arrays, 1.0))
+            self._close(fw, by_value[name], [np.clip(array, -1, 1) for array in arrays])
+        mixed = numbers(fw, given["mixed"])
+        self._close(fw, below, mixed)
+        self._close(fw, each, each_by_hand(mixed, 2.0))
+        self._close(fw, average, [np.asarray([[0.0], [4.0], [0.0], [0.0]])])
+
+    def _close(self, fw: Framework, found: Any, wanted: list[Any]) -> None:
+        for new, array in zip(numbers(fw, found), wanted, strict=True):
+            np.testing.assert_allclose(new, array.real, rtol=1e-6)
+
+
+class SparseIntegers(Program):
+    """Integers in sparse gradients are those in dense ones, and their sums are exact."""
+
+    def arrays(self, fw: Framework) -> Any:
+        dtypes = [dtype for dtype in ("int32", "int64") if dtype in fw.dtypes]
+        small = {dtype: fw.sparse((9, 1), [2, 5, 2], [[1], [4], [2]], dtype) for dtype in dtypes}
+        return [small, {dtype: fw.sparse((9, 1), [2, 2], [[2**24], [1]], dtype) for dtype in dtypes}]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        small, large = given
+        by_norm = {dtype: [uc.clip_by_norm(leaf, limit) for limit in (2.5, 100.0)] for dtype, leaf in small.items()}
+        return [by_norm, {dtype: uc.clip_by_value(leaf, -1, 2**24 + 1) for dtype, leaf in large.items()}]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        by_norm, by_value = found
+        for dtype, (clipped, same) in by_norm.items():
+            np.testing.assert_allclose(fw.dense(clipped)[[2, 5], 0], [1.5, 2.0], rtol=1e-6)
+            np.testing.assert_array_equal(fw.dense(same)[[2, 5], 0], [3, 4])
+            assert fw.dense(by_value[dtype])[2, 0] == 2**24 + 1
+            assert fw.dtype(by_value[dtype]) == dtype
+
+
+class Integers(Program):
+    """By value they stay integers; a norm makes floats of them."""
+
+    entries = (1, 1, 3, 4, 2, 2, 1, 4, 2, 3)
+
+    def arrays(self, fw: Framework) -> Any:
+        return {dtype: fw.array(self.entries, dtype) for dtype in ("int32", "int64") if dtype in fw.dtypes}
+
+    def run(self, uc: Any, given: Any) -> Any:
+        bounds = ((2, 3.0), (-math.inf, 2), (-(2**40), 2**40))
+        by_norm = {dtype: [uc.clip_by_norm(leaf, limit) for limit in (5, 50)] for dtype, leaf in given.items()}
+        return [by_norm, {dtype: [uc.clip_by_value(leaf, *pair) for pair in bounds] for dtype, leaf in given.items()}]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        entries = np.asarray(self.entries)
+        for dtype in given:
+            clipped, same = found[0][dtype]
+            assert fw.dtype(clipped) == fw.dtype(same) == fw.default_float
+            close_leaves(fw, [clipped, same], [5 / math.sqrt(65) * entries, entries], fw.default_float)
+            bounds = (np.clip(entries, 2, 3), np.minimum(entries, 2), entries)
+            for bounded, array in zip(found[1][dtype], bounds, strict=True):
+                assert fw.dtype(bounded) == dtype
+                np.testing.assert_array_equal(fw.numpy(bounded), array)
+
+
+class Complex(Program):
+    """Norms are those of the modulus."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return fw.array([3 + 4j, 0, 12j], "complex64")
+
+    def run(self, uc: Any, given: Any) -> Any:
+        return [*uc.clip_by_global_norm(given, 6.5), uc.clip_by_norm(given, 6, ord=math.inf)]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        close_leaves(fw, found, [[1.5 + 2j, 0, 6j], 13.0, [1.5 + 2j, 0, 6j]])
+
+
+class Twice(Program):
+    """An array in two places counts twice."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return fw.array([3.0, 4.0])
+
+    def run(self, uc: Any, given: Any) -> Any:
+        return list(uc.clip_by_global_norm({"a": given, "b": [given]}, 1.0))
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        wanted = np.asarray([3.0, 4.0]) / math.sqrt(50)
+        close_leaves(fw, found, [wanted, wanted, math.sqrt(50)])
+
+
+class Empty(Program):
+    """Leaves without entries count nothing, single numbers count."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return [fw.array(np.zeros((2, 0))), [fw.array(np.zeros((0, 3))), fw.array(4.0), None]]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        empty, mixed = given
+        results = [uc.clip(empty, rule(1.0)) for rule in norm_rules(uc).values()]
+        alone = [[clipped, report.finite, report.clipped] for clipped, report in results]
+        return [alone, [list(uc.clip_by_global_norm(mixed, 2.0, ord=p)) for p in (1, 2, 3, math.inf)]]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        alone, together = found
+        for clipped, finite, changed in alone:
+            assert tuple(clipped.shape) == (2, 0)
+            assert fw.numpy(finite)
+            assert not fw.numpy(changed)
+        for (empty, one, none), norm in together:
+            assert tuple(empty.shape) == (0, 3)
+            assert none is None
+            close_leaves(fw, [one, norm], [2.0, 4.0])
+
+
+class Zeros(Program):
+    """A leaf, a row and a unit of zeros take nothing from the others."""
+
+    def arrays(self, fw: Framework) -> Any:
+        w = np.asarray([[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]])
+        return {"a": fw.array([0.0, 0.0]), "w": fw.array(w), "x": fw.array(w.T), "y": fw.array([5.0, 12.0])}
+
+    def run(self, uc: Any, given: Any) -> Any:
+        rules = norm_rules(uc)
+        names = ("global", "leaf", "rows", "columns", "L3", "average", "rms")
+        found = {name: uc.clip(given, rules[name](0.5)) for name in names}
+        agc, report = uc.clip(given, uc.agc(0.1, eps=0.0), given)
+        return [{name: [clipped, report.finite] for name, (clipped, report) in found.items()}, [agc, report.finite]]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        arrays = numbers(fw, given)
+        by_rule, (agc, finite) = found
+        for name, (clipped, sound) in by_rule.items():
+            assert fw.numpy(sound)
+            close_leaves(fw, clipped, expected(name, arrays, 0.5))
+        assert fw.numpy(finite)
+        close_leaves(fw, agc, [0.1 * array for array in arrays])
+
+
+class Shapes(Program):
+    """Gradients of other shapes in the same tree are measured by their own sizes."""
+
+    def arrays(self, fw: Framework) -> Any:
+        return [{"w": fw.array(np.ones(size))} for size in (2, 3, 5, 3)]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        rules = (uc.by_average_norm(0.1), uc.by_block_rms(0.1))
+        return [[uc.clip(grads, rule)[1].norms for rule in rules] for grads in given]
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for grads, norms in zip(given, found, strict=True):
+            size = grads["w"].shape[0]
+            close_leaves(fw, norms, [math.sqrt(size) / size, 1.0])
+
+
+class InPlace(Program):
+    """What is written in place is, to the bit, what `uc.clip` returns."""
+
+    def applies(self, fw: Framework) -> bool:
+        return fw.writes
+
+    def arrays(self, fw: Framework) -> Any:
+        return [{dtype: tree(fw, dtype) for dtype in floats(fw)}, fw.array([3, 4], "int32")]
+
+    def run(self, uc: Any, given: Any) -> Any:
+        every, whole = given
+        rules = [rule(1.0) for rule in norm_rules(uc).values()]
+        rules += [uc.by_global_norm(100.0), uc.by_norm(1.0, nonfinite="zero"), uc.by_value(-2.0, 2.0), abs]
+        some = [(every["float32"], rule) for rule in rules]
+        some += [(grads, uc.by_global_norm(6.5)) for grads in every.values()] + [(whole, uc.by_value(-1, 3))]
+        return [[uc.clip(grads, rule)[0], self._written(uc, grads, rule)] for grads, rule in some]
+
+    def _written(self, uc: Any, grads: Any, rule: Any) -> Any:
+        copies = mapped(lambda leaf: leaf * 1, grads)
+        uc.clip_(copies, rule)
+        return copies
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for wanted, written in found:
+            same_bits(fw, written, wanted)

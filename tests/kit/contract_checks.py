@@ -1,0 +1,372 @@
+"""The promises that cannot be traced: errors, the very same objects, memory that is written, files, processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kit.contract_programs import Healthy, close_leaves, same_bits, tree
+from kit.frameworks import Framework, Strict
+from kit.promise import run_eagerly
+from kit.trees import close, leaves
+
+KERNELS = ("Haswell", "Nehalem")
+PROGRAM = """
+import json
+from threadpoolctl import threadpool_info
+import uniclip
+from kit.contract_programs import Accurate, AlongAxes, EqualEntries
+from kit.frameworks import Framework
+from kit.promise import run_eagerly
+Accurate.size = 2_000_000
+for program in (Accurate(), AlongAxes(), EqualEntries()):
+    run_eagerly(Framework(), uniclip, program)
+print(json.dumps([lib["architecture"] for lib in threadpool_info() if lib["internal_api"] == "openblas"]))
+"""
+
+
+def accurate_on_other_processors(fw: Framework, uc: Any) -> None:
+    """Measure with each of some kernels of OpenBLAS, in a process of its own."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for kernel in KERNELS:
+        env = os.environ | {"OPENBLAS_CORETYPE": kernel, "PYTHONPATH": path}
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, f"{kernel}: {done.stderr}"
+        if platform.machine() in {"x86_64", "AMD64"}:  # where OpenBLAS has these kernels
+            assert json.loads(done.stdout) in ([], [kernel])
+
+
+def traced_with_an_example(fw: Framework, uc: Any) -> None:
+    """Record a clip of one example by each tracer, and call it with other values."""
+    rules = [uc.by_global_norm(6.5), uc.by_norm(2.0, axis=-1), uc.by_global_norm(6.5, nonfinite="zero")]
+    flat = lambda a, b: [leaf for rule in rules for leaf in uc.clip([a, b], rule)[0]]
+    values = [[3.0, -4.0], [12.0, 0.0]]
+    for trace in fw.tracers().values():
+        traced = trace(flat, [fw.array(value) for value in values])
+        for by in (0.1, 3.0, 1e25):
+            arrays = [by * np.asarray(value, "float32") for value in values]
+            close_leaves(fw, traced(*map(fw.array, arrays)), flat(*arrays))
+
+
+def under_a_debugger(fw: Framework, uc: Any) -> None:
+    """Take the steps of healthy gradients while the framework stops at NaN and ∞."""
+    with fw.debugged():
+        run_eagerly(fw, uc, Healthy())
+
+
+def bad_limits(fw: Framework, uc: Any) -> None:
+    """Give a limit that is none, as a number and as an array that can be read."""
+    for limit in (-1.0, math.nan):
+        for function in (uc.clip_by_norm, uc.clip_by_global_norm, uc.clip_by_average_norm):
+            with pytest.raises(ValueError, match=rf"max_norm .*{limit}"):
+                function(tree(fw), limit)
+        for make in (uc.Rule, uc.by_global_norm, uc.by_norm, uc.by_average_norm, uc.by_block_rms, uc.to_global_norm):
+            with pytest.raises(ValueError, match=f"{limit}"):
+                make(limit)
+        if fw.raises:
+            with pytest.raises(ValueError, match=f"{limit}"):
+                uc.clip_by_norm(tree(fw), fw.array(limit))
+
+
+def raises(fw: Framework, uc: Any) -> None:
+    """Have a gradient that is not finite, and one whose norm is not."""
+    rule = uc.by_global_norm(1.0, nonfinite="raise")
+    close(fw, uc.clip({"w": fw.array([3.0, 4.0]), "b": [None]}, rule)[0]["w"], [0.6, 0.8])
+    bad = {"w": fw.array([3.0, 4.0]), "b": [fw.array([1.0, math.nan]), fw.array([math.inf])]}
+    with pytest.raises(FloatingPointError, match=r"grads\['b'\]\[0\].*grads\['b'\]\[1\]") as caught:
+        uc.clip(bad, rule)
+    assert "grads['w']" not in str(caught.value)
+    with pytest.raises(FloatingPointError, match="range"):
+        uc.clip(fw.array([3e38, 3e38]), rule)
+
+
+def saved_states(fw: Framework, uc: Any) -> None:
+    """Stop and go on as if nothing had been; a state of other leaves or of another rule is refused, and not half."""
+    steps = [{"a": fw.array([3.0 * by, 4.0 * by]), "b": fw.array([by])} for by in (1.0, 1.2, 0.9, 5.0)]
+    rules = [
+        uc.adagc(warmup=1),
+        uc.norm_growth(),
+        uc.percentile_clipping(50, 3),
+        uc.zclip(warmup=2),
+        uc.autoclip(50, 3),
+    ]
+    for rule in rules:
+        clipper, anew, other = uc.Clipper(rule), uc.Clipper(rule), uc.Clipper(uc.log_zscore())
+        for grads in steps[:3]:
+            clipper(grads)
+        saved = json.loads(json.dumps(clipper.state_dict()))
+        anew.load_state_dict(saved)
+        other(steps[0])
+        before = other.state_dict()
+        with pytest.raises(ValueError, match="rule"):
+            other.load_state_dict(saved)
+        assert other.state_dict() == before
+        same_bits(fw, anew(steps[3]), clipper(steps[3]))
+        assert anew.state_dict() == clipper.state_dict()
+    for rule in rules[:3]:  # with a norm for each leaf
+        clipper, anew = uc.Clipper(rule), uc.Clipper(rule)
+        clipper(steps[0])
+        anew.load_state_dict(clipper.state_dict())
+        with pytest.raises(ValueError, match=r"grads\['b'\].*grads\['c'\]"):
+            anew({"a": steps[0]["a"], "c": steps[0]["b"]})
+        anew(steps[0])
+
+
+def empty_trees(fw: Framework, uc: Any) -> None:
+    """Clip nothing."""
+    for empty in ([], {}, (), None, {"a": None, "b": [None]}):
+        clipped, norm = uc.clip_by_global_norm(empty, 1.0)
+        assert (clipped, float(norm)) == (empty, 0.0)
+        assert uc.clip_by_value(empty, -1, 1) == empty
+        assert uc.clip_by_norm(empty, 1.0) == empty
+
+
+def short_errors(fw: Framework, uc: Any) -> None:
+    """Give large arrays for something else."""
+    grads = [fw.array(np.arange(3000.0)) for _ in range(3)]
+    calls: list[Callable[[], Any]] = [
+        lambda: uc.clip(uc.by_global_norm(1.0), grads),
+        lambda: uc.clip_by_global_norm(1.0, grads),
+        lambda: uc.clip_by_norm(grads, grads),
+        lambda: uc.Clipper(grads),
+        lambda: uc.Rule(grads),
+        lambda: uc.clip(grads, uc.by_global_norm),
+        lambda: uc.clip(grads, uc.by_value(grads[0], grads[1][:7])),
+    ]
+    for call in calls:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert 10 < len(str(caught.value)) < 600, str(caught.value)[:600]
+
+
+def wrong_leaves(fw: Framework, uc: Any) -> None:
+    """Give a number for an array, and arrays of two frameworks."""
+    stranger = (Strict if fw.family == "NumPy" else Framework)().array([2.0])
+    calls = (lambda g: uc.clip_by_global_norm(g, 1.0), lambda g: uc.clip_by_value(g, -1, 1), uc.global_norm)
+    for call in calls:
+        with pytest.raises(TypeError, match=r"grads\['w'\]\[1\] is a float.*array"):
+            call({"w": [fw.array([1.0]), 2.0]})
+        with pytest.raises(TypeError, match=r"grads\[1\] is a .*grads\[0\] is a "):
+            call([fw.array([1.0]), stranger])
+
+
+def nothing_changes_before_an_error(fw: Framework, uc: Any) -> None:
+    """Have a fault in the last leaf, or in the rule; the first leaf is above every limit."""
+    first = lambda: fw.array([3.0, math.nan])
+    half = lambda grad: grad * 0.5 if tuple(grad.shape) == (2,) else None
+    cases: list[tuple[Any, Any]] = [
+        (fw.array([1j], "complex64"), uc.by_value(-1.0, 1.0)),
+        (fw.array(np.ones(3)), uc.by_value(fw.array([0.0, 0.0]), fw.array([1.0, 1.0]))),
+        (fw.array(np.ones(3)), half),
+        (fw.array(np.ones(3)), uc.by_global_norm(1.0, nonfinite="raise")),
+        (fw.array([1, 2], "int32"), uc.by_global_norm(1.0)),
+        (fw.array(5.0), uc.by_norm(1.0, axis=0)),
+        (fw.array(np.ones(3)), uc.agc()),
+        ("text", uc.by_norm(1.0)),
+    ]
+    for last, rule in cases:
+        grads = [first(), last]
+        with pytest.raises((TypeError, ValueError, FloatingPointError)):
+            uc.clip_(grads, rule)
+        np.testing.assert_array_equal(fw.numpy(grads[0]), [3.0, math.nan])
+
+
+def in_place(fw: Framework, uc: Any) -> None:
+    """Write into the very arrays, one memory once; what stays is not written, and what cannot be written is refused."""
+    grads = tree(fw)
+    before = leaves(grads)
+    if not fw.writes:
+        with pytest.raises(TypeError, match=r"grads\['b'\]\[0\].*uc\.clip\("):
+            uc.clip_(grads, uc.by_global_norm(1.0))
+        close_leaves(fw, grads, [[12.0, 0.0], [[3.0, -4.0]]])
+        return
+    report = uc.clip_(grads, uc.by_global_norm(6.5))
+    assert all(new is old for new, old in zip(leaves(grads), before, strict=True))
+    close_leaves(fw, [grads, report.norms], [[6.0, 0.0], [[1.5, -2.0]], 13.0])
+    clipped, _, _ = uc.by_norm(1.0).update(grads, (), in_place=True)
+    assert all(new is old for new, old in zip(leaves(clipped), before, strict=True))
+    once = fw.array([3.0, 4.0])
+    report = uc.clip_({"a": once, "b": [once, once[:], None], "c": fw.array([12.0])}, uc.by_global_norm(6.5))
+    close_leaves(fw, [report.norms, once], [13.0, [1.5, 2.0]])
+    with pytest.raises(TypeError, match=r"grads\[0\].*integers"):
+        uc.clip_([fw.array([3, 4], "int32")], uc.by_norm(1.0))
+
+
+def slopes(fw: Framework, uc: Any) -> None:
+    """Derive through the clip above the limit, below it, and at zero; beside a leaf that is all zeros too."""
+
+    def total(x: Any) -> Any:
+        clipped = uc.clip_by_global_norm([x, x * 0], 1.0)[0][0]
+        return clipped[0] + 2 * clipped[1]
+
+    slope = fw.derivative(total)
+    for a, b in ((3.0, 4.0), (0.6, -2.0)):
+        n = math.hypot(a, b)
+        wanted = np.asarray([1.0, 2.0]) / n - (a + 2 * b) * np.asarray([a, b]) / n**3
+        np.testing.assert_allclose(fw.numpy(slope(fw.array([a, b]))), wanted, rtol=1e-5)
+    for x in ([0.0, 0.0], [0.3, 0.4]):
+        np.testing.assert_allclose(fw.numpy(slope(fw.array(x))), [1.0, 2.0], rtol=1e-6)
+    slope = fw.derivative(uc.global_norm)
+    np.testing.assert_array_equal(fw.numpy(slope(fw.array([0.0, 0.0]))), [0.0, 0.0])
+    np.testing.assert_allclose(fw.numpy(slope(fw.array([3e30, 4e30]))), [0.6, 0.8], rtol=1e-5)
+
+
+def pieces(fw: Framework, uc: Any) -> None:
+    """Count the memory that is taken to measure half precision, and to clip it in place."""
+    import tracemalloc
+
+    for rule in (uc.by_global_norm(1.0), uc.by_norm(1.0, axis=0), uc.by_global_norm(1.0, ord=3)):
+        grad = fw.array(np.full((2000, 1500), 2.0), "float16")
+        tracemalloc.start()
+        uc.clip_(grad, rule)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < grad.nbytes / 2, f"{peak / 1e6:.1f} of {grad.nbytes / 1e6:.1f} MB"
+
+
+def strange_arrays(fw: Framework) -> dict[str, Any]:
+    """Return arrays whose entries lie in memory in other ways, by what is strange about them."""
+    drawn = np.random.default_rng(0).standard_normal((6, 4)).astype("float32")
+    if fw.family == "PyTorch":
+        import torch
+
+        whole = torch.from_numpy(drawn)
+        return {
+            "transposed": whole.t().clone().t(),
+            "every other": whole.repeat_interleave(2, dim=1)[:, ::2],
+            "channels last": whole.reshape(1, 2, 3, 4).to(memory_format=torch.channels_last),
+            "conjugate": torch.complex(whole, whole).conj(),
+            "negated": torch._neg_view(whole.clone()),
+            "empty": whole[:0].clone(),
+        }
+    return {
+        "columns first": np.asfortranarray(drawn),
+        "every other": np.repeat(drawn, 2, axis=1)[:, ::2],
+        "backwards": drawn.copy()[::-1, ::-1],
+        "three axes": np.transpose(drawn.copy().reshape(2, 3, 4), (2, 0, 1)),
+        "other byte order": drawn.astype(">f4"),
+        "half, backwards": drawn.astype("float16")[::-1],
+        "empty": drawn[:0].copy(),
+    }
+
+
+def fixed_arrays(fw: Framework) -> dict[str, Any]:
+    """Return arrays that cannot be written to, by the reason."""
+    if fw.family == "PyTorch":
+        import torch
+
+        return {"expanded": torch.ones(1).expand(3), "weight": torch.ones(2, requires_grad=True)}
+    frozen, four = np.ones(2), np.ones(4)
+    frozen.flags.writeable = False
+    overlapping = np.lib.stride_tricks.as_strided(four, (3, 2), (8, 8))
+    return {
+        "read-only": frozen,
+        "broadcast": np.broadcast_to(np.ones(2), (3, 2)),
+        "overlapping itself": overlapping,
+        "scalar": np.float64(3),
+    }
+
+
+def memory(fw: Framework, uc: Any) -> None:
+    """Clip arrays of any layout, in their own memory too; refuse those that cannot be written, before any other."""
+    rules = [uc.by_global_norm(1.0), uc.by_norm(0.5, axis=-1), uc.by_norm(0.5, axis=0), abs]
+    for name, array in strange_arrays(fw).items():
+        kept = np.array(fw.numpy(array.resolve_conj().resolve_neg() if fw.family == "PyTorch" else array))
+        for rule in rules[: 3 if kept.dtype.kind == "c" else 4]:
+            clipped, _ = uc.clip([array], rule)
+            wanted, _ = uc.clip([np.ascontiguousarray(kept)], rule)
+            found = fw.numpy(clipped[0].resolve_conj().resolve_neg() if fw.family == "PyTorch" else clipped[0])
+            np.testing.assert_allclose(found, wanted[0], rtol=2e-3 if kept.dtype == "float16" else 1e-6, err_msg=name)
+    for name in strange_arrays(fw):
+        for number, rule in enumerate(rules[:3]):
+            array = strange_arrays(fw)[name]
+            wanted, _ = uc.clip([array], rule)
+            place = _place(array)
+            uc.clip_([array], rule)
+            assert _place(array) == place, (name, number)
+            assert bool((array == wanted[0]).all()), (name, number)
+    for name, array in fixed_arrays(fw).items():
+        first = fw.array([30.0, 40.0])
+        with pytest.raises(TypeError, match=r"grads\['b'\]"):
+            uc.clip_({"a": first, "b": array}, uc.by_global_norm(1.0))
+        assert fw.numpy(first).tolist() == [30.0, 40.0], name
+
+
+def _place(array: Any) -> tuple[Any, ...]:
+    """Return where the entries of an array lie."""
+    if isinstance(array, np.ndarray):
+        return array.strides, array.__array_interface__["data"][0], array.dtype.str
+    return array.stride(), array.data_ptr(), array.dtype
+
+
+def overlaps(fw: Framework, uc: Any) -> None:
+    """Clip views of one array that have no entry in common; refuse those that have."""
+    whole = fw.array(np.zeros((2, 4)))
+    left, right = whole[:, ::2], whole[:, 1::2]
+    left[...], right[...] = 3.0, 4.0
+    report = uc.clip_([left, right], uc.by_global_norm(5.0))
+    close_leaves(fw, [report.norms, whole], [10.0, [[1.5, 2.0, 1.5, 2.0]] * 2])
+    x = fw.array(np.arange(10.0))
+    views = ([x, x[1:]], [x[:6], x[4:]], [x.reshape(2, 5), x.reshape(5, 2)], [x, x[::2]], [x.reshape(2, 5), x])
+    for some in views:
+        with pytest.raises(ValueError, match=r"grads\[0\] and grads\[1\].*uc\.clip"):
+            uc.clip_(some, uc.by_global_norm(1.0))
+        assert fw.numpy(x).tolist() == list(range(10))
+
+
+def takes_any_number(fw: Framework, uc: Any) -> None:
+    """Give limits as all kinds of numbers."""
+    from decimal import Decimal
+    from fractions import Fraction
+
+    kinds = [1.5, Fraction(3, 2), Decimal("1.5"), np.float16(1.5), np.float32(1.5), np.asarray(1.5), fw.array(1.5)]
+    grads = [fw.array([[3.0, 4.0], [0.3, 0.4]])]
+    for value in kinds:
+        used = [
+            uc.clip_by_global_norm(grads, value)[0],
+            uc.clip_by_norm(grads, value),
+            uc.clip_by_value(grads, -value, value),
+            uc.Clipper(uc.zclip(value, warmup=2))(grads),
+        ]
+        norm = math.sqrt(25.25)
+        low, high = np.asarray([[3.0, 4.0], [0.3, 0.4]]), np.asarray([[1.5, 1.5], [0.3, 0.4]])
+        close_leaves(fw, used, [low * 1.5 / norm, low * 1.5 / norm, high, low])
+
+
+def eight_bits(fw: Framework, uc: Any) -> None:
+    """Clip floats of 8 bits as float32, rounded once, in place too."""
+    import ml_dtypes
+
+    whole = np.asarray([3.0, 4.0, -0.5], "float32")
+    for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+        for rule in (uc.by_global_norm(2.5), uc.by_norm(2.5, axis=-1), uc.by_value(-2, 2)):
+            wanted = uc.clip(whole, rule)[0].astype(dtype)
+            grad = whole.astype(dtype)
+            clipped, _ = uc.clip(grad, rule)
+            uc.clip_(grad, rule)
+            for found in (clipped, grad):
+                np.testing.assert_array_equal(found, wanted, strict=True)
+
+
+def no_gradients(fw: Framework, uc: Any) -> None:
+    """Refuse arrays that hold no numbers of gradients, before anything is changed."""
+    masked = np.ma.masked_array([3.0, 4.0], [False, True])
+    first = np.asarray([3.0, 4.0])
+    times = np.asarray(["2020-01-01"], "M8[D]")
+    for leaf in (times, np.asarray([3.0], object), np.asarray([True]), np.asarray(["a"]), masked):
+        for clip in (uc.clip, uc.clip_):
+            for rule in (uc.by_norm(1.0), uc.by_value(-1.0, 1.0)):
+                with pytest.raises(TypeError, match=r"grads\[1\]"):
+                    clip([first, leaf], rule)
+    assert first.tolist() == [3.0, 4.0]
