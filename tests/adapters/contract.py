@@ -38,7 +38,9 @@ class Adapter(Protocol):
     - refuse: `load` refuses the state of another rule;
     - memory: `remembered` and `recall`;
     - micro: ``start`` takes a ``micro=``, and `step` then goes through so many parts of the batch, and clips once;
-    - scale: the loss is multiplied by 1024 or more; a step whose scaled gradients are not finite is left out;
+    - scale: the loss is multiplied by about 1000; a step whose scaled gradients are not finite is left out, so it
+      trains without the batch with NaN;
+    - rows: the gradient of the table has only the rows of the batch, so that NaN does not reach the others;
     - bits: what is not clipped has the bits of a training without uniclip.
     """
     optimizer: str
@@ -79,6 +81,10 @@ class Adapter(Protocol):
         """Give the rule what ``uc.Clipper.state_dict`` returned."""
 
 
+WITHOUT_NAN = ("skip", "skip_spikes", "zero")
+"""Kinds of rules after which NaN reaches no weight."""
+
+
 def kinds(uc: ModuleType) -> dict[str, Kind]:
     """Return a rule of each kind, none of which depends on where a library has the inputs of a matrix."""
     return {**all_kinds(uc), "agc": Kind(uc.agc(0.05, axis=-1))}
@@ -94,7 +100,8 @@ def check_training(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
     hand = ByHand(uc, kinds(uc)[name].rule, adapter.optimizer)
     adapter.start(uc, kinds(uc)[name].rule)
     skipped = 0
-    for number, batch in enumerate(batches()):
+    stops = "scale" in adapter.takes or ("rows" in adapter.takes and name not in WITHOUT_NAN)
+    for number, batch in enumerate(batches()[:-2] if stops else batches()):
         before = trained(adapter)
         adapter.step(batch)
         hand.step(batch)
@@ -104,7 +111,7 @@ def check_training(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
         close(adapter.weights(), hand.weights, f"weights after step {number}")
         if "scalars" in adapter.takes:
             close_scalars(adapter.scalars(), hand.scalars(), f"step {number}")
-    assert skipped >= (name in {"skip", "skip_spikes"}), "the batches have no step to skip"
+    assert skipped or stops or name not in {"skip", "skip_spikes"}, "the batches have no step to skip"
 
 
 def check_unclipped(make: Make, uc: ModuleType, folder: Path) -> None:
