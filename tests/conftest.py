@@ -56,7 +56,7 @@ def chosen(config: pytest.Config) -> set[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Explain the markers, and choose Keras' backend before anything imports Keras."""
-    config.addinivalue_line("markers", "needs(*names): runs where all of these are among --frameworks, or 'keras on tensorflow'")
+    config.addinivalue_line("markers", "needs(*names): runs where all of these are in --frameworks, or Keras' backend")
     config.addinivalue_line("markers", "only(*names): of the frameworks of a run, those that a test is for")
     config.addinivalue_line("markers", "compiled: compiles, which takes long")
     os.environ["KERAS_BACKEND"] = config.getoption("--keras-backend")
