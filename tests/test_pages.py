@@ -1,0 +1,53 @@
+"""Every example of the documentation runs, and prints what it says."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from kit.pages import Story, examples_of, modules, names, run_examples, stories
+
+pytestmark = [
+    pytest.mark.needs("torch", "tensorflow", "jax", "keras", "optax", "trainers"),
+    pytest.mark.filterwarnings("default"),
+]
+STORIES = {f"{story.page} {story.group}": story for story in stories()}
+PARTS = {
+    part: list(some) for part, some in groupby(modules(), lambda name: name.removeprefix("uniclip.").partition(".")[0])
+}
+"""The modules and packages of uniclip, each with the modules in it."""
+QUIET = {
+    "MPLBACKEND": "agg",
+    "MLFLOW_TRACKING_URI": "mlruns",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "WANDB_CONSOLE": "off",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+}
+"""What keeps loggers from the network, and plots from a screen."""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_pages(story: Story) -> None:
+    """The blocks of a page that belong together run one after the other."""
+    story.run()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_docstrings(part: str) -> None:
+    """The examples in docstrings; those of insight read what their page has recorded."""
+    if part == "insight":
+        STORIES["api/insight.md default"].run()
+    for name in PARTS[part]:
+        for test in examples_of(name):
+            run_examples(test, names())
