@@ -1,0 +1,603 @@
+"""Rules: each formula by hand or by its paper's numbers, the four choices, rules of rules, and one's own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+from record import taken
+
+import uniclip as uc
+from kit.frameworks import Framework
+from kit.rules import LOSSES, double, every_rule, falling, first_key, half, kinds, only_w, params, root, steps
+from kit.trees import EPS, close, close_trees, leaves, mapped
+from uniclip.config import from_config, to_config
+
+RULES = every_rule(uc)
+CLOSE = 1e-5
+"""The relative error of numbers that papers print with five or six digits."""
+on_numpy = pytest.mark.needs("numpy")
+
+# --- What papers, and the tests of their code, print
+
+
+class Once(NamedTuple):
+    """Gradients, as lists of numbers, and what a rule makes of them."""
+
+    rule: Any
+    grads: Any
+    wanted: Any
+    params: Any = None
+
+
+def once(uc: ModuleType) -> dict[str, Once]:
+    """Return the rules without memory with numbers for them."""
+    weights, grads = [[1.0, 1.0], [0.0, 0.0]], [[3.0, 4.0], [3.0, 4.0]]
+    rows = [[0.00848528, 0.0113137], [6e-6, 8e-6]]
+    examples = [[0.0, -0.5], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [[0.0], [5.0], [-3.0], [0.0]]
+    sizes = [1.0, math.sqrt(50), math.sqrt(70), 1.0]
+    return {
+        "by_global_norm": Once(uc.by_global_norm(6.5), [[3.0, 4.0], [12.0]], [[1.5, 2.0], [6.0]]),
+        "by_average_norm": Once(uc.by_average_norm(1.0), [[3.0, 4.0]], [[1.2, 1.6]]),
+        "by_block_rms": Once(uc.by_block_rms(1.0), [[3.0, 4.0]], [[3 / 3.535534, 4 / 3.535534]]),
+        "smooth, SPECTRA": Once(
+            uc.by_global_norm(10.0, curve=uc.curves.smooth), [[6.0, 8.0]], [[0.6 * 7.07107, 0.8 * 7.07107]]
+        ),
+        "to_global_norm": Once(uc.to_global_norm(1.0), [[3e-4, 4e-4], [0.0]], [[0.6, 0.8], [0.0]]),
+        "agc of rows": Once(uc.agc(axis=1), [grads], [rows], [weights]),
+        "agc of columns": Once(uc.agc(axis=0), [grads], [np.full((2, 2), 0.00707107)], [weights]),
+        "agc of weights at 0": Once(uc.agc(0.1), [[3.0, 4.0]], [[6e-5, 8e-5]], [[0.0, 0.0]]),
+        "cowclip": Once(
+            uc.cowclip(np.asarray([2.0, 1.0])), [[[30.0, 40.0], [0.3, 0.4]]], [[[6.0, 8.0], [0.3, 0.4]]],
+            [[[3.0, 4.0], [0.0, 1.0]]],
+        ),
+        "larc": Once(
+            uc.larc(0.1, weight_decay=0.5), [[30.0, 40.0], [7.0]], [[30 / 52.5, 40 / 52.5], [7.0]], [[3.0, 4.0], [0.0]]
+        ),
+        "by_example_norm": Once(
+            uc.by_example_norm(1.0), examples, [(np.asarray(leaf).T / sizes).T for leaf in examples]
+        ),
+        "by_example_layer_norm": Once(
+            uc.by_example_layer_norm(2**0.5), [[[3.0, 4.0]], [[0.5]]], [[[0.6, 0.8]], [[0.5]]]
+        ),
+        "by_example_layer_norm, by size": Once(
+            uc.by_example_layer_norm(3.0, by_size=True), [[[6, 8]], [[5]]], [[[0.6 * 6**0.5, 0.8 * 6**0.5]], [[3**0.5]]]
+        ),
+        "AUTO-S": Once(uc.auto_s(), [[[0.6, 0.8]]], [[[0.6 * 0.9901, 0.8 * 0.9901]]]),
+        "NSGD": Once(uc.auto_s(gamma=1.0), [[[0.6, 0.8]]], [[[0.3, 0.4]]]),
+        "PSAC": Once(uc.psac(), [[[0.6, 0.8], [6.0, 8.0]]], [[[0.55, 0.733333], [0.599407, 0.799209]]]),
+    }  # fmt: skip
+
+
+class Steps(NamedTuple):
+    """Norms of the gradients of some steps, and those of what a rule makes of them."""
+
+    rule: Any
+    norms: Sequence[float]
+    wanted: Sequence[float]
+
+
+def many(uc: ModuleType) -> dict[str, Steps]:
+    """Return the rules with memory with numbers for them."""
+    mean, variance = 0.97 + 0.03 * 1.500001, 0.97 * 0.25 + 0.03 * (1.500001 - 1.015) ** 2
+    zclip = functools.partial(uc.zclip, 2.0, warmup=2)
+    quantile = functools.partial(uc.by_example_quantile, start=1.0)
+    return {
+        "schedule": Steps(uc.by_global_norm(uc.limits.Schedule(falling)), [50, 50, 50, 50], [5, 3, 2, 1.5]),
+        "autoclip": Steps(uc.autoclip(window=5), [1, 2, 3, 4], [1, 1.1, 1.2, 1.3]),
+        "autoclip, window": Steps(uc.autoclip(50, window=3), [1, 5, 3, 9, 2], [1, 3, 3, 5, 2]),
+        "percentile_clipping": Steps(uc.percentile_clipping(25, 4), [5, 1, 9, 9, 9], [5, 1, 5, 5, 9]),
+        "zclip": Steps(zclip(), [0.5, 1.5, 3, 2.05], [0.5, 1.5, 1.500001, mean + 4 * variance / (2.05 - mean)]),
+        "zclip to the mean": Steps(zclip(target="mean"), [0.5, 1.5, 3, 1.4, 3], [0.5, 1.5, 1, 1.4, 1.012]),
+        "zclip to the threshold": Steps(zclip(target="threshold"), [0.5, 1.5, 3, 3], [0.5, 1.5, 2, 2.070628]),
+        "zclip, factor": Steps(zclip(clip_factor=0.5), [0.5, 1.5, 3], [0.5, 1.5, 0.75]),
+        "zclip, no update": Steps(zclip(skip_update_on_spike=True), [0.5, 1.5, 3, 3], [0.5, 1.5, 1.500001, 1.500001]),
+        "log_zscore": Steps(uc.log_zscore(), [1, 2, 1, 2, 1, 2, 50], [1, 2, 1, 2, 1, 2, 2.353547]),
+        "log_zscore of zeros": Steps(uc.log_zscore(), [0, 0, 1000], [0, 0, 1000]),
+        "skip_spikes": Steps(uc.skip_spikes(window=4), [1, 1.1, 0.9, 50, 1, 50], [1, 1.1, 0.9, 0, 1, 50]),
+        "adagc": Steps(uc.Rule(uc.limits.Ema(1.05, 0.98)), [1, 2, 2], [1, 1.05, 1.05 * 1.001]),
+        "adagc of zeros": Steps(uc.adagc(warmup=1), [0, 0, 3, 9], [0, 0, 3, 3.15]),
+        "adagc, warm-up": Steps(uc.adagc(warmup=2, warmup_norm=0.5), [2, 0.4, 9], [0.5, 0.4, 0.42]),
+        "norm_growth": Steps(uc.norm_growth(), [1, 2, 0.5, 5], [1, 1.01, 0.5, 0.505]),
+        "spam": Steps(uc.spam(warmup=1), [math.sqrt(0.1), 2], [math.sqrt(0.1), 0.70711]),
+        "adagn": Steps(uc.adagn(), [1, 1, 1, 100, 1], [1, 1, 1, 0.743250, 0.554296]),
+        "by_example_quantile": Steps(quantile(), [0.5, 9, 9], [0.5, 0.904837, 1]),
+        "by_example_quantile, bounds": Steps(
+            quantile(min=0.95, max=1.1), [0.5, 9, 9, 9, 9], [0.5, 0.95, 1.049912, 1.1, 1.1]
+        ),
+    }
+
+
+def check_once(framework: Framework, uc: ModuleType, name: str) -> None:
+    """Require a rule without memory to do what its paper says."""
+    rule, grads, wanted, weights = once(uc)[name]
+    make = lambda some: None if some is None else [framework.array(leaf) for leaf in some]
+    clipped, _ = uc.clip(make(grads), rule, params=make(weights))
+    for found, leaf in zip(clipped, wanted, strict=True):
+        np.testing.assert_allclose(framework.numpy(found), leaf, rtol=CLOSE)
+
+
+def check_many(framework: Framework, uc: ModuleType, name: str) -> None:
+    """Require a rule with memory to do what its paper says."""
+    rule, norms, wanted = many(uc)[name]
+    state, found = rule.init(framework.array([[1.0]])), []
+    for norm in norms:
+        clipped, state, _ = rule.update(framework.array([[-norm]]), state)
+        found.append(-framework.numpy(clipped).item())
+    np.testing.assert_allclose(found, wanted, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("name", once(uc))
+def test_numbers_of_papers(framework: Framework, name: str) -> None:
+    """Rules without memory, by numbers that were computed by hand."""
+    check_once(framework, uc, name)
+
+
+@pytest.mark.parametrize("name", many(uc))
+def test_numbers_of_papers_for_many_steps(framework: Framework, name: str) -> None:
+    """Rules with memory, by numbers that were computed by hand."""
+    check_many(framework, uc, name)
+
+
+def check_as_on_numpy(framework: Framework, rule: Any) -> None:
+    """Require a rule to clip the gradients of twelve steps as on NumPy, whose results are compared with records."""
+    make = lambda tree: mapped(framework.array, tree)
+    weights = make(params("float32"))
+    state = rule.init(weights)
+    for grads, loss, wanted in zip(steps("float32"), LOSSES, taken(rule, "float32"), strict=True):
+        clipped, state, _ = rule.update(make(grads), state, params=weights, loss=loss)
+        found = np.concatenate([framework.numpy(leaf).reshape(-1) for leaf in leaves(clipped)])
+        np.testing.assert_allclose(found, wanted["gradients"], rtol=64 * EPS["float32"])
+
+
+@pytest.mark.only("strict", "mlx", "torch", "tensorflow")
+@pytest.mark.parametrize("name", [name for name in RULES if name != "agc, units"])
+def test_every_rule_does_what_it_does_on_numpy(framework: Framework, name: str) -> None:
+    """Gradients of twelve steps, with a spike, NaN and zeros among them; units are another axis in PyTorch."""
+    check_as_on_numpy(framework, RULES[name])
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("name", [name for name in kinds(uc) if name != "agc"])
+def test_each_kind_of_rule_does_what_it_does_on_numpy(framework: Framework, name: str) -> None:
+    """The same where every shape is compiled."""
+    check_as_on_numpy(framework, kinds(uc)[name].rule)
+
+
+# --- The four choices
+
+SCOPES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...] | None]] = {
+    "each_entry": (uc.scopes.each_entry, (), ()),
+    "each_leaf": (uc.scopes.each_leaf, (0, 1), (0,)),
+    "axes(0)": (uc.scopes.axes(0), (0,), (0,)),
+    "axes(-1)": (uc.scopes.axes(-1), (1,), (0,)),
+    "unit(0)": (uc.scopes.unit(0), (1,), (0,)),
+    "unit(-1)": (uc.scopes.unit(-1), (0,), (0,)),
+    "each_row": (uc.scopes.each_row, (1,), ()),
+    "each_example": (uc.scopes.each_example, (1,), None),
+    "all_leaves": (uc.scopes.all_leaves, (0, 1), None),
+    "groups": (uc.scopes.groups(lambda path, leaf: "one"), (0, 1), None),
+}
+"""Scopes with the axes that a norm covers of a matrix and of a vector; ``None`` where both share their norms."""
+NORMS = [*map(uc.Norm, (1, 1.5, 2, 3, math.inf)), uc.norms.RMS, uc.norms.MEAN, uc.Norm(2, size_power=1)]
+
+
+def by_hand(leaf: np.ndarray, axes: tuple[int, ...], norm: Any, limit: float) -> np.ndarray:
+    """Return a leaf that is clipped along axes: g · min(1, limit / norm)."""
+    count = math.prod(leaf.shape[axis] for axis in axes)
+    size = np.linalg.norm(np.moveaxis(leaf, axes, range(len(axes))).reshape(count, -1), norm.ord, axis=0)
+    kept = [1 if axis in axes else length for axis, length in enumerate(leaf.shape)]
+    return leaf * np.minimum(1, limit * count**norm.size_power / size.reshape(kept))
+
+
+@on_numpy
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
+@pytest.mark.parametrize("name", SCOPES)
+def test_every_scope_with_every_norm(name: str, norm: Any) -> None:
+    """A matrix and a vector are clipped as by hand, by a limit that half of the norms are above."""
+    (scope, of_matrix, of_vector), rng = SCOPES[name], np.random.default_rng(1)
+    matrix, vector = rng.standard_normal((4, 3)), rng.standard_normal(4)
+    both = np.concatenate([matrix, vector[:, None]], axis=1)
+    _, report = uc.clip([matrix, vector], uc.Rule(math.inf, scope=scope, norm=norm))
+    limit = float(np.median(np.concatenate([np.reshape(one, -1) for one in leaves([report.norms])]))) * 0.99
+    clipped, _ = uc.clip([matrix, vector], uc.Rule(limit, scope=scope, norm=norm))
+    joint = by_hand(both, of_matrix, norm, limit)
+    wanted = (joint[:, :3], joint[:, 3]) if of_vector is None else (
+        by_hand(matrix, of_matrix, norm, limit), by_hand(vector, of_vector, norm, limit)
+    )  # fmt: skip
+    assert not all(map(np.array_equal, wanted, (matrix, vector)))
+    for found, leaf in zip(clipped, wanted, strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=1e-14)
+
+
+def test_a_unit_follows_the_framework(framework: Framework) -> None:
+    """The output axis is the first in PyTorch and the last elsewhere; a vector is one unit."""
+    matrix = np.random.default_rng(1).standard_normal((4, 3)).astype("float32")
+    grads, axes = [framework.array(matrix), framework.array([3, 4])], (1,) if framework.family == "PyTorch" else (0,)
+    [clipped, bias], _ = uc.clip(grads, uc.Rule(0.3, scope=uc.scopes.unit()))
+    close(framework, clipped, by_hand(matrix, axes, uc.norms.L2, 0.3), ulps=8)
+    close(framework, bias, [0.18, 0.24], ulps=8)
+    [clipped], _ = uc.clip(grads[:1], uc.agc(0.1), params=grads[:1])
+    [wanted], _ = uc.clip(grads[:1], uc.agc(0.1, axis=axes), params=grads[:1])
+    close(framework, clipped, framework.numpy(wanted))
+
+
+CURVES: dict[str, tuple[Callable[[ModuleType], Any], Callable[[float, float], float]]] = {
+    "hard": (lambda uc: uc.curves.hard, lambda n, c: min(1.0, c / n)),
+    "soft": (lambda uc: uc.curves.soft, lambda n, c: c / (c + n)),
+    "smooth": (lambda uc: uc.curves.smooth, lambda n, c: 1 / math.hypot(1, n / c)),
+    "tanh": (lambda uc: uc.curves.tanh, lambda n, c: math.tanh(n / c) * c / n),
+    "normalize": (lambda uc: uc.curves.normalize, lambda n, c: c / n),
+    "reject": (lambda uc: uc.curves.reject, lambda n, c: float(n <= c)),
+    "regularized": (lambda uc: uc.curves.Regularized(0.1), lambda n, c: c / (n + 0.1)),
+    "non-monotonic": (lambda uc: uc.curves.NonMonotonic(0.1), lambda n, c: c / (n + 0.1 / (n + 0.1))),
+}
+"""The curves, and their factors as formulas."""
+
+
+def check_curve(framework: Framework, uc: ModuleType, name: str) -> None:
+    """Require a curve to be its formula, as far as float32 reaches, and to give zeros for zeros."""
+    curve, formula = CURVES[name][0](uc), CURVES[name][1]
+    clip = lambda norm, limit: uc.clip(framework.array([norm]), uc.by_global_norm(limit, curve=curve))
+    for norm, limit in [(2.0, 1.0), (1.0, 1.0), (0.3, 1.0), (0.02, 7.0), (1e-3, 10.0), (1e15, 1e-3), (3e38, 1e18)]:
+        clipped, report = clip(norm, limit)
+        factor = formula(float(np.float32(norm)), float(np.float32(limit)))
+        np.testing.assert_allclose(framework.numpy(report.factors), factor, rtol=8 * EPS["float32"])
+        np.testing.assert_allclose(framework.numpy(clipped), [norm * factor], rtol=8 * EPS["float32"])
+    for norm, limit in [(0.0, 1.0), (0.0, 0.0), (5.0, 0.0)]:
+        assert framework.numpy(clip(norm, limit)[0]).item() == 0.0
+    clipped, report = clip(5.0, math.inf)
+    assert (framework.numpy(clipped).item(), float(framework.numpy(report.factors))) == (5.0, 1.0)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_curves(framework: Framework, name: str) -> None:
+    """Each curve is its formula."""
+    check_curve(framework, uc, name)
+
+
+def test_groups(framework: Framework) -> None:
+    """Leaves of equal label share a norm and a limit of their own, one that remembers too."""
+    make, number = lambda tree: mapped(framework.array, tree), lambda array: float(framework.numpy(array))
+    grads = {"a": [np.asarray([3.0]), np.asarray([4.0])], "b": np.asarray([12.0]), "c": np.asarray([7.0])}
+    clipped, report = uc.clip(make(grads), uc.by_group_norm({"a": 1.0, "b": 6.0, "c": math.inf}, first_key))
+    wanted = {"a": [np.asarray([0.6]), np.asarray([0.8])], "b": np.asarray([6.0]), "c": np.asarray([7.0])}
+    close_trees(framework, clipped, wanted, 1e-6)
+    assert {label: number(norm) for label, norm in report.norms.items()} == {"a": 5, "b": 12, "c": 7}
+    rule = uc.by_group_norm({"a": uc.limits.Ema(2.0, 0.0), "b": uc.limits.Relative(0.5), "c": 1.0}, first_key)
+    state = rule.init(make(grads))
+    for factor in (10, 100):
+        some = {**grads, "a": [factor * leaf for leaf in grads["a"]]}
+        _, state, report = rule.update(make(some), state, params=make({**grads, "b": np.asarray([8.0])}))
+    assert [number(report.limits[label]) for label in "abc"] == pytest.approx([100.0, 4.0, 1.0])
+
+
+def test_a_limit_for_each_norm(framework: Framework) -> None:
+    """A limit is one number or array, or one for each norm, of any real dtype; other shapes are not broadcast."""
+    grads = framework.array([[3.0, 4.0], [6.0, 8.0]])
+    close(framework, uc.clip_by_norm(grads, framework.array([1.0, 2.0]), axis=1), [[0.6, 0.8], [1.2, 1.6]])
+    for limit in (5, np.float32(5), np.float64(5), framework.array(5, "int32"), framework.array(5.0)):
+        clipped, _ = uc.clip(grads[1, ...], uc.by_global_norm(limit))
+        close(framework, clipped, [3.0, 4.0])
+    with pytest.raises(ValueError, match=r"\(2,\)"):
+        uc.clip_by_global_norm(grads, framework.array([1.0, 2.0]))
+
+
+def test_a_known_norm(framework: Framework) -> None:
+    """A norm that is known already is used as it is, and returned, though float32 cannot hold it."""
+    grads = [framework.array([3.0, 4.0])]
+    for known in (10.0, framework.array(10.0)):
+        [clipped], norm = uc.clip_by_global_norm(grads, 1.0, norm=known)
+        close(framework, clipped, [0.3, 0.4])
+        assert float(framework.numpy(norm)) == 10.0
+
+
+@on_numpy
+@pytest.mark.parametrize("wrong", [-1.0, np.ones(2)], ids=["negative", "two"])
+def test_a_known_norm_is_one_number_from_0(wrong: Any) -> None:
+    """Another one is a mistake."""
+    with pytest.raises(ValueError, match="norm"):
+        uc.clip_by_global_norm([np.ones(2)], 1.0, norm=wrong)
+
+
+def test_bounds_of_entries(framework: Framework) -> None:
+    """Bounds are numbers or arrays, symmetric or not; one that a dtype cannot hold does not bind."""
+    grads = framework.array([[-3.0, 0.5, 3.0]])
+    low, high = framework.array([-2.0, 0.0, 0.0]), framework.array([0.0, 0.25, 9.0])
+    for least, most, wanted in ((-1, 2, [[-1, 0.5, 2]]), (0.0, math.inf, [[0, 0.5, 3]]), (low, high, [[-2, 0.25, 3]])):
+        for clipped in (uc.clip_by_value(grads, least, most), uc.clip(grads, uc.by_value(least, most))[0]):
+            np.testing.assert_array_equal(framework.numpy(clipped), wanted)
+    clipped = uc.clip_by_value(framework.array([math.nan, 5.0]), -1, 1)
+    np.testing.assert_array_equal(framework.numpy(clipped), [math.nan, 1])
+    for dtype in {"float16", "bfloat16"} & set(framework.dtypes):
+        clipped = uc.clip_by_value(framework.array([-300.0, 3.0], dtype), -1e6, 2)
+        assert (framework.numpy(clipped).astype("float32").tolist(), framework.dtype(clipped)) == ([-300.0, 2.0], dtype)
+
+
+@on_numpy
+def test_bounds_of_integers() -> None:
+    """A bound that the integers of the gradient cannot hold does not bind."""
+    for bound in (300, np.asarray(300), np.asarray([300, 300])):
+        assert uc.clip_by_value(np.asarray([1, 100], "int8"), -1, bound).tolist() == [1, 100]
+    assert uc.clip_by_value(np.asarray([1, 200, 255], "uint8"), np.asarray(-5), 254).tolist() == [1, 200, 254]
+
+
+# --- Rules of rules
+
+
+def test_a_chain(framework: Framework) -> None:
+    """Rules and functions run one after the other; the report has the norms that each of them saw."""
+    rule = uc.chain(double, uc.by_norm(4.0), uc.by_global_norm(1.0))
+    clipped, report = uc.clip([framework.array([3.0]), framework.array([0.5])], rule)
+    close_trees(framework, clipped, [np.asarray([4 / 17**0.5]), np.asarray([1 / 17**0.5])], 1e-6)
+    assert report.norms[0] is None
+    assert [float(framework.numpy(norm)) for norm in report.norms[1]] == [6.0, 1.0]
+    assert float(framework.numpy(report.norms[2])) == pytest.approx(17**0.5)
+    assert [bool(framework.numpy(flag)) for flag in (report.clipped, report.finite)] == [True, True]
+
+
+def test_a_chain_remembers_together(framework: Framework) -> None:
+    """A step that one rule finds not finite, or skips, teaches the others nothing: not the zeros that it returns."""
+    spikes = uc.skip_spikes(window=9, warmup=3)
+    for first, norms, wanted in (
+        (uc.by_global_norm(1.0, nonfinite="skip"), (0.5, math.nan, 0.7), [0.5, 0.0, 0.6]),
+        (spikes, (1.0, 1.1, 0.9, 100.0, 1.2), [1.0, 1.05, 0.9, 0.0, 1.05]),
+    ):
+        rule, found = uc.chain(first, uc.autoclip(50, window=9)), []
+        state = rule.init(framework.array([1.0]))
+        for norm in norms:
+            clipped, state, report = rule.update(framework.array([norm]), state)
+            found.append(framework.numpy(clipped).item())
+            assert bool(framework.numpy(report.skipped)) == (found[-1] == 0.0)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_masked(framework: Framework) -> None:
+    """What is left out comes back as it is and is part of no norm; any rule or function can be masked."""
+    grads = {"b": framework.array([math.nan]), "none": None, "w": [framework.array([3.0]), framework.array([4.0])]}
+    clipped, report = uc.clip(grads, uc.masked(uc.by_global_norm(1.0), only_w))
+    close_trees(framework, clipped["w"], [np.asarray([0.6]), np.asarray([0.8])], 1e-6)
+    assert np.isnan(framework.numpy(clipped["b"])).all()
+    assert (float(framework.numpy(report.norms)), bool(framework.numpy(report.finite))) == (5.0, True)
+    clipped, _ = uc.clip(grads, uc.masked(double, only_w))
+    assert [framework.numpy(leaf).item() for leaf in clipped["w"]] == [6.0, 8.0]
+    rule = uc.masked(uc.chain(uc.zclip(warmup=2), uc.by_norm(1.0)), only_w)
+    clipped, *_ = rule.update(grads, rule.init(grads))
+    assert [framework.numpy(leaf).item() for leaf in clipped["w"]] == [1.0, 1.0]
+
+
+@on_numpy
+def test_a_mask_of_nothing_teaches_nothing() -> None:
+    """Where no leaf is left, gradients and state stay as they are, as in a step without gradients."""
+    for name, rule in many(uc).items():
+        nothing = uc.masked(rule.rule, lambda path, leaf: False)
+        clipped, _, report = nothing.update([np.asarray([[9.0]])], nothing.init([np.asarray([[1.0]])]))
+        assert clipped[0].item() == 9.0, name
+        assert leaves([report.norms]) == [], name
+
+
+class Negate:
+    """A rule of one's own that has only what every rule has."""
+
+    memory = by_leaf = False
+
+    def init(self, grads: Any) -> Any:
+        """Return no state."""
+        return ()
+
+    def update(self, grads: Any, state: Any, params: Any = None, all_reduce: Any = None, **others: Any) -> Any:
+        """Negate the gradients of a dict."""
+        assert set(others) <= {"in_place", "loss", "shared"}
+        return {key: grad if grad is None else -grad for key, grad in grads.items()}, state, uc.Report()
+
+
+class Negative(uc.Rule):
+    """A rule of one's own that does more than the rule it is made from."""
+
+    def update(self, *args: Any, **named: Any) -> Any:
+        """Clip, then negate."""
+        clipped, state, report = super().update(*args, **named)
+        return {key: grad if grad is None else -grad for key, grad in clipped.items()}, state, report
+
+
+@pytest.mark.parametrize("own", [Negate(), Negative(math.inf)], ids=["own", "subclass"])
+def test_own_rules_in_chains_and_masks(framework: Framework, own: Any) -> None:
+    """They get the gradients as they are, whatever ran before, and what they return goes on."""
+    grads, of_b = {"a": framework.array([3.0]), "b": framework.array([4.0])}, lambda path, leaf: path == ("b",)
+    rule = uc.chain(uc.by_norm(9.0), own, uc.masked(own, of_b), uc.by_global_norm(1.0))
+    clipped, report = uc.clip(grads, uc.chain(rule))
+    close_trees(framework, clipped, {"a": np.asarray([-0.6]), "b": np.asarray([0.8])}, 1e-6)
+    assert framework.numpy(report.clipped)
+
+
+# --- Functions, limits and curves of one's own
+
+
+def test_a_function(framework: Framework) -> None:
+    """Any function of one gradient array is a rule, called once for each array, and absent ones stay absent."""
+    calls, shared = [], framework.array([4.0])
+    grads = {"a": shared, "b": [shared, None], "c": framework.array([[8.0]])}
+    clipped, report = uc.clip(grads, lambda grad: calls.append(1) or grad / 2)
+    wanted = {"a": np.asarray([2.0]), "b": [np.asarray([2.0]), None], "c": np.asarray([[4.0]])}
+    close_trees(framework, clipped, wanted, 0)
+    assert clipped["b"][1] is None
+    assert len(calls) == 3
+    assert (report.norms, report.scalars()) == (None, {})
+    with pytest.raises(TypeError, match=r"grads\[0\]"):
+        uc.clip([shared], lambda grad: None)
+
+
+@dataclass(frozen=True)
+class Tenth(uc.Limit):
+    """A limit of one's own that compares with the parameters."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"params", "sizes"})
+
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> tuple[Any, Any]:
+        """Return a tenth of the parameters' norms, whatever the sizes."""
+        return 0.1 * context.params * context.sizes / context.sizes, state
+
+
+@dataclass(frozen=True)
+class Share(uc.Limit):
+    """A limit of one's own that looks at all norms: their mean times the number of leaves over the largest."""
+
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> tuple[Any, Any]:
+        """Return one limit for all norms of all shapes."""
+        total, largest = context.total(lambda one: one.norms), context.largest(lambda one: one.norms)
+        return total / largest / context.count, state
+
+
+class Last(NamedTuple):
+    """The state of `Previous`."""
+
+    norms: Any
+
+
+@dataclass(frozen=True)
+class Previous(uc.Limit):
+    """A limit of one's own that remembers: twice the norm of the step before."""
+
+    memory: ClassVar[bool] = True
+
+    def init(self, norms: Any, context: uc.limits.Context) -> Last:
+        """Return the norms before the first step."""
+        return Last(norms + 1)
+
+    def __call__(self, norms: Any, state: Last, context: uc.limits.Context) -> tuple[Any, Last]:
+        """Compare with the last norms, and keep these."""
+        return 2 * state.norms, Last(norms)
+
+
+def test_a_limit_that_compares_with_parameters(framework: Framework) -> None:
+    """Parameters are measured by the rule's scope and norm; those of absent gradients are left out."""
+    rule = uc.Rule(Tenth(), scope=uc.scopes.each_leaf)
+    grads = {"b": [framework.array([0.1])], "frozen": None, "w": framework.array([3.0, 4.0])}
+    weights = {"b": [framework.array([5.0])], "frozen": framework.array([7.0]), "w": framework.array([0.0, 10.0])}
+    clipped, report = uc.clip(grads, rule, params=weights)
+    close_trees(framework, clipped, {"b": [np.asarray([0.1])], "w": np.asarray([0.6, 0.8])}, 1e-6)
+    close(framework, report.limits["b"][0], 0.5)
+    with pytest.raises(ValueError, match="params="):
+        uc.clip(grads, rule)
+    with pytest.raises(ValueError, match=r"params\['w'\]"):
+        uc.clip(grads, rule, params={"b": weights["b"]})
+
+
+def test_a_limit_of_all_norms(framework: Framework) -> None:
+    """Sums and largest values run over all leaves, also where their norms have different shapes."""
+    grads = [framework.array([[3.0, 4.0], [0.0, 1.0]]), framework.array([[2.0], [8.0]])]
+    _, report = uc.clip(grads, uc.Rule(Share(), scope=uc.scopes.axes(0)))
+    wanted = (3 + 17**0.5 + 68**0.5) / 68**0.5 / 2
+    for limit in leaves(report.limits):
+        np.testing.assert_allclose(np.unique(framework.numpy(limit)), [wanted], rtol=1e-6)
+
+
+def test_a_limit_that_remembers(framework: Framework) -> None:
+    """Its state goes in and out of ``update``; ``clip`` refuses a rule that needs one."""
+    rule, found = uc.Rule(Previous(), scope=uc.scopes.axes(-1)), []
+    grads = framework.array([[3.0, 4.0], [0.0, 1.0]])
+    state = rule.init(grads)
+    for factor in (1, 10, math.nan, 100):
+        clipped, state, _ = rule.update(factor * grads, state)
+        found.append(framework.numpy(clipped))
+    np.testing.assert_allclose(found[0], [[1.2, 1.6], [0, 1]], rtol=1e-6)
+    np.testing.assert_allclose(found[1], [[6, 8], [0, 2]], rtol=1e-6)
+    np.testing.assert_allclose(found[3], [[60, 80], [0, 20]], rtol=1e-6)
+    close(framework, state.norms, [[500, 100]] if state.norms.shape[0] == 1 else [500, 100])
+    with pytest.raises(ValueError, match=r"rule\.init"):
+        uc.clip(grads, rule)
+
+
+OF_ONE = (
+    "abs", "ceil", "exp", "expm1", "floor", "isfinite", "isnan", "log", "log1p", "ones_like", "round", "sign", "sqrt",
+    "square", "tanh", "zeros_like",
+)  # fmt: skip
+OF_TWO = ("equal", "greater", "greater_equal", "less", "less_equal", "maximum", "minimum", "not_equal", "pow")
+"""The functions of the array API standard that a curve may use on every framework, beside ``where``."""
+
+
+def test_a_curve(framework: Framework) -> None:
+    """A curve may use elementwise functions of the array API standard, or return a number of Python's."""
+
+    def curve(xp: Any, norm: Any, limit: Any) -> Any:
+        some = [getattr(xp, name)(norm) for name in OF_ONE] + [getattr(xp, name)(norm, limit) for name in OF_TWO]
+        assert {tuple(one.shape) for one in some} == {tuple(norm.shape)}
+        return xp.where(norm > limit, xp.tanh(norm / limit) * limit / norm, 1.0)
+
+    grads = framework.array([3.0, 4.0])
+    close(framework, uc.clip(grads, uc.Rule(1.0, curve=curve))[0], np.asarray([0.6, 0.8]) * math.tanh(5))
+    close(framework, uc.clip(grads, uc.Rule(1.0, curve=half))[0], [1.5, 2.0])
+
+
+def test_a_curve_that_fails_changes_nothing(framework: Framework) -> None:
+    """All factors exist before anything is written: an error for the second leaf leaves the first as it was."""
+    calls = []
+
+    def failing(xp: Any, norm: Any, limit: Any) -> Any:
+        calls.append(norm)
+        if len(calls) == 2:
+            message = "the second one"
+            raise ArithmeticError(message)
+        return 0.5 * norm / norm
+
+    grads, clip = [framework.array([3.0]), framework.array([[5.0]])], uc.clip_ if framework.writes else uc.clip
+    with pytest.raises(ArithmeticError, match="the second one"):
+        clip(grads, uc.Rule(1.0, scope=uc.scopes.each_entry, curve=failing))
+    assert [framework.numpy(leaf).item() for leaf in grads] == [3.0, 5.0]
+
+
+# --- Gradients of examples
+
+
+def test_sums_of_examples(framework: Framework) -> None:
+    """They are those of the clipped gradients, in the dtype of each leaf but summed in float32; none gives zeros."""
+    rng = np.random.default_rng(0)
+    for dtype in {"float16", "bfloat16", "float32"} & set(framework.dtypes):
+        many = {"none": None, "w": framework.array(np.full((3000, 2), 0.01), dtype)}
+        total, _ = uc.clip_and_sum(many, uc.by_example_norm(1.0))
+        assert (total["none"], framework.dtype(total["w"])) == (None, dtype)
+        np.testing.assert_allclose(framework.numpy(total["w"]).astype("float64"), [30, 30], rtol=5e-3)
+    values = [rng.standard_normal((5, 2, 3)).astype("float32"), rng.standard_normal((5, 4)).astype("float32")]
+    for rule in (uc.by_example_norm(1.0), uc.by_example_layer_norm(1.0), uc.auto_s(), uc.psac()):
+        total, report = uc.clip_and_sum([framework.array(leaf) for leaf in values], rule)
+        for found, leaf in zip(total, uc.clip(values, rule)[0], strict=True):
+            np.testing.assert_allclose(framework.numpy(found), leaf.sum(0), rtol=1e-5, atol=1e-6)
+        assert framework.numpy(report.clipped)
+    none, _ = uc.clip_and_sum(framework.array(np.ones((0, 2))), uc.by_example_norm(1.0))
+    assert framework.numpy(none).tolist() == [0.0, 0.0]
+
+
+# --- Rules as text, as bytes and as JSON
+
+OWN = {f.__name__: f for f in (double, falling, first_key, half, only_w, root)}
+
+
+@on_numpy
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_comes_back(name: str) -> None:
+    """What a rule prints evaluates to an equal one, as what is pickled and what is in a config do; it is frozen."""
+    rule = RULES[name]
+    config = json.loads(json.dumps(to_config(rule, OWN), allow_nan=False))
+    again = [pickle.loads(pickle.dumps(rule)), from_config(config, OWN)]
+    if name != "cowclip":  # which holds an array
+        again.append(eval(repr(rule), {"uc": uc, "inf": math.inf, **OWN}))
+        assert all(one == rule and hash(one) == hash(rule) for one in again)
+    assert {repr(one) for one in again} == {repr(rule)}
+    with pytest.raises(AttributeError):
+        rule.memory = True
+
+
+@on_numpy
+def test_rules_differ_by_their_choices() -> None:
+    """Equality looks at every choice."""
+    alike = {"by_global_norm, limit in float32", "by_global_norm, whole limit", "cowclip", "unlimited"}
+    some = [rule for name, rule in RULES.items() if name not in alike]
+    assert len(set(some)) == len({repr(rule) for rule in some}) == len(some)
