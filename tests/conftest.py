@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     every = ",".join([*EAGER, *ADAPTERS])
     parser.addoption("--frameworks", default="numpy", help=f"what this run is for, of {every}; or all")
     parser.addoption("--keras-backend", default="tensorflow", choices=["tensorflow", "jax", "torch"])
+    parser.addoption("--fuzz", help="the seed of the drawn cases, SEED or SEED:NUMBER; that of the week by default")
 
 
 def chosen(config: pytest.Config) -> set[str]:
