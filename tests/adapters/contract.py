@@ -21,8 +21,10 @@ SPIKE = 3
 """The batch with the spike."""
 STOP = SPIKE + 1
 """After how many steps a training is stopped, to go on from what was saved."""
-REMEMBERING = ("autoclip", "adagc", "chain")
-"""Kinds whose memory is one norm for all leaves, one for each, and that of a rule among others."""
+RESUMED = ("autoclip", "adagc")
+"""Kinds whose memory is norms of all leaves together, and one of each."""
+MOVED = ("adagc", "chain")
+"""Kinds whose memory has names of leaves, and is that of a rule among others."""
 
 
 class Adapter(Protocol):
@@ -210,7 +212,8 @@ def check_overflow(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
         adapter.step(batch)
         hand.step(batch)
         close(adapter.weights(), hand.weights, f"weights after step {number}")
-        close_scalars(adapter.scalars(), hand.scalars(), f"step {number}")
+        if "scalars" in adapter.takes:
+            close_scalars(adapter.scalars(), hand.scalars(), f"step {number}")
 
 
 def check_own_clipping(option: str, make: Make, uc: ModuleType, folder: Path) -> None:
@@ -261,24 +264,22 @@ def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str
         for name, kind in kinds(uc).items()
         if name not in make.left_out and ("loss" in make.takes or not kind.loss) and (some is None or name in some)
     ]
-    remembering = [name for name in usable if name in REMEMBERING]
-    for name in usable:
-        yield f"training-{name}", partial(check_training, name)
+    yield from ((f"training-{name}", partial(check_training, name)) for name in usable)
     if "bits" in make.takes:
         yield "unclipped", check_unclipped
-    for token, check in (("save", check_resumed), ("memory", check_moved)):
-        for name in remembering if token in make.takes else []:
-            yield f"{check.__name__.removeprefix('check_')}-{name}", partial(check, name)
     if "refuse" in make.takes:
         yield "refused", check_refused
-    if "micro" in make.takes:
-        yield "micro", partial(check_micro, "autoclip")
-    for name in ("autoclip", "by_global_norm") if "scale" in make.takes else ():
-        yield f"overflow-{name}", partial(check_overflow, name)
     for option in make.own_clipping:
         yield f"own-{option}", partial(check_own_clipping, option)
-    for name in ("zclip", "skip") if "record" in make.takes else ():
-        yield f"record-{name}", partial(check_record, name)
+    more: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+        "save": ("resumed", check_resumed, tuple(name for name in RESUMED if name in usable)),
+        "memory": ("moved", check_moved, tuple(name for name in MOVED if name in usable)),
+        "micro": ("micro", check_micro, ("autoclip",)),
+        "scale": ("overflow", check_overflow, ("autoclip", "by_global_norm")),
+        "record": ("record", check_record, ("zclip", "skip")),
+    }
+    for title, check, names in (more[token] for token in more if token in make.takes):
+        yield from ((f"{title}-{name}", partial(check, name)) for name in names)
 
 
 def trained(adapter: Adapter) -> list[np.ndarray]:

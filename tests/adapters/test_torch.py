@@ -323,7 +323,7 @@ class MeasuresScaled(Scaled):
 BROKEN: dict[type[Attached], str] = {
     Late: "training-by_global_norm",
     Twice: "training-autoclip",
-    EachPart: "micro",
+    EachPart: "micro-autoclip",
     Forgetful: "resumed-adagc",
     Trusting: "refused",
     Moving: "training-skip",
