@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Look at every page of the built documentation in headless Chromium, at three widths, light and dark.
+"""Look at every page of the built documentation in headless Chromium, at two widths, light and dark.
 
 Nothing but code may scroll sideways, every picture has an alternative text and no light box around it on a dark page,
 text stands out from what is behind it, and the search shows first what newcomers look for. A page with planted faults
@@ -25,7 +25,7 @@ from typing import Any
 import search_words
 
 SEARCHES = [(word, page) for page, words in search_words.WORDS.items() for word in words]
-WIDTHS, THEMES = (1366, 1024, 360), ("light", "dark")
+WIDTHS, THEMES = (1366, 360), ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LOOKER = Path(__file__).with_name("check_pages.js")
 FIRST, FAULTY, LONGEST = "/check", "faulty", 600  # what looks at the others, what has faults, and seconds for all

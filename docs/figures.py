@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("benchmar
 from drawing_style import BLUE, GRAY, GREEN, ORANGE, RED, STYLE
 
 import exploding_rnn
-import native_functions
 
 
 def draw(folder: Path) -> None:
@@ -107,10 +107,14 @@ def norms() -> Figure:
     figure = Figure(figsize=(5.6, 6.4))
     top, bottom = figure.subplots(2, 1)
     zero, infinite = 1e-44, 1e46  # where the axis shows 0 and ∞
-    for turn, (library, style) in enumerate(_measured()):
-        true, found = _reported(library, "float32", [(x, [[0.6 * x, 0.8 * x]]) for x in np.logspace(-36, 38, 75)])
+    measured = json.loads(Path(__file__).with_name("compared-pages.json").read_text(encoding="utf-8"))["norms"]
+    looks = zip(measured, [BLUE, RED, ORANGE, GREEN, GRAY], "os^vD", strict=True)
+    for turn, (name, color, marker) in enumerate(looks):
+        style = {"color": color, "marker": marker, "label": name, "linewidth": 1, "markersize": 5}
+        style |= {} if turn else {"linewidth": 6, "alpha": 0.4, "markersize": 9}
+        true, found = measured[name]["float32"]
         top.loglog(true, np.clip(found, zero, infinite), markevery=(2 * turn, 10), **style)
-        count, found = _reported(library, "bfloat16", [(n, [[1.0]] * n) for n in (1, *range(20, 801, 20))])
+        count, found = measured[name]["bfloat16"]
         bottom.plot(count, found, markevery=(turn, 5), **style)
     ticks = {zero: "0", 1e-30: "1e-30", 1e-15: "1e-15", 1: "1", 1e15: "1e15", 1e30: "1e30", infinite: "∞"}
     top.set_yticks(list(ticks), list(ticks.values()))
@@ -121,24 +125,6 @@ def norms() -> Figure:
     top.legend(loc="upper left")
     figure.subplots_adjust(hspace=0.3)
     return figure
-
-
-def _measured() -> list[tuple[native_functions.Library, dict[str, Any]]]:
-    """Return uniclip and the libraries that measure norms, each with its color and marker."""
-    native = [library for library in native_functions.LIBRARIES if "global norm" in library.calls]
-    libraries = [native_functions.uniclip_on(native[0]), *native]
-    looks = zip(libraries, [BLUE, RED, ORANGE, GREEN, GRAY], "os^vD", strict=True)
-    wide = {"linewidth": 6, "alpha": 0.4, "markersize": 9, "label": f"uniclip, on {native[0].name}"}
-    thin = {"linewidth": 1, "markersize": 5}
-    styles = [{"color": color, "marker": marker, "label": library.name, **thin} for library, color, marker in looks]
-    return list(zip(libraries, [styles[0] | wide, *styles[1:]], strict=True))
-
-
-def _reported(library: native_functions.Library, dtype: str, grads: list[Any]) -> tuple[list[float], list[float]]:
-    """Return what gradients are drawn at and the norms that a library reports of them."""
-    arrays = [[library.framework.array(leaf, dtype) for leaf in leaves] for _, leaves in grads]
-    found = [library.call("global norm", leaves, 1.0) for leaves in arrays]
-    return [x for x, _ in grads], [float(library.numpy(norm)) for norm in found]
 
 
 def _arrow(ax: Any, start: Any, end: Any, color: str) -> None:

@@ -11,14 +11,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path += [str(ROOT / "tests" / "old"), str(ROOT / "benchmarks")]
 
-import compared_tables  # noqa: E402 - needs the path above
 import figures  # noqa: E402 - needs the path above
 import performance_figures  # noqa: E402 - needs the path above
 import processes_tables  # noqa: E402 - needs the path above
 import rule_figures  # noqa: E402 - needs the path above
 import rule_tables  # noqa: E402 - needs the path above
 
-import how_others_behave  # noqa: E402 - needs the path above
 import promises  # noqa: E402 - needs the path above
 import speed_tables  # noqa: E402 - needs the path above
 
@@ -34,8 +32,8 @@ def everything() -> None:
     """Write the tables and draw the pictures that are made of what is measured."""
     write(HERE / "_generated" / "promises.md", promises.table())
     write(HERE / "_generated" / "dtypes.md", promises.dtypes())
-    elsewhere = json.loads((HERE / "compared.json").read_text(encoding="utf-8"))
-    for name, text in compared_tables.parts(how_others_behave.GROUPS, elsewhere).items():
+    compared = json.loads((HERE / "compared-pages.json").read_text(encoding="utf-8"))
+    for name, text in compared["parts"].items():
         write(HERE / "_generated" / f"compared-{name}.md", text)
     figures.draw(HERE / "_static" / "generated")
     rule_figures.draw(HERE / "_static" / "generated")
