@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import uniclip as uc
 from kit.frameworks import Framework
 from kit.oracle import Inconclusive, exact, precision
 from kit.run import Run, case_of
-
-import uniclip as uc
 
 CASES = {"numpy": 1500, "torch": 400, "tensorflow": 250, "jax": 100, "array-api-strict": 150, "mlx": 150}
 """How many cases a run has."""
