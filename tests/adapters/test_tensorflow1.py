@@ -1,0 +1,476 @@
+"""TensorFlow 1 optimizers that clip: in sessions, eagerly, in ``tf.function`` and compiled by XLA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import uniclip as uc
+from adapters.contract import contract
+from kit.training import MOMENTUM, RATE, Arrays, Batch, batches, weights
+from uniclip.integrations.tensorflow import ClippedOptimizer, clip_gradients_by_norm
+
+tf1 = tf.compat.v1
+
+
+class InSession:
+    """A train op in a graph, run in a session, and saved by a Saver."""
+
+    takes = frozenset({"loss", "scalars", "save", "memory", "bits"})
+    optimizer = "momentum"
+    left_out = frozenset[str]()
+    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
+    resource = True
+
+    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+        """Build the graph."""
+        self.plain = self.make()
+        self.clipped = None if rule is None else ClippedOptimizer(self.plain, rule)
+        with tf.Graph().as_default() as self.graph:
+            self.model = {
+                name: tf1.get_variable(name, initializer=array, use_resource=self.resource)
+                for name, array in weights().items()
+            }
+            self.fed = Batch(tf1.placeholder(tf.int32, [8]), tf1.placeholder(tf.float32, [8, 2]))
+            self.count = tf1.train.create_global_step()
+            loss = self.loss(self.fed)
+            self.train = self.outside(self.clipped or self.plain).minimize(loss, self.count)
+            self.fetches = self.shown()
+            self.saver, init = tf1.train.Saver(), tf1.global_variables_initializer()
+        self.session = tf1.Session(graph=self.graph)
+        self.session.run(init)
+        self.seen: dict[str, Any] = {}
+
+    def make(self) -> Any:
+        """Return the optimizer inside."""
+        return tf1.train.MomentumOptimizer(RATE, MOMENTUM)
+
+    def outside(self, optimizer: Any) -> Any:
+        """Return what is around the clipped one."""
+        return optimizer
+
+    def shown(self) -> dict[str, Any]:
+        """Return what is fetched for a logger."""
+        return {} if self.clipped is None else self.clipped.scalars()
+
+    def loss(self, batch: Batch) -> Any:
+        """Return the loss of a batch; the slots of Momentum are for dense gradients only."""
+        return self.loss_of_rows(tf.gather(1.0 * self.model["table"], batch.ids), batch)
+
+    def loss_of_rows(self, rows: Any, batch: Batch) -> Any:
+        """Return the loss of a batch by its rows of the table."""
+        return tf.reduce_mean((rows @ self.model["w"] + self.model["b"] - batch.targets) ** 2)
+
+    def step(self, batch: Batch) -> None:
+        """Run the train op."""
+        _, self.seen = self.session.run([self.train, self.fetches], dict(zip(self.fed, batch, strict=True)))
+
+    def weights(self) -> Arrays:
+        """Return the weights."""
+        return self.session.run(self.model)
+
+    def inner(self) -> list[np.ndarray]:
+        """Return the slots, and the count of steps."""
+        return self.session.run([self.count, *(self.plain.get_slot(v, "momentum") for v in self.model.values())])
+
+    def scalars(self) -> dict[str, float]:
+        """Return what was fetched."""
+        return {name: float(value) for name, value in self.seen.items()}
+
+    def save(self, folder: Path) -> None:
+        """Write all variables of the graph."""
+        with self.graph.as_default():
+            self.saver.save(self.session, str(folder / "model"))
+
+    def load(self, folder: Path) -> None:
+        """Read them."""
+        with self.graph.as_default():
+            self.saver.restore(self.session, str(folder / "model"))
+
+    def remembered(self) -> dict[str, Any]:
+        """Return the state of the rule."""
+        with self.graph.as_default():
+            return self.clipped.rule_state_dict(self.session)
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give a state to the rule."""
+        with self.graph.as_default():
+            self.clipped.load_rule_state_dict(saved, self.session)
+
+
+class Sparse(InSession):
+    """A table whose gradients have rows, some of which occur twice."""
+
+    takes = frozenset({"loss", "scalars", "rows"})
+    optimizer = "sgd"
+
+    def make(self) -> Any:
+        """Return plain descent, which adds up such rows."""
+        return tf1.train.GradientDescentOptimizer(RATE)
+
+    def loss(self, batch: Batch) -> Any:
+        """Look rows up."""
+        return self.loss_of_rows(tf.nn.embedding_lookup(self.model["table"], batch.ids), batch)
+
+    def inner(self) -> list[np.ndarray]:
+        """Return the count of steps."""
+        return self.session.run([self.count])
+
+
+class Scaled(InSession):
+    """A loss scale around the clipped optimizer."""
+
+    takes = frozenset({"loss", "memory", "scale"})
+
+    def outside(self, optimizer: Any) -> Any:
+        """Scale by 1024 at first."""
+        scale = tf1.mixed_precision.DynamicLossScale(initial_loss_scale=1024.0, increment_period=2)
+        return tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(optimizer, scale)
+
+    def shown(self) -> dict[str, Any]:
+        """Return nothing: the report is inside of the branch for finite gradients."""
+        return {}
+
+
+class OldVariables(InSession):
+    """Variables from before resource variables."""
+
+    takes = frozenset({"loss", "scalars", "save"})
+    resource = False
+
+
+class OldBranches(InSession):
+    """Branches from before TensorFlow 2."""
+
+    takes = frozenset({"loss", "scalars"})
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Build the graph with the old ``tf.cond``."""
+        tf1.disable_control_flow_v2()
+        try:
+            super().start(uc, rule, **options)
+        finally:
+            tf1.enable_control_flow_v2()
+
+
+class Eager(InSession):
+    """The optimizer without a session, saved by a Checkpoint."""
+
+    takes = frozenset({"loss", "scalars", "save", "bits"})
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Make variables."""
+        self.plain = self.make()
+        self.clipped = None if rule is None else ClippedOptimizer(self.plain, rule)
+        self.model = {name: tf.Variable(array, name=name) for name, array in weights().items()}
+        self.count = tf.Variable(0, dtype=tf.int64)
+        held = {"optimizer": self.clipped or self.plain, "count": self.count, **self.model}
+        self.checkpoint = tf.train.Checkpoint(**held)
+        self.once = self.compiled(self.train)
+        self.seen = {}
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function as it is."""
+        return function
+
+    def train(self, ids: Any, targets: Any) -> dict[str, Any]:
+        """Take a step."""
+        optimizer = self.clipped or self.plain
+        optimizer.minimize(lambda: self.loss(Batch(ids, targets)), self.count, list(self.model.values()))
+        return self.shown()
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.seen = self.once(*map(tf.constant, batch))
+
+    def weights(self) -> Arrays:
+        """Return the weights."""
+        return {name: variable.numpy() for name, variable in self.model.items()}
+
+    def inner(self) -> list[np.ndarray]:
+        """Return the slots, which are zeros before they are made, and the count of steps."""
+        made = {name: self.plain.get_slot(variable, "momentum") for name, variable in self.model.items()}
+        zeros = {name: np.zeros_like(array) for name, array in weights().items()}
+        return [self.count.numpy(), *(zeros[name] if slot is None else slot.numpy() for name, slot in made.items())]
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of objects."""
+        self.checkpoint.write(str(folder / "model"))
+
+    def load(self, folder: Path) -> None:
+        """Read it; what does not exist yet is restored when it is made."""
+        self.checkpoint.read(str(folder / "model"))
+
+
+class InXLA(Eager):
+    """A step in ``tf.function``, compiled by XLA."""
+
+    takes = frozenset({"loss", "scalars"})
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile it."""
+        return tf.function(function, jit_compile=True, autograph=False)
+
+
+class InFunction(Eager):
+    """A step in ``tf.function``."""
+
+    takes = frozenset({"loss", "scalars"})
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Trace it."""
+        return tf.function(function)
+
+
+VARIANTS: dict[type[InSession], tuple[str, ...] | None] = {
+    InSession: None,
+    Sparse: ("by_norm", "adagc", "skip"),
+    Scaled: ("by_norm",),
+    OldVariables: ("by_global_norm", "adagc"),
+    OldBranches: ("skip_spikes",),
+    Eager: ("by_global_norm", "adagc", "skip"),
+    InFunction: ("chain",),
+    InXLA: ("skip_spikes",),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "check"),
+    [
+        pytest.param(make, *case.values, id=f"{make.__name__}-{case.id}")
+        for make, some in VARIANTS.items()
+        for case in contract(make, some)
+    ],
+)
+def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
+    """The wrapper keeps the contract of all adapters, however its steps are run."""
+    check(make, uc, tmp_path)
+
+
+def descent() -> Any:
+    """Return an optimizer that subtracts gradients."""
+    return tf1.train.GradientDescentOptimizer(1.0)
+
+
+class Spy(tf1.train.GradientDescentOptimizer):
+    """Descent that keeps what it is given."""
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        self.given, self.rest = list(grads_and_vars), (args, kwargs)
+        return super().apply_gradients(self.given, *args, **kwargs)
+
+
+def test_what_the_inner_optimizer_gets() -> None:
+    """Sparse gradients stay sparse, absent ones keep their place; step, name and paths are those of TensorFlow."""
+    seen = set()
+    with tf.Graph().as_default() as graph:
+        shapes = {"rnn/kernel": (4, 3), "rnn/bias": (3,), "table": (6, 4), "unused": (2,)}
+        kernel, bias, table, _ = variables = [
+            tf1.get_variable(name, shape, use_resource=True) for name, shape in shapes.items()
+        ]
+        loss = tf.reduce_sum((tf.nn.embedding_lookup(table, [1, 4, 1]) @ kernel + bias) ** 2)
+        count, spy = tf1.train.create_global_step(), Spy(0.1)
+        rule = uc.masked(uc.by_global_norm(0.1), lambda path, leaf: seen.add(path) is None)
+        train = ClippedOptimizer(spy, rule).minimize(loss, count, variables, name="training")
+        dense, none = [isinstance(g, tf.Tensor) for g, _ in spy.given], [g is None for g, _ in spy.given]
+        assert (dense, none) == ([True, True, False, False], [False, False, False, True])
+        assert isinstance(spy.given[2][0], tf.IndexedSlices)
+        assert [v for _, v in spy.given] == variables
+        assert spy.rest == ((count, "training"), {})
+        assert train is graph.get_operation_by_name("training")
+        assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train]
+        assert not any(tuple(t.shape) == (6, 4) and "clip" in t.name.lower() for t in tensors(graph))
+    assert {path for path in seen if path != ("unused",)} == {(name,) for name in shapes if name != "unused"}
+
+
+def tensors(graph: Any) -> list[Any]:
+    """Return all that a graph computes."""
+    return [tensor for op in graph.get_operations() for tensor in op.outputs]
+
+
+def test_clipped_once() -> None:
+    """``compute_gradients`` does not clip; what is changed and applied is clipped once."""
+    with tf.Graph().as_default(), tf1.Session() as session:
+        w = tf1.get_variable("w", initializer=[0.0, 0.0])
+        optimizer = ClippedOptimizer(descent(), uc.Rule(1.0, curve=uc.curves.soft))  # with which once and twice differ
+        pairs = optimizer.compute_gradients(tf.reduce_sum(w * [1.5, 2.0]), [w])
+        train = optimizer.apply_gradients([(2 * grad, variable) for grad, variable in pairs])
+        session.run(tf1.global_variables_initializer())
+        np.testing.assert_array_equal(session.run(pairs[0][0]), [1.5, 2.0])
+        session.run(train)
+        np.testing.assert_allclose(session.run(w), -np.asarray([3.0, 4.0]) / 6, rtol=1e-6)
+
+
+def test_the_function_of_old() -> None:
+    """``clip_gradients_by_norm`` clips by the global norm."""
+    u, v = tf.Variable([0.0]), tf.Variable([0.0])
+    optimizer = clip_gradients_by_norm(descent(), 1.0)
+    optimizer.apply_gradients([(tf.constant([3.0]), u), (tf.constant([4.0]), v)])
+    np.testing.assert_allclose([u.numpy()[0], v.numpy()[0]], [-0.6, -0.8])
+    with pytest.raises(ValueError, match="clip_norm"):
+        clip_gradients_by_norm(descent(), -1.0)
+
+
+def test_names_in_checkpoints(tmp_path: Path) -> None:
+    """They are those of the optimizer inside: what was saved without clipping loads; slots are handed on."""
+    plain, clipped, remembering = (InSession() for _ in range(3))
+    for model, rule in ((plain, None), (clipped, uc.by_global_norm(0.5)), (remembering, uc.autoclip())):
+        model.start(uc, rule)
+    names = [{v.name for v in model.graph.get_collection("variables")} for model in (plain, clipped, remembering)]
+    assert names[0] == names[1] < names[2]
+    plain.step(batches()[0])
+    plain.save(tmp_path)
+    clipped.load(tmp_path)
+    for one, other in zip(clipped.inner(), plain.inner(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    w = clipped.model["w"]
+    assert clipped.clipped.get_slot(w, "momentum") is clipped.plain.get_slot(w, "momentum") is not None
+    assert clipped.clipped.get_name() == plain.plain.get_name()
+
+
+def test_an_optimizer_without_gradients() -> None:
+    """The errors are those of the optimizer inside."""
+    with tf.Graph().as_default():
+        w, optimizer = tf1.get_variable("w", initializer=[1.0]), ClippedOptimizer(descent(), uc.autoclip())
+        for pairs in ([(None, w)], []):
+            with pytest.raises(ValueError, match=r"No (gradients|variables) provided"):
+                optimizer.apply_gradients(pairs)
+        with pytest.raises(ValueError, match="No gradients provided"):
+            optimizer.minimize(tf.constant(1.0), var_list=[w])
+
+
+def estimated(folder: Path, steps: int) -> list[Any]:
+    """Train up to a step as an Estimator did, in a session that goes on from what is in the folder."""
+    seen = []
+    with tf.Graph().as_default():
+        count = tf1.train.create_global_step()
+        w = tf1.get_variable("w", initializer=[5.0, -3.0])
+        features = tf.constant(np.random.default_rng(0).normal(size=(8, 2)), tf.float32)
+        optimizer = ClippedOptimizer(tf1.train.MomentumOptimizer(0.1, 0.9), uc.autoclip(50, window=4))
+        train = optimizer.minimize(tf.reduce_mean((features @ tf.expand_dims(w, 1)) ** 2), count)
+        logged = optimizer.scalars()
+        for name, value in logged.items():
+            tf1.summary.scalar(name, value)
+        hooks = [tf1.train.StopAtStepHook(last_step=steps), tf1.train.LoggingTensorHook(logged, every_n_iter=1)]
+        settings = {"save_checkpoint_steps": 3, "save_summaries_steps": 1, "log_step_count_steps": None}
+        with tf1.train.MonitoredTrainingSession(checkpoint_dir=str(folder), hooks=hooks, **settings) as session:
+            while not session.should_stop():
+                seen.append(session.run([logged, train])[0])
+    return seen
+
+
+def test_as_an_estimator(tmp_path: Path) -> None:
+    """In a monitored session it counts steps, logs, is saved, and goes on."""
+    whole = estimated(tmp_path / "whole", 6)
+    parts = [*estimated(tmp_path / "parts", 3), *estimated(tmp_path / "parts", 6)]
+    assert parts == whole
+    (file,) = (tmp_path / "whole").glob("events*")
+    values = [value for event in tf1.train.summary_iterator(str(file)) for value in event.summary.value]
+    shown = [value.simple_value for value in values if value.tag == "clip/norm"]
+    np.testing.assert_array_equal(shown, [logged["clip/norm"] for logged in whole])
+
+
+def test_one_memory() -> None:
+    """All train ops of one optimizer in a graph share one memory."""
+    with tf.Graph().as_default(), tf1.Session() as session:
+        u, v = (tf1.get_variable(name, initializer=[1.0]) for name in "uv")
+        optimizer = ClippedOptimizer(descent(), uc.autoclip(100, window=4))
+        first = optimizer.minimize(3 * u, var_list=[u])
+        second = optimizer.minimize(30 * v, var_list=[v])
+        clipper = uc.Clipper(uc.autoclip(100, window=4))
+        session.run(tf1.global_variables_initializer())
+        for train, size in ((first, 3.0), (second, 30.0)):
+            session.run(train)
+            clipper([np.asarray([size])])
+        assert optimizer.rule_state_dict(session)["state"] == clipper.state_dict()["state"]
+
+
+def test_variables_of_one_name() -> None:
+    """They are told apart, and each dtype is kept."""
+    u, v = tf.Variable([0.0], dtype=tf.float64), tf.Variable([0.0], dtype=tf.float16)
+    optimizer = ClippedOptimizer(descent(), uc.adagc(warmup=0))
+    optimizer.apply_gradients([(tf.constant([6.0], tf.float64), u), (tf.constant([8.0], tf.float16), v)])
+    assert sorted(float(norm) for norm in optimizer.report.norms.values()) == [6, 8]
+    assert (u.numpy().tolist(), v.numpy().tolist()) == ([-6], [-8])
+
+
+class AsLargeAsTheLoss(uc.Limit):
+    """A limit that is the loss."""
+
+    needs = frozenset({"loss"})
+
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
+        return math.inf if context.loss is None else context.loss, state
+
+
+def test_the_loss() -> None:
+    """A rule sees the loss of ``minimize``, of a vector its sum, or one that is set for the next step only."""
+    w = tf.Variable([1.0, 2.0])
+    optimizer = ClippedOptimizer(descent(), uc.Rule(AsLargeAsTheLoss()))
+    pairs = [(tf.constant([3.0, 4.0]), w)]
+    optimizer.minimize(lambda: 3 * w, var_list=[w])
+    assert float(optimizer.report.limits) == 9
+    optimizer.loss = tf.constant(5.0)
+    optimizer.apply_gradients(pairs)
+    assert (float(optimizer.report.limits), optimizer.loss) == (5, None)
+    optimizer.apply_gradients(pairs)
+    assert float(optimizer.report.limits) > 1e38
+
+
+def test_the_memory_of_another_rule() -> None:
+    """It is refused, and nothing changes."""
+    w = tf.Variable([1.0, 2.0])
+    optimizer = ClippedOptimizer(descent(), uc.zclip())
+    optimizer.apply_gradients([(tf.constant([3.0, 4.0]), w)])
+    other = uc.Clipper(uc.autoclip())
+    other([np.ones(2)])
+    before = optimizer.rule_state_dict()
+    with pytest.raises(ValueError, match="rule"):
+        optimizer.load_rule_state_dict(other.state_dict())
+    assert optimizer.rule_state_dict() == before
+
+
+def applied_twice() -> None:
+    """Give two gradients of one variable."""
+    w = tf.Variable([1.0], name="w")
+    pairs = [(tf.constant([1.0]), w), (tf.constant([2.0]), w)]
+    ClippedOptimizer(descent(), uc.by_norm(1.0)).apply_gradients(pairs)
+
+
+def skipped_references() -> None:
+    """Build a step that may be skipped on variables that a branch cannot change."""
+    OldVariables().start(uc, uc.by_norm(1.0, nonfinite="skip"))
+
+
+def scaled_inside() -> Any:
+    """Clip gradients that are multiplied."""
+    return ClippedOptimizer(tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(descent(), 8.0), uc.by_norm(1.0))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "keras": (lambda: ClippedOptimizer(keras.optimizers.SGD(), uc.by_norm(1.0)), TypeError, "integrations.keras"),
+    "a class": (lambda: ClippedOptimizer(tf1.train.AdamOptimizer, uc.by_norm(1.0)), TypeError, "an object"),
+    "nothing": (lambda: ClippedOptimizer(None, uc.by_norm(1.0)), TypeError, "tf.compat.v1.train.Optimizer"),
+    "a number": (lambda: ClippedOptimizer(descent(), 1.0), TypeError, "uc.by_global_norm"),
+    "twice": (lambda: clip_gradients_by_norm(clip_gradients_by_norm(descent(), 1.0), 1.0), ValueError, "uc.chain"),
+    "a loss scale inside": (scaled_inside, ValueError, "MixedPrecisionLossScaleOptimizer"),
+    "no step yet": (lambda: ClippedOptimizer(descent(), uc.by_norm(1.0)).scalars(), ValueError, "minimize"),
+    "two gradients": (applied_twice, ValueError, "w:0"),
+    "references": (skipped_references, ValueError, "use_resource=True"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    """What is no optimizer, no rule or cannot be done is refused, and the error says what to do."""
+    call, error, token = WRONG[name]
+    with pytest.raises(error, match=token):
+        call()
