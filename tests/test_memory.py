@@ -1,0 +1,609 @@
+"""What rules remember: `Clipper` is the loop by hand, and states go on through copies, files and other frameworks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+
+import uniclip as uc
+from kit.frameworks import EAGER, Framework
+from kit.rules import LOSSES, double, every_rule, falling, first_key, only_w, params, steps
+from kit.trees import leaves, mapped
+from uniclip.saved import from_dict, renamed, to_dict
+
+on_numpy = pytest.mark.needs("numpy")
+NUMPY = Framework()
+STEPS = steps("float32")
+Arrays = list[list[np.ndarray]]
+
+
+class Seen(NamedTuple):
+    """The state of `Largest`: a number and a flag for each norm."""
+
+    largest: Any
+    above: Any
+
+
+@dataclass(frozen=True)
+class Largest(uc.Limit):
+    """A limit of one's own: half the largest norm so far, once a norm was above 1."""
+
+    memory: ClassVar[bool] = True
+
+    def init(self, norms: Any, context: uc.limits.Context) -> Seen:
+        """Return the state before the first step."""
+        return Seen(norms, norms > 1)
+
+    def __call__(self, norms: Any, state: Seen, context: uc.limits.Context) -> tuple[Any, Seen]:
+        """Compare with the largest norm."""
+        largest = context.xp.where(norms > state.largest, norms, state.largest)
+        above = state.above | (norms > 1)
+        return context.xp.where(above, 0.5 * largest, 2.0), Seen(largest, above)
+
+
+RULES = {name: rule for name, rule in every_rule(uc).items() if rule.memory} | {
+    "own limit": uc.Rule(Largest(), scope=uc.scopes.unit(0)),
+}
+SOME = {name: RULES[name] for name in ("autoclip", "spam", "skip_spikes", "chain of value and zclip", "own limit")}
+"""Rules that remember one norm, one of each entry, the loss, something inside of others, and something of one's own."""
+
+
+LABELLED = ("adagc", "norm_growth", "adagn", "spam", "percentile_clipping", "masked adagc", "own limit")
+"""Rules that remember a norm of each leaf, or more."""
+
+
+def made(framework: Framework, number: int) -> Any:
+    """Return the gradients of a step in a framework."""
+    return mapped(framework.array, STEPS[number])
+
+
+def numbers(framework: Framework, tree: Any) -> list[np.ndarray]:
+    """Return the leaves of a tree as NumPy's."""
+    return [framework.numpy(leaf) for leaf in leaves(tree)]
+
+
+def train(framework: Framework, clipper: Any, which: Any) -> Arrays:
+    """Return the clipped gradients of some steps."""
+    weights, rows = mapped(framework.array, params("float32")), []
+    for number in which:
+        clipped = clipper(made(framework, number), weights, loss=LOSSES[number])
+        assert all(map(framework.owns, leaves(clipped)))
+        rows.append(numbers(framework, clipped))
+    return rows
+
+
+def same(found: Arrays, wanted: Arrays, rtol: float = 0.0) -> None:
+    """Require the gradients of some steps to be equal, bit by bit unless a tolerance is given."""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=rtol, err_msg=f"step {number} of these")
+
+
+def through_json(saved: Any) -> Any:
+    """Return a state as it comes out of a file of JSON."""
+    return json.loads(json.dumps(saved, allow_nan=False))
+
+
+def loaded(rule: Any, saved: dict[str, Any]) -> uc.Clipper:
+    """Return a clipper that goes on from a saved state."""
+    clipper = uc.Clipper(rule)
+    clipper.load_state_dict(saved)
+    return clipper
+
+
+def after(rule: Any, *grads: Any) -> uc.Clipper:
+    """Return a clipper that has taken some steps."""
+    clipper = uc.Clipper(rule)
+    for some in grads:
+        clipper(some)
+    return clipper
+
+
+# --- A clipper is the loop by hand
+
+
+def check_loop(framework: Framework, uc: ModuleType, rule: Any) -> None:
+    """Require a clipper to do at each step what the rule does by itself, and to save what ``to_dict`` returns."""
+    clipper, weights = uc.Clipper(rule), mapped(framework.array, params("float32"))
+    state = rule.init(weights)
+    assert (clipper.report, clipper.state, clipper.state_dict()) == (None, None, {})
+    for number, loss in enumerate(LOSSES):
+        grads = made(framework, number)
+        wanted, state, report = rule.update(grads, state, params=weights, loss=loss)
+        same(train(framework, clipper, [number]), [numbers(framework, wanted)])
+        saved = clipper.state_dict()
+        assert saved == through_json(saved) == to_dict(rule, state, grads)
+        assert str(clipper.report) == str(report)
+    again = from_dict(rule, through_json(saved), grads)
+    assert to_dict(rule, again, grads) == saved
+    for mine, its in zip(leaves(again), leaves(state), strict=True):
+        assert (framework.owns(mine), framework.dtype(mine), mine.shape) == (True, framework.dtype(its), its.shape)
+    assert to_dict(rule, from_dict(rule, {}, grads), grads) == to_dict(rule, rule.init(grads), grads)
+
+
+@on_numpy
+@pytest.mark.parametrize("name", RULES)
+def test_a_clipper_is_the_loop_by_hand(name: str) -> None:
+    """Gradients, states and reports are those of ``rule.update``; only numbers, lists and texts are saved."""
+    check_loop(NUMPY, uc, RULES[name])
+
+
+@on_numpy
+def test_a_rule_without_memory_saves_nothing() -> None:
+    """It loads nothing, either, and a function is a rule, too; a clipper prints as its source."""
+    for rule in (uc.by_norm(1.0), double):
+        clipper = loaded(rule, {})
+        same(train(NUMPY, clipper, [0]), [leaves(uc.clip(STEPS[0], rule)[0])])
+        assert clipper.state_dict() == {}
+    with pytest.raises(ValueError, match="params="):
+        uc.Clipper(uc.agc(0.1))(STEPS[0])
+    assert eval(repr(uc.Clipper(uc.zclip(z=3.0))), {"uc": uc}).rule == uc.zclip(z=3.0)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_in_place(framework: Framework, name: str) -> None:
+    """``clip_`` writes what a call returns, and returns the report; where arrays never change it is an error."""
+    usual, clipper = uc.Clipper(RULES[name]), uc.Clipper(RULES[name])
+    for number, loss in enumerate(LOSSES[:8]):
+        grads = made(framework, number)
+        if framework.writes:
+            wanted = train(framework, usual, [number])
+            assert clipper.clip_(grads, loss=loss) is clipper.report
+            same([numbers(framework, grads)], wanted)
+            assert clipper.state_dict() == usual.state_dict()
+        else:
+            with pytest.raises(TypeError, match=r"uc\.clip"):
+                clipper.clip_(grads, loss=loss)
+            assert (clipper.report, clipper.state_dict()) == (None, {})
+
+
+def test_the_loss(framework: Framework) -> None:
+    """A spike of the loss alone makes the gradients zero; without a loss nothing does."""
+    heard, deaf = (uc.Clipper(uc.skip_spikes(window=8, warmup=3)) for _ in range(2))
+    grads = [framework.array([3.0, 4.0])]
+    for loss in (1.0, 1.1, 0.9, 100.0, 1.0):
+        [clipped] = heard(grads, loss=framework.array(loss) if loss < 2 else loss)
+        assert framework.numpy(clipped).tolist() == ([3.0, 4.0] if loss < 2 else [0.0, 0.0])
+        assert framework.numpy(deaf(grads)[0]).tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "skip", "zero", "raise"])
+def test_a_step_that_is_not_finite(framework: Framework, nonfinite: Any) -> None:
+    """It teaches nothing, as the first one and later; the report is of that step, unless it raised."""
+    inner = uc.zclip(warmup=2, nonfinite=nonfinite)
+    for rule in (inner, uc.chain(inner, uc.by_global_norm(5.0)), uc.autoclip(50, 4, nonfinite=nonfinite)):
+        clipper, plain = uc.Clipper(rule), uc.Clipper(rule)
+        for bad, number in itertools.product((math.nan, math.inf), (0, 1, 2)):
+            before, report = clipper.state_dict(), clipper.report
+            wrong = {**made(framework, number), "b": framework.array([1.0, bad, 1.0])}
+            if nonfinite == "raise":
+                with pytest.raises(FloatingPointError, match=r"grads\['b'\]"):
+                    clipper(wrong)
+                assert clipper.report is report
+            else:
+                clipper(wrong)
+                assert not framework.numpy(clipper.report.finite)
+            assert not before or clipper.state_dict() == before
+            same(train(framework, clipper, [number]), train(framework, plain, [number]))
+        assert clipper.state_dict() == plain.state_dict()
+
+
+@on_numpy
+@pytest.mark.parametrize("name", [name for name in RULES if name not in LABELLED])
+def test_a_step_without_gradients(name: str) -> None:
+    """It teaches nothing, first or later."""
+    clipper, plain, nothing = uc.Clipper(RULES[name]), uc.Clipper(RULES[name]), {"b": None, "none": None, "w": None}
+    for number in range(4):
+        same(train(NUMPY, clipper, [number]), train(NUMPY, plain, [number]))
+        assert clipper(nothing) == nothing
+    assert clipper.state_dict() == plain.state_dict()
+
+
+def test_parameters_make_the_first_state(framework: Framework) -> None:
+    """``init`` takes parameters of the shapes of the gradients, before the first step and after loading."""
+    weights = mapped(framework.array, params("float32"))
+    for rule in SOME.values():
+        clipper, plain = uc.Clipper(rule), uc.Clipper(rule)
+        clipper.init(weights)
+        assert clipper.report is None
+        same(train(framework, clipper, range(3)), train(framework, plain, range(3)))
+        again = loaded(rule, clipper.state_dict())
+        again.init(weights)
+        assert again.state_dict() == clipper.state_dict()
+        same(train(framework, again, range(3, 6)), train(framework, plain, range(3, 6)))
+
+
+# --- Going on
+
+
+WAYS: dict[str, Callable[[uc.Clipper], uc.Clipper]] = {
+    "JSON": lambda clipper: loaded(clipper.rule, through_json(clipper.state_dict())),
+    "pickle": lambda clipper: pickle.loads(pickle.dumps(clipper)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def check_goes_on(framework: Framework, rule: Any, way: str, done: int) -> None:
+    """Require a copy to take the steps that the clipper itself takes, and to have its own memory."""
+    clipper = uc.Clipper(rule)
+    train(framework, clipper, range(done))
+    before = clipper.state_dict()
+    again = WAYS[way](clipper)
+    assert (again.rule, again.report, again.state_dict()) == (rule, None, before)
+    wanted = train(framework, clipper, range(done, 12))
+    assert again.state_dict() == before
+    same(train(framework, again, range(done, 12)), wanted)
+    assert again.state_dict() == clipper.state_dict()
+    again.load_state_dict(before)  # which forgets what was learned since
+    assert again.report is None
+    same(train(framework, again, range(done, 12)), wanted)
+    again.load_state_dict({})
+    anew = train(framework, again, range(done, 12))
+    same(anew, train(framework, uc.Clipper(rule), range(done, 12)))
+    assert done == 0 or not all(map(np.array_equal, leaves(anew), leaves(wanted)))
+
+
+@on_numpy
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [name for name in RULES if name != "own limit"])
+def test_going_on(name: str, way: str) -> None:
+    """After any way through a copy or a file all later steps are bitwise those of a run without a break."""
+    check_goes_on(NUMPY, RULES[name], way, 5)
+
+
+@pytest.mark.only("strict", "mlx", "torch", "tensorflow", "jax")
+@pytest.mark.parametrize("name", SOME)
+def test_other_frameworks(framework: Framework, name: str) -> None:
+    """The same, of some rules: a clipper is the loop by hand, and goes on; before the first step, too."""
+    check_loop(framework, uc, RULES[name])
+    for way, done in (("JSON", 5), ("deepcopy", 5), ("pickle", 0)):
+        check_goes_on(framework, RULES[name], way, done)
+
+
+@on_numpy
+def test_what_is_saved_is_a_copy() -> None:
+    """What is done to a saved dictionary, deep inside too, reaches no clipper; arrays load as lists do."""
+    clipper = after(uc.percentile_clipping(50, window=3), STEPS[0])
+    saved = clipper.state_dict()
+    again, wanted = loaded(clipper.rule, saved), copy.deepcopy(saved)
+    for one in (saved, again.state_dict(), clipper.state_dict()):
+        one["state"]["norms"][0][0] = 7.0
+        one["leaves"][0][0] = "other"
+    assert again.state_dict() == clipper.state_dict() == wanted
+    arrays = {**wanted, "state": {name: np.asarray(value) for name, value in wanted["state"].items()}}
+    again = loaded(clipper.rule, arrays)
+    arrays["state"]["norms"][...] = 7.0
+    again.init(STEPS[0])
+    assert again.state_dict() == wanted
+
+
+@pytest.mark.needs("torch", "tensorflow", "jax", "mlx", "strict")
+@pytest.mark.parametrize("name", [name for name in RULES if name != "own limit"])
+def test_through_all_frameworks(name: str) -> None:
+    """Twelve steps, each two in another framework, are those of a run on NumPy alone."""
+    wanted, saved, found = train(NUMPY, uc.Clipper(RULES[name]), range(12)), {}, []
+    for number, names in enumerate(("numpy", "torch", "jax", "tensorflow", "mlx", "strict")):
+        clipper, here = loaded(RULES[name], saved), EAGER[names][0]()
+        found += train(here, clipper, range(2 * number, 2 * number + 2))
+        saved = through_json(clipper.state_dict())
+    same(found, wanted, rtol=1e-5)
+
+
+# --- Files
+
+
+def half_way(framework: Framework, rule: Any) -> tuple[uc.Clipper, Callable[[dict[str, Any]], None]]:
+    """Return a clipper after six steps, and what requires a saved state to go on as it does."""
+    clipper = uc.Clipper(rule)
+    train(framework, clipper, range(6))
+    wanted = train(framework, copy.deepcopy(clipper), range(6, 12))
+    return clipper, lambda saved: same(train(framework, loaded(rule, saved), range(6, 12)), wanted)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", SOME)
+def test_files_of_torch(name: str, tmp_path: Path) -> None:
+    """A state goes through `torch.save` as numbers and as tensors, of gradients that record derivatives, too."""
+    import torch
+
+    framework, rule, path = EAGER["torch"][0](), SOME[name], tmp_path / "state.pt"
+    clipper, goes_on = half_way(framework, rule)
+    torch.save(clipper.state_dict(), path)
+    goes_on(torch.load(path))
+    tensors = {key: torch.tensor(value) for key, value in clipper.state_dict()["state"].items()}
+    torch.save({**clipper.state_dict(), "state": tensors}, path)
+    goes_on(torch.load(path))
+    recording = uc.Clipper(rule)
+    for number in range(6):
+        grads = mapped(lambda leaf: 2 * (leaf / 2).requires_grad_(), made(framework, number))
+        assert all(leaf.requires_grad for leaf in leaves(recording(grads, loss=LOSSES[number])))
+        assert not any(array.requires_grad for array in leaves(recording.state))
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("name", ["autoclip", "spam"])
+def test_files_of_tensorflow(name: str, tmp_path: Path) -> None:
+    """A state goes through `tf.train.Checkpoint` as JSON."""
+    import tensorflow as tf
+
+    framework, rule = EAGER["tensorflow"][0](), SOME[name]
+    clipper, goes_on = half_way(framework, rule)
+    path = tf.train.Checkpoint(clipper=tf.Variable(json.dumps(clipper.state_dict()))).save(str(tmp_path / "state"))
+    text = tf.Variable("")
+    tf.train.Checkpoint(clipper=text).restore(path).assert_consumed()
+    goes_on(json.loads(text.numpy()))
+
+
+@pytest.mark.needs("jax", "optax")
+def test_files_of_jax(tmp_path: Path) -> None:
+    """A state is one more tree of arrays beside the parameters, and comes back bit by bit; to another mesh, too."""
+    import jax
+    import orbax.checkpoint as ocp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    rule, rng = uc.chain(uc.spam(2.0, 0.5, 1), uc.autoclip(50, 4), uc.adagc(warmup=1)), np.random.default_rng(0)
+    grads, update = {"b": rng.standard_normal(4), "w": rng.standard_normal((4, 2))}, jax.jit(rule.update)
+
+    def divided(*shape: int) -> Any:
+        mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        return jax.device_put(grads, {"b": NamedSharding(mesh, P("x")), "w": NamedSharding(mesh, P("x", "y"))})
+
+    here, there = divided(2, 1), divided(1, 2)
+    _, state, _ = update(here, rule.init(here))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        same_place, another = (checkpointer.restore(tmp_path / "state", rule.init(one)) for one in (here, there))
+    assert jax.tree.structure(same_place) == jax.tree.structure(state)
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other, strict=True), same_place, state)
+    for one, other in zip(*(jax.tree.leaves(update(*some)) for some in ((there, another), (here, state))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+# --- Refusals: another rule, other leaves, another format
+
+EMA = uc.limits.Ema(1.05, 0.98)
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "limit": (uc.adagc(), uc.adagn()),
+    "norm": (uc.autoclip(), uc.Rule(uc.limits.Percentile(10, 10_000), norm=uc.norms.RMS)),
+    "scope": (uc.autoclip(), uc.Rule(uc.limits.Percentile(10, 10_000), scope=uc.scopes.each_leaf)),
+    "axes": (uc.Rule(EMA, scope=uc.scopes.axes(0)), uc.Rule(EMA, scope=uc.scopes.axes(-1))),
+    "window": (uc.autoclip(window=3), uc.autoclip(window=4)),
+    "flag": (uc.Rule(uc.limits.Percentile(50, 3)), uc.Rule(uc.limits.Percentile(50, 3, filled=True))),
+    "chain": (uc.adagc(), uc.chain(uc.adagc())),
+    "order": (uc.chain(double, uc.zclip()), uc.chain(uc.zclip(), double)),
+    "mask": (uc.autoclip(), uc.masked(uc.autoclip(), only_w)),
+    "no memory": (uc.autoclip(), uc.by_norm(1.0)),
+    "groups": (uc.by_group_norm({"b": 1.0, "w": EMA}, first_key), uc.by_group_norm({"b": EMA, "w": 1}, first_key)),
+}
+TUNED: dict[str, tuple[Any, Any]] = {
+    "numbers": (uc.zclip(z=1.0), uc.zclip(z=np.float32(2.0), decay=0.5, warmup=3)),
+    "a rule without memory": (uc.chain(uc.by_norm(1.0), uc.adagc()), uc.chain(uc.by_value(0.0, 2.0), uc.adagc())),
+    "function": tuple(uc.by_global_norm(uc.limits.Schedule(limit)) for limit in (falling, lambda step: 1.0 + step)),
+    "curve": (uc.autoclip(), uc.Rule(uc.limits.Percentile(10, 10_000), curve=uc.curves.soft, nonfinite="skip")),
+    "order of NumPy's": tuple(uc.Rule(uc.limits.Percentile(50, 3), norm=uc.Norm(p)) for p in (3, np.float64(3.0))),
+    "decay 0": (uc.adagc(), uc.norm_growth()),
+    "mask": (uc.masked(uc.autoclip(), only_w), uc.masked(uc.autoclip(), lambda path, leaf: True)),
+}  # fmt: skip
+
+
+@on_numpy
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_rule(name: str) -> None:
+    """The state of another kind of rule is refused at once, and nothing is lost."""
+    before, rule = OTHERS[name]
+    saved = after(before, STEPS[0]).state_dict()
+    used, plain = after(rule, STEPS[0], STEPS[1]), after(rule, STEPS[0], STEPS[1])
+    for clipper in (used, uc.Clipper(rule)):
+        own, report = clipper.state_dict(), clipper.report
+        with pytest.raises(ValueError, match=r"load_state_dict\(\{\}\)"):
+            clipper.load_state_dict(saved)
+        assert clipper.state_dict() == own
+        assert clipper.report is report
+    same(train(NUMPY, used, range(2, 5)), train(NUMPY, plain, range(2, 5)))
+    with pytest.raises(ValueError, match=r"rule\.init\(grads\)"):
+        from_dict(rule, saved, STEPS[0])
+
+
+@on_numpy
+@pytest.mark.parametrize("name", TUNED)
+def test_a_rule_that_is_tuned(name: str) -> None:
+    """Other numbers and functions, and other rules without memory, leave a state what it is."""
+    before, rule = TUNED[name]
+    saved = after(before, STEPS[0]).state_dict()
+    clipper = loaded(rule, saved)
+    clipper.init(STEPS[0])
+    assert clipper.state_dict()["state"] == saved["state"]
+    train(NUMPY, clipper, [1])
+    assert clipper.state_dict()["state"] != saved["state"]
+
+
+@pytest.mark.only("numpy", "torch")
+@pytest.mark.parametrize("name", LABELLED)
+def test_other_leaves(framework: Framework, name: str) -> None:
+    """A state of as many norms of the same shapes, but of other leaves, is refused by name; and changes nothing."""
+    rule = uc.masked(RULES[name].rule, lambda path, leaf: path[0] != "b") if name == "masked adagc" else RULES[name]
+    grads = {"b": framework.array([[1.0, 2.0]]), "w": framework.array([[3.0, 4.0]])}
+    others, w, v = {"b": grads["b"], "v": grads["w"]}, r"grads\['w'\]", r"grads\['v'\]"
+    saved, fresh = after(rule, grads).state_dict(), uc.Clipper(rule)
+    fresh.load_state_dict(saved)
+    for act in (fresh, fresh.init, fresh):  # trying again neither helps nor loses what was loaded
+        with pytest.raises(ValueError, match=rf"{w}.*{v}.*uniclip\.saved\.renamed"):
+            act(others)
+        assert (fresh.state, fresh.report, fresh.state_dict()) == (None, None, saved)
+    with pytest.raises(ValueError, match=w):
+        from_dict(rule, saved, {"b": grads["b"]})
+    used = after(rule, others)
+    own, report = used.state_dict(), used.report
+    with pytest.raises(ValueError, match=rf"{w}.*{v}"):
+        used.load_state_dict(saved)
+    assert used.state_dict() == own
+    assert used.report is report
+    with pytest.raises(ValueError, match=w):
+        used(grads)
+    names = lambda name: name.replace("'w'", "'v'")
+    for state in (renamed(saved, {"['w']": "['v']"}), renamed(saved, names), {**saved, "leaves": None}):
+        wanted, found = loaded(rule, saved)(grads), loaded(rule, state)(others)
+        same([numbers(framework, found)], [numbers(framework, wanted)])
+
+
+@on_numpy
+def test_other_leaves_of_one_norm() -> None:
+    """A rule over all leaves does not care which ones there are."""
+    rule = uc.chain(double, uc.autoclip(50, 4))
+    clipper = loaded(rule, after(rule, {"b": np.asarray([1.0])}).state_dict())
+    clipper({"b": np.asarray([1.0]), "w": np.asarray([[3.0, 4.0]])})
+    assert clipper({"v": np.asarray([[100.0]])})["v"].item() == pytest.approx(2 * 26**0.5)
+
+
+ORDERED = {
+    "adagc": uc.adagc(warmup=1),
+    "as many norms as leaves": uc.Rule(uc.limits.Percentile(50, 2), scope=uc.scopes.each_leaf),
+    "losses": uc.Rule(uc.limits.RollingZScore(1.0, 2, warmup=2), scope=uc.scopes.each_leaf),
+    "chain": uc.chain(uc.autoclip(50, 3), uc.masked(uc.adagc(warmup=1), lambda path, leaf: True), uc.adagn()),
+}
+GRADS = OrderedDict(w=np.asarray([3.0, 4.0]), b=np.asarray([1.0]))
+
+
+@pytest.mark.only("numpy", "torch", "jax")
+@pytest.mark.parametrize("name", ORDERED)
+def test_leaves_in_another_order(framework: Framework, name: str) -> None:
+    """Norms are known by the names of their leaves: a state goes on where these come in another order."""
+    steps = [OrderedDict((key, framework.array(size * GRADS[key])) for key in GRADS) for size in (1.0, 3.0, 9.0, 2.0)]
+    one = after(ORDERED[name], *steps[:2])
+    other = loaded(ORDERED[name], through_json(one.state_dict()))
+    for grads in steps[2:]:
+        wanted, found = one(grads, loss=1.0), other(OrderedDict(reversed(grads.items())), loss=1.0)
+        for key in GRADS:
+            np.testing.assert_array_equal(framework.numpy(found[key]), framework.numpy(wanted[key]), err_msg=key)
+
+
+@on_numpy
+@pytest.mark.parametrize("rule", [uc.spam(), uc.Rule(EMA, scope=uc.scopes.unit(0))], ids=["each entry", "units"])
+def test_an_order_that_matters(rule: Any) -> None:
+    """Where a norm is no row of an array, another order is refused."""
+    clipper = loaded(rule, after(rule, GRADS).state_dict())
+    with pytest.raises(ValueError, match="order"):
+        clipper(OrderedDict(reversed(GRADS.items())))
+    clipper(GRADS)
+
+
+@on_numpy
+@pytest.mark.parametrize("name", ["adagc", "as many norms as leaves"])
+def test_frozen_leaves(name: str) -> None:
+    """A leaf that never has a gradient need not be in other trees: a state goes on with it and without it."""
+    steps = [{key: size * GRADS[key] for key in GRADS} for size in (1.0, 3.0, 9.0, 2.0)]
+    frozen = [OrderedDict(a=None, w=grads["w"], frozen=None, b=grads["b"]) for grads in steps]
+    for first, then in ((frozen, steps), (steps, frozen)):
+        whole = after(ORDERED[name], *steps[:2])
+        other = loaded(ORDERED[name], through_json(after(ORDERED[name], *first[:2]).state_dict()))
+        for given, grads in zip(then[2:], steps[2:], strict=True):
+            found, wanted = other(given), whole(grads)
+            assert all(map(np.array_equal, [found[key] for key in GRADS], [wanted[key] for key in GRADS]))
+
+
+@on_numpy
+def test_other_shapes_and_numbers_of_norms() -> None:
+    """An array of another shape, one that is missing and one too many are refused by name."""
+    grads, rule = {"b": np.asarray([1.0]), "w": np.asarray([[3.0, 4.0]])}, uc.spam()
+    saved = after(rule, grads).state_dict()
+    with pytest.raises(ValueError, match=r"\(1, 1, 2\).*\(1, 2, 1\)"):
+        loaded(rule, saved)({**grads, "w": np.asarray([[3.0], [4.0]])})
+    for name in saved["state"]:
+        less = {key: value for key, value in saved["state"].items() if key != name}
+        for state in (less, {**saved["state"], "more": 1.0}):
+            with pytest.raises(ValueError, match=r"load_state_dict\(\{\}\)"):
+                loaded(rule, {**saved, "state": state})(grads)
+    with pytest.raises(ValueError, match="2 norms"):
+        uc.adagc().update({**grads, "more": np.ones(2)}, uc.adagc().init(grads))
+
+
+@on_numpy
+def test_another_format() -> None:
+    """A state of a later format is refused by its number; one without a number is taken for the first."""
+    clipper = after(uc.adagc(), GRADS)
+    saved = clipper.state_dict()
+    for number in (2, "1", None):
+        for load in (clipper.load_state_dict, lambda state: from_dict(uc.adagc(), state, GRADS)):
+            with pytest.raises(ValueError, match=f"format {number!r}"):
+                load({**saved, "format": number})
+    for wrong in (None, [1.0], "count"):
+        with pytest.raises(TypeError, match="saved"):
+            clipper.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"load_state_dict\(\{\}\)"):
+        clipper.load_state_dict({"count": 1})
+    assert clipper.state_dict() == saved
+    assert loaded(uc.adagc(), {name: saved[name] for name in ("rule", "leaves", "state")}).state_dict() == saved
+
+
+@on_numpy
+def test_renamed() -> None:
+    """Other names are given by a dict, which may leave some out, or by a function; the state itself stays as it was."""
+    saved = after(uc.chain(uc.autoclip(), uc.adagc()), GRADS).state_dict()
+    before = copy.deepcopy(saved)
+    assert renamed(saved, {"['w']": "['v']"}) == {**before, "leaves": [None, ["['v']", "['b']"]]}
+    assert renamed(saved, lambda name: f"[0]{name}")["leaves"] == [None, ["[0]['w']", "[0]['b']"]]
+    assert renamed({}, str.lower) == {}
+    assert saved == before
+    with pytest.raises(ValueError, match=r"grads\['v'\].*grads\['w'\]"):
+        renamed(saved, {"['v']": "['w']"})
+    with pytest.raises(ValueError, match=r"grads\['b'\]"):
+        renamed(saved, {"['w']": "['b']"})
+
+
+# --- Compilers and threads
+
+
+def test_compiled_code(compiler: Framework) -> None:
+    """A clipper that remembers refuses code that is being compiled, says what to use there, and is as it was."""
+    grads, clipper = {"w": compiler.array([3.0, 4.0])}, uc.Clipper(uc.norm_growth())
+    with pytest.raises(Exception, match=r"rule\.update\(grads, state\)"):  # torch.compile has its own errors
+        compiler.run(lambda grads: clipper(grads), grads)
+    assert (clipper.state, clipper.report) == (None, None)
+
+
+def one_more(step: Any) -> Any:
+    """Return the number of a step, from 1."""
+    return step + 1.0
+
+
+@pytest.mark.only("numpy", "torch")
+def test_threads_that_read(framework: Framework) -> None:
+    """While one thread clips, another one sees state and report of whole steps, in order, and saves them."""
+    limit = uc.by_global_norm(uc.limits.Schedule(one_more))
+    clipper, seen, done, ones = uc.Clipper(uc.chain(limit, limit)), [], threading.Event(), framework.array([1.0])
+    clipper([ones])
+
+    def look() -> None:
+        while not done.is_set():
+            saved, report = clipper.state_dict()["state"], clipper.report
+            seen.append((list(saved.values()), [float(framework.numpy(norm)) for norm in report.norms], report.limits))
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(look)
+        for step in range(2, 200):
+            clipper([step * ones])
+        done.set()
+        reader.result()
+    last = 1.0
+    for counts, norms, limits in seen:
+        assert [float(framework.numpy(limit)) for limit in limits] == norms  # step n has norm n, which is its limit
+        assert last <= counts[0] == counts[1] <= norms[0] == norms[1]
+        last = norms[0]
+    assert len({norms[0] for _, norms, _ in seen}) > 1
