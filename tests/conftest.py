@@ -25,6 +25,8 @@ NEEDS = {
     "test_processes.py": {"torch"},
     "adapters/test_torch.py": {"torch"},
     "adapters/test_tensorflow1.py": {"tensorflow"},
+    "going/test_tensorflow1_record.py": {"tensorflow"},
+    "going/test_tensorflow1_replicas.py": {"tensorflow"},
     "adapters/test_optax.py": {"optax"},
     "adapters/test_keras.py": {"keras"},
     "adapters/test_accelerate.py": {"trainers"},
@@ -42,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     every = ",".join([*EAGER, *ADAPTERS])
     parser.addoption("--frameworks", default="numpy", help=f"what this run is for, of {every}; or all")
     parser.addoption("--keras-backend", default="tensorflow", choices=["tensorflow", "jax", "torch"])
+    parser.addoption("--old", help="the folder of uniclip_old, which tests/make_old.py makes, to compare with")
     parser.addoption("--fuzz", help="the seed of the drawn cases, SEED or SEED:NUMBER; that of the week by default")
 
 
@@ -66,7 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files of libraries that a run is not for."""
     name = collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
-    return True if NEEDS.get(name, set()) - chosen(config) else None
+    unasked = name == "test_against_old.py" and not config.getoption("--old")
+    return True if unasked or NEEDS.get(name, set()) - chosen(config) else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

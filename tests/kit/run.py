@@ -50,7 +50,7 @@ def case_of(uc: ModuleType, fw: Framework, seed: int, number: int) -> Case:
 def array_of(fw: Framework, values: np.ndarray, slot: Slot) -> Any:
     """Return an array of the framework, as it lies in memory in many ways."""
     with np.errstate(all="ignore"):
-        array = fw.array(values, slot.dtype)
+        array = fw.array(np.array(values), slot.dtype)  # a copy, which may be changed in place
     numpy = isinstance(array, np.ndarray)
     match slot.layout if slot.shape or slot.layout == "scalar" else "C":
         case "scalar":
@@ -119,7 +119,7 @@ class Run:
 
     def _tie(self) -> None:
         """Make the limit one of the norms that the first step has."""
-        leaves = self._leaves(self._tree(self.case.steps[0])) if self.case.tie is not None else []
+        leaves = self._leaves(self.tree(self.case.steps[0])) if self.case.tie is not None else []
         with contextlib.suppress(Inconclusive):
             norms = oracle.norms_of(self.case.plan, leaves, self.machine)[0] if leaves else []
             sizes = np.concatenate([np.ravel(n.hi) for n in norms]) if norms else np.zeros(0)
@@ -137,7 +137,7 @@ class Run:
         self.case.rule = replace(self.case.rule, limit=limit)
         self.case.plan = replace(self.case.plan, limit=("constant", value))
 
-    def _tree(self, values: list[np.ndarray | None]) -> Any:
+    def tree(self, values: list[np.ndarray | None]) -> Any:
         pairs = zip(values, self.case.slots, strict=True)
         made = [None if one is None else array_of(self.fw, one, slot) for one, slot in pairs]
         if self.case.twice and values is not self.case.params:
@@ -179,23 +179,23 @@ class Run:
                 self.clipper = self.uc.Clipper(self.rule)
                 self.clipper.load_state_dict(saved)
             case "moved" | "plain" if self.state is not None:
-                full = self._tree(self.case.steps[0])
+                full = self.tree(self.case.steps[0])
                 saved = json.loads(json.dumps(self.uc.saved.to_dict(self.rule, self.state, full)))
                 self.fw = self.other if self.case.way == "moved" else self.fw
-                self.state = self.uc.saved.from_dict(self.rule, saved, self._tree(self.case.steps[0]))
+                self.state = self.uc.saved.from_dict(self.rule, saved, self.tree(self.case.steps[0]))
 
     def step(self, values: list[np.ndarray | None], loss: float | None) -> None:
         """Take a step, and check it."""
         fw, way = self.fw, self.case.way
-        grads = self._tree(values)
+        grads = self.tree(values)
         old = [np.array(fw.numpy(array)) for _, array in walk(grads)]
         leaves = self._leaves(grads)
         params = None
         if way == "parts" or any(plan.limit[0] in {"relative", "trust"} for plan in plans_of(self.plan)):
-            params = self._tree(self.case.params)
+            params = self.tree(self.case.params)
         given = oracle.Step(self.machine, {leaf.path: leaf for leaf in self._leaves(params)}, loss)
         try:
-            clipped, report = self._parts(grads, params, loss) if way == "parts" else self._call(grads, params, loss)
+            clipped, report = self._parts(grads, params, loss) if way == "parts" else self.call(grads, params, loss)
         except FloatingPointError:
             outcome = self._outcome(leaves, given)
             if outcome.finite or "raise" not in self.policies:
@@ -243,7 +243,7 @@ class Run:
         pairs = zip(parts, outcome.parts or [outcome], strict=True)
         return any(plans_of(part)[0].policy == "raise" and one.measured and not one.finite for part, one in pairs)
 
-    def _call(self, grads: Any, params: Any, loss: float | None) -> tuple[Any, Any]:
+    def call(self, grads: Any, params: Any, loss: float | None) -> tuple[Any, Any]:
         uc, way = self.uc, self.case.way
         more = {} if loss is None else {"loss": loss}
         if way == "summed":

@@ -1,0 +1,39 @@
+"""Make the package of an earlier commit importable as ``uniclip_old``: ``python tests/make_old.py FOLDER``."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+COMMIT = "76a9b8a64215f9194282cb456e176ef9c0af86e0"
+"""What the package of today is compared with."""
+LEFT_OUT = {"integrations", "insight"}
+SOURCE = "src/uniclip"
+
+
+def make(folder: Path) -> None:
+    """Write the core of the package into a folder, under its other name."""
+    root = Path(__file__).resolve().parent.parent
+    command = ["git", "-C", str(root), "archive", COMMIT, SOURCE]
+    archived = subprocess.run(command, capture_output=True, check=False)
+    if archived.returncode:
+        why = archived.stderr.decode(errors="replace").strip()
+        sys.exit(f"commit {COMMIT} is needed, which a clone with its whole history has (git fetch --unshallow): {why}")
+    shutil.rmtree(folder / "uniclip_old", ignore_errors=True)
+    with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as files:
+        for member in filter(tarfile.TarInfo.isfile, files):
+            path = Path(member.name).relative_to(SOURCE)
+            if not LEFT_OUT & set(path.parts):
+                text = files.extractfile(member).read().decode()  # type: ignore[union-attr]
+                target = folder / "uniclip_old" / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(re.sub(r"\buniclip\b(?!-)", "uniclip_old", text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
