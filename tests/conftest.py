@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
 """Libraries beside the frameworks: Keras, optax with Flax and Equinox, Lightning with Accelerate and Hugging Face."""
 NEEDS = {
+    "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_processes.py": {"torch"},
     "adapters/test_torch.py": {"torch"},
     "adapters/test_tensorflow1.py": {"tensorflow"},
