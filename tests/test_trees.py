@@ -1,0 +1,176 @@
+"""What gradients may come in: containers of every kind, and the kinds of arrays that users of a framework have."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import uniclip as uc
+from kit.frameworks import Framework
+from kit.trees import close
+
+
+class Pair(NamedTuple):
+    """A named tuple of gradients."""
+
+    w: Any
+    b: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A frozen dataclass of gradients, with a field that ``__init__`` does not take."""
+
+    w: Any
+    b: Any = None
+    cache: Any = dataclasses.field(default=None, init=False)
+
+
+class Parameters(list[Any]):
+    """A list of one's own, as frameworks have them."""
+
+
+VALUES = lambda tree: [*tree.values()]
+CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], type, Callable[[Any], list[Any]]]] = {
+    "list": (lambda a, b: [a, b], list, list),
+    "tuple": (lambda a, b: (a, None, b), tuple, lambda tree: [tree[0], tree[2]]),
+    "deque": (lambda a, b: collections.deque([a, b]), collections.deque, list),
+    "namedtuple": (Pair, Pair, list),
+    "list subclass": (lambda a, b: Parameters([a, b]), list, list),
+    "generator": (lambda a, b: (x for x in (a, b)), list, list),
+    "values": (lambda a, b: {"z": a, "a": b}.values(), list, list),
+    "iterator inside": (lambda a, b: {"x": iter([a]), "y": b}, dict, lambda tree: [tree["x"][0], tree["y"]]),
+    "dict": (lambda a, b: {"z": a, "a": b}, dict, VALUES),
+    "keys of two kinds": (lambda a, b: {1: a, "x": b, (0,): None}, dict, lambda tree: [tree[1], tree["x"]]),
+    "OrderedDict": (lambda a, b: collections.OrderedDict(z=a, a=b), collections.OrderedDict, VALUES),
+    "defaultdict": (lambda a, b: collections.defaultdict(list, z=a, a=b), collections.defaultdict, VALUES),
+    "mapping": (lambda a, b: types.MappingProxyType({"z": a, "a": b}), object, VALUES),
+    "UserDict": (lambda a, b: collections.UserDict(z=a, a=b), object, VALUES),
+    "dataclass": (lambda a, b: Layer(a, {"deep": [b]}), Layer, lambda tree: [tree.w, tree.b["deep"][0]]),
+}
+"""How each is made of two leaves, what comes back, and where its leaves are then."""
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax")
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers(framework: Framework, name: str) -> None:
+    """Containers come back as they are, iterators and views as lists; the given ones and their arrays never change."""
+    (make, kind, leaves), arrays = CONTAINERS[name], (framework.array([3.0]), framework.array([4.0]))
+    clipped, norm = uc.clip_by_global_norm(make(*arrays), 1.0)
+    assert isinstance(clipped, kind)
+    close(framework, norm, 5.0)
+    for found, wanted in zip(leaves(clipped), (0.6, 0.8), strict=True):
+        close(framework, found, [wanted])
+    within = leaves(uc.clip_by_norm(make(*arrays), 9.0))
+    assert [found is leaf for found, leaf in zip(within, arrays, strict=True)] == [True, True]
+    assert [framework.numpy(leaf).item() for leaf in arrays] == [3.0, 4.0]
+
+
+@pytest.mark.needs("numpy")
+def test_what_is_no_gradient() -> None:
+    """An iterator that was read before, and leaves that are no arrays of numbers, are refused by their paths."""
+    for spent in (iter([]), (x for x in ()), map(abs, []), itertools.chain()):
+        with pytest.raises(ValueError, match="iterator"):
+            uc.clip_by_global_norm(spent, 1.0)
+    for leaf in (1.0, "w", object(), np.ma.masked_array([1.0], [True]), np.asarray([True]), np.asarray(["x"]), {1.0}):
+        with pytest.raises(TypeError, match=r"grads\['layers'\]\[1\]\['w'\]"):
+            uc.clip_by_global_norm({"layers": [None, {"w": leaf}]}, 1.0)
+    with pytest.raises(TypeError, match=r"grads\['layer'\]\['w'\]"):
+        uc.global_norm({"layer": Layer(2.0)})
+
+
+def narrow_rules(uc: Any) -> list[Any]:
+    """Return rules for arrays of few bits."""
+    return [uc.by_global_norm(2.5), uc.by_norm(2.5, ord=3), uc.by_norm(2.5, axis=-1), uc.by_value(-2.0, 2.0)]
+
+
+@pytest.mark.needs("torch")
+def test_kinds_of_torch() -> None:
+    """8-bit floats are clipped as float32 and rounded once, subclasses keep their class, in place too."""
+    import torch
+
+    own, wide = type("Own", (torch.Tensor,), {}), torch.tensor([3.0, 4.0, -0.5])
+    for rule in narrow_rules(uc):
+        alone = uc.clip(wide, rule)[0]
+        for make in (
+            lambda x: x.to(torch.float8_e4m3fn),
+            lambda x: x.to(torch.float8_e5m2),
+            lambda x: x.as_subclass(own),
+        ):
+            given = make(wide.clone())
+            clipped, _ = uc.clip(given, rule)
+            uc.clip_(given, rule)
+            for found in (clipped, given):
+                assert (found.dtype, type(found)) == (make(alone).dtype, type(make(alone)))
+                assert torch.allclose(found.float(), make(alone).float())
+    within = torch.ones(2).to(torch.float8_e4m3fn)
+    assert uc.clip([within], uc.by_global_norm(2.0))[0][0] is within
+    rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    changed = rows.clone()
+    torch.func.vmap(lambda row: uc.clip_(row, uc.by_norm(1.0)) and row)(changed)
+    assert torch.allclose(changed, uc.clip(rows, uc.by_norm(1.0, axis=1))[0])
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # half of these PyTorch calls prototypes
+@pytest.mark.parametrize("name", ["dequantize", "unbind", "to_sparse_csr", "shape", "grad"])
+def test_kinds_that_torch_cannot_clip(name: str) -> None:
+    """The error names the leaf and what to make of it, before anything is changed."""
+    import torch
+
+    first, make = torch.tensor([3.0, 4.0]), {
+        "dequantize": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "unbind": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(4)]),
+        "to_sparse_csr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+        "shape": torch.nn.parameter.UninitializedBuffer,
+        "grad": lambda: torch.nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    for clip in (uc.clip, uc.clip_):
+        with pytest.raises(TypeError, match=rf"grads\['w'\].*{name}"):
+            clip({"a": first, "w": make[name]()}, uc.by_norm(1.0))
+    assert first.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.needs("jax")
+def test_kinds_of_jax() -> None:
+    """8-bit floats are clipped as float32 and rounded once; what holds no numbers is refused."""
+    import jax
+    import jax.numpy as jnp
+
+    wide, rules = jnp.asarray([3.0, 4.0, -0.5]), narrow_rules(uc)
+    wanted = [uc.clip([wide, jnp.ones(2)], rule)[0][0] for rule in rules]
+    every = jax.jit(lambda grads: [uc.clip(grads, rule)[0][0] for rule in rules])
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        for found, one in zip(every([wide.astype(dtype), jnp.ones(2)]), wanted, strict=True):
+            np.testing.assert_array_equal(found, one.astype(dtype), strict=True)
+    for leaf in (jax.random.key(0), jnp.ones(2) > 0):
+        with pytest.raises(TypeError, match=r"grads\[1\]"):
+            uc.clip([jnp.ones(2), leaf], rules[0])
+
+
+@pytest.mark.needs("jax")
+def test_nodes_and_settings_of_jax() -> None:
+    """Classes that are registered with JAX are containers; results lie with the gradients; promotion may be strict."""
+    import jax
+    import jax.numpy as jnp
+
+    node = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Node", ["one", "two"]), ["one"], ["two"])
+    clipped, report = uc.clip(node(jnp.asarray([3.0, 4.0]), "kept"), uc.by_norm(1.0))
+    assert (type(clipped), clipped.two, float(report.norms.one)) == (node, "kept", 5.0)
+    here, other = jax.devices()[:2]
+    grads = jax.device_put({"w": jnp.arange(1.0, 9.0, dtype="bfloat16").reshape(4, 2), "b": jnp.ones(2)}, here)
+    rules = [uc.by_value(-np.ones(2), np.ones(2)), uc.agc(0.1), uc.zclip(warmup=2)]
+    every = lambda grads: [rule.update(grads, rule.init(grads), grads) for rule in rules]
+    wanted = jax.jit(every)(grads)
+    with jax.default_device(other), jax.numpy_dtype_promotion("strict"):
+        found = jax.jit(lambda grads: every(grads))(grads)
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.devices() == {here}
+        np.testing.assert_array_equal(one, two)
