@@ -14,7 +14,7 @@ from email.message import Message
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ["tests/old/common/test_promises.py", "tests/old/on_numpy/test_in_place.py", "tests/old/on_numpy/test_packaging.py"]
+TESTS = ["--frameworks", "numpy", "tests/test_contract.py", "tests/test_faults.py"]
 FOR_TOX = [".ci/package.py", "constraints.txt", "constraints-lowest.txt", "pyproject.toml", "README.md", "tox.ini"]
 URLS = {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path += [str(ROOT / "tests" / "old"), str(ROOT / "benchmarks")]
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "old"), str(ROOT / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
 import performance_figures  # noqa: E402 - needs the path above
@@ -17,8 +17,8 @@ import processes_tables  # noqa: E402 - needs the path above
 import rule_figures  # noqa: E402 - needs the path above
 import rule_tables  # noqa: E402 - needs the path above
 
-import promises  # noqa: E402 - needs the path above
 import speed_tables  # noqa: E402 - needs the path above
+from kit import contract  # noqa: E402 - needs the path above
 
 
 def write(path: Path, text: str) -> None:
@@ -30,8 +30,8 @@ def write(path: Path, text: str) -> None:
 
 def everything() -> None:
     """Write the tables and draw the pictures that are made of what is measured."""
-    write(HERE / "_generated" / "promises.md", promises.table())
-    write(HERE / "_generated" / "dtypes.md", promises.dtypes())
+    write(HERE / "_generated" / "promises.md", contract.table())
+    write(HERE / "_generated" / "dtypes.md", contract.dtypes())
     compared = json.loads((HERE / "compared-pages.json").read_text(encoding="utf-8"))
     for name, text in compared["parts"].items():
         write(HERE / "_generated" / f"compared-{name}.md", text)

@@ -164,7 +164,12 @@ PROMISES = [
         "`clip_by_value` keeps them; norm rules return the framework's default float",
         (programs.Integers(),),
     ),
-    Promise("complex numbers", "norm of the modulus; `clip_by_value` raises `TypeError`", (programs.Complex(),)),
+    Promise(
+        "complex numbers",
+        "norm of the modulus; `clip_by_value` raises `TypeError`",
+        (programs.Complex(),),
+        checks.complex_by_value,
+    ),
     Promise(
         "floats of 8 bits",
         "clipped as float32, and rounded once",

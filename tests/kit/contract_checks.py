@@ -344,6 +344,14 @@ def takes_any_number(fw: Framework, uc: Any) -> None:
         close_leaves(fw, used, [low * 1.5 / norm, low * 1.5 / norm, high, low])
 
 
+def complex_by_value(fw: Framework, uc: Any) -> None:
+    """Give complex gradients, which have no order, and complex bounds."""
+    with pytest.raises(TypeError, match="complex"):
+        uc.clip_by_value(fw.array([3 + 4j, 0, 12j], "complex64"), -1, 1)
+    with pytest.raises(TypeError, match="max"):
+        uc.clip_by_value(fw.array([3.0]), -1, 1j)
+
+
 def eight_bits(fw: Framework, uc: Any) -> None:
     """Clip floats of 8 bits as float32, rounded once, in place too."""
     import ml_dtypes

@@ -141,7 +141,7 @@ class Above(Program):
     limit = 0.5
 
     def arrays(self, fw: Framework) -> Any:
-        drawn = 0.3 * np.random.default_rng(0).standard_normal((3, 2))
+        drawn = 2 * np.random.default_rng(0).standard_normal((3, 2))
         return {dtype: {"drawn": fw.array(drawn, dtype), **tree(fw, dtype, by=0.1)} for dtype in floats(fw)}
 
     def run(self, uc: Any, given: Any) -> Any:
