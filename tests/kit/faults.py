@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -156,9 +155,9 @@ def _(uc: Any) -> dict[str, Any]:
     return {"zclip": lambda *args, warmup=25, **options: uc.zclip(*args, warmup=warmup + 1, **options)}
 
 
-@fault("NaN is learned", "… and a rule that remembers")
+@fault("a step that is not finite is learned", "… and a rule that remembers")
 def _(uc: Any) -> dict[str, Any]:
-    spoiled = lambda array: array * math.nan if array.dtype.kind == "f" else array
+    spoiled = lambda array: 2 * array if array.dtype.kind == "f" else array
 
     def update(rule: Any, grads: Any, state: Any, *args: Any, **options: Any) -> Any:
         clipped, new, report = rule.update(grads, state, *args, **options)
