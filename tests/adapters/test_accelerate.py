@@ -1,0 +1,153 @@
+"""Rules attached to optimizers under Accelerate, which wraps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+
+import uniclip as uc
+from adapters.contract import contract
+from adapters.trainers import Net, inner, long, near, sgd, short, tensors
+from kit.training import Arrays, Batch, batches, parts
+from uniclip.integrations.torch import attach
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Undo what Accelerate keeps for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Accelerated:
+    """A loop as Accelerate's documentation writes it; the rule is attached before the optimizer is wrapped."""
+
+    takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
+    optimizer = "momentum"
+    left_out = frozenset[str]()
+    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
+
+    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+        """Prepare."""
+        self.record, self.micro = record, micro
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro, **options)
+        net = Net()
+        optimizer = sgd(net)
+        self.handle = None if rule is None else attach(optimizer, rule, record=record)
+        self.net, self.inside = self.accelerator.prepare(net, optimizer)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch, in parts if asked for."""
+        for part in parts(batch, self.micro):
+            with self.accelerator.accumulate(self.net):
+                loss = self.net(**tensors(part))["loss"]
+                self.accelerator.backward(loss)
+                if self.handle is not None:
+                    self.handle.loss = loss.detach()
+                self.inside.step()
+                self.inside.zero_grad()
+
+    def weights(self) -> Arrays:
+        """Return the weights."""
+        return self.net.arrays()
+
+    def inner(self) -> list[Any]:
+        """Return what the optimizer remembers."""
+        return inner(self.inside)
+
+    def scalars(self) -> dict[str, float]:
+        """Return what the handle has."""
+        return {name: float(value) for name, value in self.handle.scalars().items()}
+
+    def finish(self) -> None:
+        """Write the record."""
+        self.record.flush()
+
+    def save(self, folder: Path) -> None:
+        """Save all that was prepared."""
+        self.accelerator.save_state(str(folder / "state"))
+
+    def load(self, folder: Path) -> None:
+        """Load it."""
+        self.accelerator.load_state(str(folder / "state"))
+
+    def remembered(self) -> dict[str, Any]:
+        """Return the memory of the handle."""
+        return short(self.handle.numbers())
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give it a memory."""
+        self.handle.load_state_dict(long(saved))
+
+
+class Scaled(Accelerated):
+    """With a scaler, which Accelerate makes on accelerators only; the rule is attached to what it wraps."""
+
+    takes = frozenset({"scalars", "memory", "scale"})
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Wrap the optimizer with a scaler."""
+        self.accelerator, self.net = Accelerator(cpu=True), Net()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.inside = AcceleratedOptimizer(sgd(self.net), scaler=self.scaler)
+        self.handle = attach(self.inside, rule)
+        self.accelerator.gradient_state._set_sync_gradients(True)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.inside.zero_grad()
+        self.scaler.scale(self.net(**tensors(batch))["loss"]).backward()
+        self.inside.step()
+
+
+@pytest.mark.parametrize("check", contract(Accelerated))
+def test_contract(check: Any, tmp_path: Path) -> None:
+    """The loop keeps the contract of all adapters."""
+    check(Accelerated, uc, tmp_path)
+
+
+@pytest.mark.parametrize("check", contract(Scaled, ()))
+def test_scaled(check: Any, tmp_path: Path) -> None:
+    """Norms are those of the unscaled gradients, and a step that the scaler leaves out is none."""
+    check(Scaled, uc, tmp_path)
+
+
+def test_own_function() -> None:
+    """50 steps clipped by ``accelerator.clip_grad_norm_`` lead to the same weights; it divides by the norm + 1e-6."""
+    ours, theirs = Accelerated(), Accelerated()
+    ours.start(uc, uc.by_global_norm(0.5))
+    theirs.start(uc, None)
+    some = batches()[:5]
+    for number in range(50):
+        ours.step(some[number % 5])
+        theirs.accelerator.backward(theirs.net(**tensors(some[number % 5]))["loss"])
+        theirs.accelerator.clip_grad_norm_(theirs.net.parameters(), 0.5)
+        theirs.inside.step()
+        theirs.inside.zero_grad()
+    near(ours.weights(), theirs.weights())
+
+
+def test_attached_twice() -> None:
+    """What Accelerate returns and what it got are one optimizer."""
+    adapter = Accelerated()
+    adapter.start(uc, uc.by_norm(1.0))
+    with pytest.raises(ValueError, match=r"uc\.chain|already"):
+        attach(adapter.inside, uc.by_norm(1.0))
+
+
+def test_bfloat16() -> None:
+    """Under autocast to bfloat16 gradients are float32, and measured as such."""
+    adapter = Accelerated()
+    adapter.start(uc, uc.by_global_norm(0.5), mixed_precision="bf16")
+    adapter.step(batches()[0])
+    assert adapter.handle.report.norms.dtype is torch.float32
+    assert adapter.scalars()["clip/factor"] < 1

@@ -1,0 +1,293 @@
+"""The callback for the Trainer of Hugging Face: what is the Trainer's own, beside the contract of all adapters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+import uniclip as uc
+from adapters.contract import contract
+from adapters.trainers import Fed, Net, Training, by_hand, inner, long, near, remembers, sgd, short, tensors
+from kit.training import Arrays, Batch, batches, parts
+from uniclip import insight
+from uniclip.integrations.torch import attach
+from uniclip.integrations.transformers import ClipGradients
+
+# The number of steps is given, since the batches come as a stream.
+pytestmark = pytest.mark.filterwarnings("ignore:max_steps is given, it will override any value given in num_train")
+BATCHES = [batch for batch in batches() if np.isfinite(batch.targets).all()]
+
+
+class Feeding(Trainer):
+    """A Trainer whose loader is given."""
+
+    def __init__(self, folder: Path, loader: Any, *callbacks: Any, make: Any = sgd, **options: Any) -> None:
+        self.loader, net = loader, Net()
+        quiet = {"lr_scheduler_type": "constant", "disable_tqdm": True, "report_to": [], "use_cpu": True}
+        quiet |= {"logging_steps": 1, "save_strategy": "no", "max_steps": len(loader), "ignore_data_skip": True}
+        args = TrainingArguments(str(folder), **{**quiet, **options})
+        given = (None if make is None else make(net), None)
+        super().__init__(net, args, train_dataset=[0], callbacks=list(callbacks), optimizers=given)
+
+    def get_train_dataloader(self) -> Any:
+        """Return it."""
+        return self.loader
+
+    def logged(self, name: str) -> list[float]:
+        """Return what was logged under a name."""
+        return [entry[name] for entry in self.state.log_history if name in entry]
+
+
+def train(folder: Path, of: list[Batch], *callbacks: Any, resume: Any = None, **options: Any) -> Feeding:
+    """Train once on the batches, and return the trainer."""
+    steps = len(of) // options.get("gradient_accumulation_steps", 1)
+    made = Feeding(folder, [tensors(batch) for batch in of], *callbacks, **{"max_steps": steps, **options})
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+class Trained:
+    """A training that goes from batch to batch."""
+
+    takes = frozenset({"scalars", "record", "save", "memory", "micro", "bits"})
+    optimizer = "momentum"
+    left_out = frozenset({"zero", "by_value", "agc"})
+    """Where one gradient is NaN, the Trainer makes all of them NaN; these rules would have healthy ones."""
+    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
+    alive: ClassVar[list[Training]] = []
+    """What has not ended."""
+    folder: ClassVar[Path]
+
+    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+        """Make the trainer, which begins with the first batch or a checkpoint."""
+        self.micro, self.training = micro, None
+        self.callback = None if rule is None else ClipGradients(rule, record=record)
+        callbacks = [] if self.callback is None else [self.callback]
+        options = {"gradient_accumulation_steps": micro, "max_grad_norm": 0.0, **options}
+        self.trainer = Feeding(self.folder, Fed(), *callbacks, save_strategy="steps", save_steps=4, **options)
+
+    def begin(self, resume: Any = None) -> None:
+        """Begin to train."""
+
+        def run(fed: Fed) -> None:
+            self.trainer.loader = fed
+            self.trainer.train(resume_from_checkpoint=resume)
+
+        self.training = Training(run)
+        self.alive.append(self.training)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        if self.training is None:
+            self.begin()
+        self.training.step(*parts(batch, self.micro))
+
+    def weights(self) -> Arrays:
+        """Return the weights."""
+        return self.trainer.model.arrays()
+
+    def inner(self) -> list[np.ndarray]:
+        """Return what the optimizer remembers."""
+        return inner(self.trainer.optimizer)
+
+    def scalars(self) -> dict[str, float]:
+        """Return what was logged, which is of one step; the largest norm is that of a window."""
+        found = self.trainer.state.log_history[-1].items()
+        return {name: value for name, value in found if name.startswith("clip/") and name != "clip/norm_max"}
+
+    def finish(self) -> None:
+        """End the training."""
+        self.training.end()
+        self.alive.remove(self.training)
+
+    def save(self, folder: Path) -> None:
+        """Do nothing: the Trainer has saved the 4th step."""
+
+    def load(self, folder: Path) -> None:
+        """Begin from the checkpoint."""
+        self.begin(str(self.folder / "checkpoint-4"))
+
+    def remembered(self) -> dict[str, Any]:
+        """Return the memory of the callback."""
+        return short(self.callback.state_dict())
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give it a memory, which it goes on from when it begins."""
+        self.callback.load_state_dict(long(saved))
+        self.begin()
+
+
+@pytest.fixture(autouse=True)
+def _end(tmp_path: Path) -> Iterator[None]:
+    """End the trainings that a check leaves, and undo what Accelerate keeps for the whole process."""
+    Trained.folder = tmp_path / "trainer"
+    yield
+    while Trained.alive:
+        Trained.alive.pop().end()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("check", contract(Trained))
+def test_contract(check: Any, tmp_path: Path) -> None:
+    """The callback keeps the contract of all adapters."""
+    check(Trained, uc, tmp_path)
+
+
+def test_other_rules(tmp_path: Path) -> None:
+    """Rules with many norms, and bounds, take the steps of the loop by hand, too; "zero" would have nothing to do."""
+    rule = uc.chain(uc.by_value(-0.4, 0.4), uc.agc(0.05, axis=0), uc.by_norm(0.3))
+    near(train(tmp_path, BATCHES, ClipGradients(rule)).model.arrays(), by_hand(rule, BATCHES)[0].weights)
+    with pytest.raises(ValueError, match='nonfinite="skip"'):
+        train(tmp_path, BATCHES, ClipGradients(uc.by_norm(1.0, nonfinite="zero")))
+
+
+def test_own_option(tmp_path: Path) -> None:
+    """50 steps with ``max_grad_norm`` lead to the same weights, and to others without; beside a rule it is not used."""
+    of, rule = BATCHES[:5] * 10, uc.by_global_norm(0.5)
+    ours, theirs, plain = (
+        train(tmp_path, of, *callbacks, max_grad_norm=own, logging_steps=50).model.arrays()
+        for callbacks, own in (([ClipGradients(rule)], 1.0), ([], 0.5), ([], 0.0))
+    )
+    near(ours, theirs)
+    with pytest.raises(AssertionError):
+        near(ours, plain, 1e-2)
+    for own in (0.1, 0.0, None):
+        seen = Seeing()
+        with pytest.warns(UserWarning, match="max_grad_norm=0.1") if own else nullcontext():
+            made = train(tmp_path, BATCHES, ClipGradients(rule), seen, max_grad_norm=own)
+        near(made.model.arrays(), by_hand(rule, BATCHES)[0].weights)
+        assert set(seen.own) == {0.0}
+        assert made.args.max_grad_norm == own
+
+
+class Seeing(TrainerCallback):
+    """Something that looks at the arguments, and sends logs away."""
+
+    def __init__(self) -> None:
+        self.own: list[Any] = []
+        self.logs: list[set[str]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look."""
+        self.own.append(args.max_grad_norm)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Take the names."""
+        self.logs.append({name for name in logs if name.startswith("clip/")})
+
+
+def test_logs(tmp_path: Path) -> None:
+    """A log has the last step, and means and the largest norm since the one before; later callbacks see it."""
+    rule, after = uc.autoclip(50, window=4), Seeing()
+    made = train(tmp_path, BATCHES[:6], ClipGradients(rule), after, logging_steps=3)
+    _, steps = by_hand(rule, BATCHES[:6])
+    for number, part in enumerate((steps[:3], steps[3:])):
+        wanted = part[-1] | {"clip/share": np.mean([step["clip/share"] for step in part])}
+        wanted["clip/norm_max"] = max(step["clip/norm"] for step in part)
+        found = {name: made.logged(name)[number] for name in after.logs[number]}
+        assert found == pytest.approx(wanted, rel=1e-4)
+    assert made.logged("clip/norm") == pytest.approx(made.logged("grad_norm"), rel=1e-4)
+    assert after.logs[2] == set()  # the summary at the end is no step's
+
+
+class Patient(EarlyStoppingCallback):
+    """A callback with a state of its own, which does not ask for evaluation here."""
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Ask for nothing."""
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """A run goes on to the bit, with other callbacks' states and its record; what is not the rule's state is said."""
+    rule, again = uc.chain(uc.autoclip(50, window=8), uc.adagc(warmup=2)), tmp_path / "checkpoint-3"
+    saved = {"save_strategy": "steps", "save_steps": 3, "metric_for_best_model": "loss"}
+    saved |= {"restore_callback_states_from_checkpoint": True}
+    with insight.Recorder(tmp_path / "run.jsonl", every=2) as record:
+        whole = train(tmp_path, BATCHES[:6], ClipGradients(rule, record=record), Patient(), **saved)
+    given = {"resume": again, "max_steps": 6}
+    with insight.Recorder(tmp_path / "run.jsonl", every=2) as record:
+        rest = train(tmp_path, BATCHES[3:6], ClipGradients(rule, record=record), Patient(), **given, **saved)
+    near(rest.model.arrays(), whole.model.arrays(), 0.0)
+    assert insight.read(tmp_path / "run.jsonl").steps.tolist() == [1, 2, 3, 4, 5, 6]
+    other = ClipGradients(uc.zclip())
+    trainer = Feeding(tmp_path, [tensors(batch) for batch in BATCHES[3:6]], other)
+    with pytest.raises(ValueError, match="another rule"):
+        trainer.train(resume_from_checkpoint=again)
+    trainer.train()  # the optimizer is free again
+    train(tmp_path / "without", BATCHES[:3], save_strategy="steps", save_steps=3)
+    with pytest.warns(UserWarning, match="no state of"):
+        lost = train(
+            tmp_path, BATCHES[3:6], ClipGradients(rule), **given | {"resume": tmp_path / "without" / "checkpoint-3"}
+        )
+    with pytest.raises(AssertionError):
+        near(lost.model.arrays(), whole.model.arrays(), 1e-3)
+
+
+def test_train_again(tmp_path: Path) -> None:
+    """One callback serves one training after the other, after an error too, and so do its copies and pickles."""
+    rule = uc.autoclip(50, window=4)
+    callback, broken = ClipGradients(rule), Batch(BATCHES[0].ids, BATCHES[0].targets[:3])
+    trainer = Feeding(tmp_path, [tensors(batch) for batch in (*BATCHES[:2], broken)], callback)
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    trainer.loader = [tensors(batch) for batch in BATCHES[:3]]
+    trainer.train()
+    assert trainer.args.max_grad_norm == 1.0
+    hand, _ = by_hand(rule, BATCHES[:2])
+    hand.clipper.load_state_dict({})
+    for batch in BATCHES[:3]:
+        hand.step(batch)
+    remembers(callback.state_dict(), hand)
+    for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        assert other.handle is None
+        train(tmp_path, BATCHES[:4], other)
+        remembers(other.state_dict(), by_hand(rule, BATCHES[:4])[0])
+    attach(trainer.optimizer.optimizer, uc.by_norm(1.0))
+    with pytest.raises(ValueError, match="clipped already"):
+        trainer.train()
+
+
+class InBackward(torch.optim.SGD):
+    """An optimizer that has taken the gradients by the time that it steps."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__(net.parameters(), lr=0.1)
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+
+def test_refused(tmp_path: Path) -> None:
+    """What is no rule is refused at once; engines that hide gradients, and steps that nobody clips, when they begin."""
+    for wrong in (1.0, uc.Clipper(uc.by_norm(1.0)), uc.Rule):
+        with pytest.raises(TypeError, match="rule"):
+            ClipGradients(wrong)
+    with pytest.raises(RuntimeError, match="InBackward"):
+        train(tmp_path, BATCHES, ClipGradients(uc.by_norm(1.0)), make=InBackward)
+    for kind in ("DEEPSPEED", "MEGATRON_LM"):
+        state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
+        with pytest.raises(ValueError, match=kind):
+            ClipGradients(uc.by_norm(1.0)).on_train_begin(
+                None, None, None, optimizer=SimpleNamespace(accelerator_state=state)
+            )
+
+
+@pytest.mark.parametrize("options", [{"optim": "adafactor"}, {"optim": "adamw_torch_fused"}, {"bf16": True}], ids=str)
+def test_own_optimizers(options: dict[str, Any], tmp_path: Path) -> None:
+    """The Trainer's own optimizers, with groups for weight decay, are clipped as any; under autocast in float32."""
+    callback = ClipGradients(uc.by_global_norm(0.01))
+    made = train(tmp_path, BATCHES[:3], callback, make=None, weight_decay=0.1, learning_rate=0.01, **options)
+    assert callback.handle.report.norms.dtype is torch.float32
+    assert made.logged("clip/share") == [1.0] * 3
+    assert not np.array_equal(made.model.arrays()["w"], Net().arrays()["w"])
