@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """Made-up runs of gradient clipping at 1: norms around 0.5 that fall at first, with spikes where they are wanted."""
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from uniclip.insight.record import Record
+from uniclip.insight import Record
 
 
 def run(
@@ -45,6 +44,14 @@ def run(
         "extra": {},
     }
     return Record(**values | fields)
+
+
+def of_norms(norms: Any, **fields: Any) -> Record:
+    """Return a run with these norms and no limit; a norm that is not finite is one of a step that is not."""
+    norms = np.asarray(norms, np.float64)
+    count, finite = len(norms), np.isfinite(norms)
+    columns = {"limits": np.full(count, np.inf), "factors": np.ones(count), "losses": np.full(count, np.nan)}
+    return run(count, **columns | {"norms": np.where(finite, norms, np.nan), "finite": finite, **fields})
 
 
 def nothing() -> Record:
