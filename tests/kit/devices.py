@@ -1,0 +1,97 @@
+"""What stands for an accelerator: arrays that say they are on one, where no host may read them without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+
+
+class Device(NamedTuple):
+    """What an array says about an accelerator; its memory is the CPU's all the same."""
+
+    type: str = "cuda"
+    index: int = 0
+    platform: str = "gpu"
+
+
+READS = ("item", "tolist", "numpy", "_numpy", "cpu", "__array__", "__bool__", "__float__", "__int__", "__index__")
+OPERATIONS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
+"""Operations of PyTorch whose result the host has to wait for."""
+
+
+def refuse(*args: Any, **kwargs: Any) -> Any:
+    """Stand for what reads an array."""
+    msg = "the host reads an array"
+    raise AssertionError(msg)
+
+
+@contextmanager
+def patched(target: Any, **new: Any) -> Iterator[None]:
+    """Put others in place of some attributes, which the target may only inherit."""
+    with ExitStack() as stack:
+        for name, value in new.items():
+            stack.enter_context(mock.patch.object(target, name, value, create=True))
+        yield
+
+
+@contextmanager
+def by_numpy(kind: type) -> Iterator[None]:
+    """Refuse that NumPy looks into the memory of arrays of a kind."""
+
+    def without(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda array, *rest, **options: (refuse if isinstance(array, kind) else function)(
+            array, *rest, **options
+        )
+
+    with patched(
+        np, **{name: without(getattr(np, name)) for name in ("asarray", "array", "from_dlpack", "frombuffer")}
+    ):
+        yield
+
+
+@contextmanager
+def on_torch() -> Iterator[None]:
+    """Let every tensor say that it is on an accelerator, where the host reads none."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class NoReads(TorchDispatchMode):
+        """Refuse operations that make the host wait."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return (refuse if func.overloadpacket.__name__ in OPERATIONS else func)(*args, **(kwargs or {}))
+
+    move = torch.Tensor.to
+    stay = lambda x, *args, **options: x if any(isinstance(arg, Device) for arg in args) else move(x, *args, **options)
+    where = {"device": property(lambda tensor: Device()), "is_cpu": property(lambda tensor: False), "to": stay}
+    with patched(torch.Tensor, **where, **dict.fromkeys(READS, refuse)), NoReads():
+        yield
+
+
+@contextmanager
+def on_tensorflow() -> Iterator[None]:
+    """Let every tensor say that it is on an accelerator, where the host reads none."""
+    import tensorflow as tf
+
+    device = property(lambda tensor: "/job:localhost/replica:0/task:0/device:GPU:0")
+    kind = type(tf.constant(1))
+    with patched(kind, device=device, **dict.fromkeys(READS, refuse)), by_numpy(kind):
+        yield
+
+
+@contextmanager
+def on_jax() -> Iterator[None]:
+    """Let every array say that it is on an accelerator, where the host reads none."""
+    import jax.numpy as jnp
+
+    kind = type(jnp.ones(1))
+    methods = dict.fromkeys(READS, refuse) | {"devices": lambda array: {Device()}, "_value": property(refuse)}
+    with patched(kind, **methods), by_numpy(kind):
+        yield
+
+
+DEVICES = {"torch": on_torch, "tensorflow": on_tensorflow, "jax": on_jax}

@@ -1,0 +1,165 @@
+"""How many functions a call of uniclip calls, which is the same on every machine; the numbers may only fall."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import uniclip as uc
+from kit.devices import on_torch
+from kit.frameworks import EAGER, Framework
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "calls.json").read_text(encoding="utf-8"))
+"""By framework and by what is called: how many functions of Python, and others; or kernels for 2 and 20 leaves."""
+INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>"}
+"""What is a function only before Python 3.12."""
+
+
+def counted(call: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> tuple[int, int]:
+    """Return how many Python functions and how many others are called by a call with new arguments."""
+    counts = {"call": 0, "c_call": 0}
+
+    def listen(frame: Any, event: str, arg: Any) -> None:
+        if event in counts and not (event == "call" and frame.f_code.co_name in INLINED):
+            counts[event] += 1
+
+    for _ in range(3):  # what is imported, compiled or remembered once
+        call(*make())
+    args = make()
+    gc.disable()  # a collection calls functions too
+    sys.setprofile(listen)
+    try:
+        call(*args)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return counts["call"], counts["c_call"] - 1  # but for the end of the count
+
+
+def judge(framework: str, name: str, found: tuple[int, int]) -> None:
+    """Require as many as were recorded: more are slower, and fewer are to be recorded."""
+    before = RECORDED[framework][name]
+    assert all(n <= 1.03 * m for n, m in zip(found, before, strict=True)), f"{name}: {found}, more than {before}"
+    assert all(n > 0.95 * m for n, m in zip(found, before, strict=True)), f"fewer: write {name}: {found}, not {before}"
+
+
+def cases(framework: Framework) -> dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
+    """Return usual calls, and what makes their arguments: ten leaves, if nothing else is said."""
+
+    def grads(count: int = 10, zeros: int = 0) -> list[Any]:
+        sizes = [0.0 if number < zeros else 1.0 for number in range(count)]
+        return [framework.array(np.full((4, 3 + number), size)) for number, size in enumerate(sizes)]
+
+    def plain() -> tuple[Any, ...]:
+        return (grads(),)
+
+    rule, agc, zclip = uc.by_norm(0.5), uc.agc(0.01), uc.Clipper(uc.zclip(warmup=2))
+    found: dict[str, Any] = {
+        "global_norm": (uc.global_norm, plain),
+        "clip_by_global_norm": (lambda g: uc.clip_by_global_norm(g, 1.0), plain),
+        "clip_by_global_norm below": (lambda g: uc.clip_by_global_norm(g, 1e9), plain),
+        "clip by_norm": (lambda g: uc.clip(g, rule), plain),
+        "clip_ by_norm": (lambda g: uc.clip_(g, rule), plain),
+        "clip agc": (lambda g: uc.clip(g, agc, params=g), plain),
+        "Clipper zclip": (zclip, plain),
+        "clip by_norm, thirty leaves": (lambda g: uc.clip(g, rule), lambda: (grads(30),)),
+        "clip by_norm, thirty leaves, one of zeros": (lambda g: uc.clip(g, rule), lambda: (grads(30, 1),)),
+    }
+    return found | (of_torch(grads) if framework.name == "torch" else {})
+
+
+def of_torch(grads: Callable[..., list[Any]]) -> dict[str, Any]:
+    """Return calls of PyTorch's own kind."""
+    import torch
+
+    from uniclip.integrations.torch import attach, clip_grad_norm_
+
+    def params() -> list[Any]:
+        made = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads()]
+        for param, grad in zip(made, grads(), strict=True):
+            param.grad = grad
+        return made
+
+    optimizer = torch.optim.SGD(params(), lr=0.1)
+    attach(optimizer, uc.by_global_norm(1.0))
+
+    def again() -> tuple[()]:
+        for param, grad in zip(optimizer.param_groups[0]["params"], grads(), strict=True):
+            param.grad = grad
+        return ()
+
+    def beside_a_sparse_one() -> tuple[Any, ...]:
+        return ([*grads(30), EAGER["torch"][0]().sparse((5, 1), [3, 1], [[1.0], [2.0]])],)
+
+    return {
+        "clip_grad_norm_": (lambda p: clip_grad_norm_(p, 1.0), lambda: (params(),)),
+        "optimizer.step, attached": (optimizer.step, again),
+        "clip_by_global_norm, thirty leaves": (lambda g: uc.clip_by_global_norm(g, 1.0), lambda: (grads(30),)),
+        "clip_by_global_norm, thirty leaves and a sparse one": (
+            lambda g: uc.clip_by_global_norm(g, 1.0),
+            beside_a_sparse_one,
+        ),
+    }
+
+
+@pytest.mark.only("numpy", "torch")
+def test_calls(framework: Framework) -> None:
+    """As many functions are called as were recorded."""
+    some = cases(framework)
+    assert some.keys() == RECORDED[framework.name].keys()
+    found = {name: counted(*case) for name, case in some.items()}
+    print(json.dumps({framework.name: found}))  # noqa: T201 - shown if the test fails
+    for name, counts in found.items():
+        judge(framework.name, name, counts)
+
+
+VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "unbind", "unsqueeze", "view"}
+"""Operations that start no kernel."""
+ONE = {"_foreach_norm", "_foreach_mul.Tensor", "_foreach_mul.Scalar", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"}
+"""Operations on many tensors that start one kernel on CUDA; with a factor for each they start one for each."""
+
+
+def kernels(rule: Any, leaves: int) -> int:
+    """Return how many kernels a step of a rule starts on an accelerator."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    count = 0
+
+    class Kernels(TorchDispatchMode):
+        """Count the operations that start some."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal count
+            name, arrays = func.overloadpacket.__name__, [x for x in args if isinstance(x, (torch.Tensor, list, tuple))]
+            if arrays and name not in VIEWS:  # without an array, a number becomes one
+                each = name.startswith("_foreach") and not {name, f"{name}.{func._overloadname}"} & ONE
+                count += len(args[0]) if each else 1
+            return func(*args, **(kwargs or {}))
+
+    grads, params = ([torch.ones(8, 4 + number) for number in range(leaves)] for _ in range(2))
+    with on_torch():
+        state = rule.init(grads)
+        with Kernels():
+            rule.update(grads, state, params)
+    return count
+
+
+RULES = {
+    "by_global_norm": uc.by_global_norm(1.0), "by_norm": uc.by_norm(1.0), "by_block_rms": uc.by_block_rms(0.1),
+    "zclip": uc.zclip(), "adagc": uc.adagc(), "agc": uc.agc(),
+}  # fmt: skip
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", RULES)
+def test_kernels(name: str) -> None:
+    """A step on an accelerator starts as many kernels as were recorded, for two leaves and for twenty."""
+    judge("kernels", name, (kernels(RULES[name], 2), kernels(RULES[name], 20)))
