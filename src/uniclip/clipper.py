@@ -209,7 +209,9 @@ class Clipper:
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
             if not tree.leaves and self.rule.memory and all_reduce is None:
-                return grads, Report()  # nothing to learn, and no framework known
+                report = Report()  # nothing to learn, and no framework known
+                self._last = self._last._replace(report=report)
+                return grads, report
             joined = all_reduce is not None and params is not None  # then there is a norm for every parameter
             if state is None and not joined and not tree.leaves and self.rule.memory:
                 absent = flatten(grads, none_is_leaf=True)
