@@ -22,10 +22,13 @@ HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
 """Libraries beside the frameworks: Keras, optax with Flax and Equinox, Lightning with Accelerate and Hugging Face."""
 NEEDS = {
+    "typed/test_types.py": {"types"},  # not among all: with the frameworks installed, mypy takes minutes
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_processes.py": {"torch"},
     "adapters/test_torch.py": {"torch"},
     "adapters/test_tensorflow1.py": {"tensorflow"},
+    "going/test_keras_record.py": {"keras"},
+    "going/test_keras_replicas.py": {"keras"},
     "going/test_tensorflow1_record.py": {"tensorflow"},
     "going/test_tensorflow1_replicas.py": {"tensorflow"},
     "adapters/test_optax.py": {"optax"},
@@ -53,8 +56,8 @@ def chosen(config: pytest.Config) -> set[str]:
     """Return what a run is for."""
     names = set(config.getoption("--frameworks").split(","))
     every = {*EAGER, *ADAPTERS}
-    if unknown := names - every - {"all"}:
-        message = f"--frameworks {unknown.pop()} is none of {', '.join(sorted(every))}, all"
+    if unknown := names - every - {"all", "types"}:
+        message = f"--frameworks {unknown.pop()} is none of {', '.join(sorted(every))}, all, types"
         raise pytest.UsageError(message)
     return every if "all" in names else names
 

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """A type checker finds the mistakes that are in one file, and none in the file that has them mended."""
 
 from __future__ import annotations
@@ -8,32 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
 MISTAKES, MENDED = HERE / "mistakes.py", HERE / "mended.py"
 
 
-@pytest.fixture(scope="module")
-def found() -> set[tuple[str, int]]:
-    """Return the files and lines with errors, as a user without a configuration of mypy sees them."""
+def test_mistakes_are_found() -> None:
+    """Each mistake is found on its line, and nothing else, as by a user without a configuration of mypy."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(MISTAKES), str(MENDED)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert run.returncode in {0, 1}, run.stdout + run.stderr  # 2 where mypy itself fails
-    lines = re.findall(r"^(.+?):(\d+): error: ", run.stdout, re.MULTILINE)
-    return {(Path(file).name, int(number)) for file, number in lines}
-
-
-def marked(file: Path) -> set[tuple[str, int]]:
-    """Return the lines of a file that say they are mistakes."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return {(file.name, number) for number, line in enumerate(lines, 1) if "# mistake: " in line}
-
-
-def test_mistakes_are_found(found: set[tuple[str, int]]) -> None:
-    """Each of the eight mistakes is found on its line, and nothing else, in no file."""
-    assert len(marked(MISTAKES)) == 8
-    assert found == marked(MISTAKES)
+    found = re.findall(r"^(.+?):(\d+): error: ", run.stdout, re.MULTILINE)
+    lines = MISTAKES.read_text(encoding="utf-8").splitlines()
+    marked = {(MISTAKES.name, number) for number, line in enumerate(lines, 1) if "# mistake: " in line}
+    assert len(marked) == 8
+    assert {(Path(file).name, int(number)) for file, number in found} == marked, run.stdout
 
 
 def test_mended_differs_where_the_mistakes_are() -> None:
