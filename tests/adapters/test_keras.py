@@ -1,0 +1,580 @@
+"""Keras' optimizers with a rule inside: what is Keras' own, beside the contract of all adapters."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import pytest
+from keras.optimizers import SGD, Adam, AdamW, LossScaleOptimizer
+
+import uniclip as uc
+from adapters.contract import contract
+from kit.training import MOMENTUM, RATE, Arrays, Batch, ByHand, batches, parts, weights
+from uniclip.integrations.keras import ClippedOptimizer, LogClipping
+from uniclip.saved import renamed
+
+pytestmark = [
+    # Keras' variables do not know NumPy's copy argument yet; that is between the two.
+    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning"),
+    # Keras' trainer makes a NumPy array read-only and gives it to PyTorch.
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
+]
+BACKEND = keras.backend.backend()
+BY_NORM = uc.by_norm(1.0)
+on_tensorflow = pytest.mark.needs("keras on tensorflow")
+"""What no backend changes, and what is TensorFlow's own."""
+
+if BACKEND == "tensorflow":  # two devices, for replicas
+    import tensorflow as tf
+
+    CPU = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+BATCHES = batches()
+FINITE = [batch for batch in BATCHES if np.isfinite(batch.targets).all()]
+
+
+@keras.saving.register_keras_serializable("test")
+class Net(keras.Model):
+    """The small model of all adapters."""
+
+    sparse = False
+    """Whether TensorFlow keeps the gradient of the table sparse."""
+
+    def __init__(self, name: str = "net", **options: Any) -> None:
+        super().__init__(name=name, **options)
+        for key, value in weights().items():
+            setattr(self, key, self.add_weight(shape=value.shape, name=key))
+            getattr(self, key).assign(value)
+        self.built = True
+
+    def call(self, ids: Any) -> Any:
+        """Look rows up, and multiply."""
+        table = self.table if self.sparse else 1.0 * self.table
+        return keras.ops.take(table, keras.ops.cast(ids, "int32"), axis=0) @ self.w + self.b
+
+
+def sgd() -> Any:
+    """Return the optimizer of the training by hand."""
+    return SGD(RATE, momentum=MOMENTUM)
+
+
+def compiled(optimizer: Any, net: Any = None, **options: Any) -> Any:
+    """Return the model, compiled."""
+    made = Net() if net is None else net
+    made.compile(optimizer, loss="mse", **options)
+    return made
+
+
+def fit(made: Any, of: list[Batch] = BATCHES, epochs: int = 1, *callbacks: Any) -> dict[str, list[float]]:
+    """Take one step for each batch, and return the logs."""
+    x, y = (np.concatenate(arrays) for arrays in zip(*of, strict=True))
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [LogClipping(), *callbacks]}
+    logs: dict[str, list[float]] = made.fit(x, y, epochs=epochs, **options).history
+    return logs
+
+
+def by_hand(rule: Any, of: list[Batch] = BATCHES, epochs: int = 1) -> tuple[ByHand, list[list[dict[str, float]]]]:
+    """Return the training by hand, and what its steps log, by epochs."""
+    hand, seen = ByHand(uc, rule), []
+    for _ in range(epochs):
+        seen.append([])
+        for batch in of:
+            hand.step(batch)
+            seen[-1].append(hand.scalars())
+    return hand, seen
+
+
+def values(variables: list[Any]) -> list[np.ndarray]:
+    """Return copies of the values."""
+    return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+
+
+def same(ours: Any, theirs: Any, rtol: float = 0.0) -> None:
+    """Require lists of arrays to be equal, or nearly so."""
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol)
+
+
+def as_by_hand(made: Any, hand: ByHand) -> None:
+    """Require the weights, and the sums of the optimizer, to be those of the training by hand."""
+    same(values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5)
+    inner = [variable for variable in made.optimizer.variables if "momentum" in variable.path]
+    same(values(inner), [-RATE * hand.optimizer.sums[name] for name in ("b", "table", "w")], rtol=2e-4)
+
+
+WAYS = {
+    "eager": {"run_eagerly": True},
+    "graph": {"jit_compile": False},
+    "XLA": {"jit_compile": True},
+    "four steps in one": {"steps_per_execution": 4},
+}
+
+
+@on_tensorflow
+@pytest.mark.parametrize("way", WAYS)
+def test_fit(way: str) -> None:
+    """However steps run, weights are those by hand; logs hold the last step, means and the largest norm of an epoch."""
+    rule = uc.chain(uc.by_global_norm(0.9, nonfinite="skip"), uc.zclip(z=1.0, warmup=2))
+    made = compiled(ClippedOptimizer(sgd(), rule), **WAYS[way])
+    logs = fit(made, BATCHES, 2)
+    hand, epochs = by_hand(rule, BATCHES, 2)
+    as_by_hand(made, hand)
+    assert int(made.optimizer.iterations) == 14
+    for number, steps in enumerate(epochs):
+        largest = max(step["clip/norm"] for step in steps if math.isfinite(step["clip/norm"]))
+        means = {name: np.mean([step[name] for step in steps]) for name in ("clip/share", "clip/skipped")}
+        wanted = steps[-1] | means | {"clip/norm_max": largest}
+        found = {name: logs[name][number] for name in logs if name.startswith("clip/")}
+        assert found == pytest.approx(wanted, rel=2e-5)
+        assert 0 < found["clip/share"] < 1
+        assert found["clip/skipped"] == 1 / 8
+
+
+@on_tensorflow
+def test_writers_of_logs(tmp_path: Path) -> None:
+    """What comes after LogClipping in the list of callbacks writes its numbers, those of validation aside."""
+    path = tmp_path / "log.csv"
+    fit(
+        compiled(ClippedOptimizer(sgd(), uc.zclip(warmup=2)), run_eagerly=True),
+        FINITE,
+        1,
+        keras.callbacks.CSVLogger(path),
+    )
+    (row,) = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
+    names = ("norm", "limit", "threshold", "factor", "share", "norm_max")
+    assert {f"clip/{name}" for name in names} <= row.keys()
+    with pytest.raises(TypeError, match="ClippedOptimizer"):
+        fit(compiled(sgd()))
+
+
+INNER: dict[str, Callable[[], Any]] = {
+    "schedule": lambda: SGD(keras.optimizers.schedules.CosineDecay(0.05, 10), momentum=0.9, nesterov=True),
+    "average": lambda: SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3),
+    "average at the end": lambda: SGD(0.05, use_ema=True, ema_momentum=0.5),
+    "weight decay": lambda: AdamW(0.01, weight_decay=0.5),
+}
+
+
+@on_tensorflow
+@pytest.mark.parametrize("name", INNER)
+def test_what_the_inner_optimizer_does(name: str) -> None:
+    """Schedules, averages of the weights and weight decay are those without the wrapper, to the bit."""
+    inner, plain = INNER[name](), INNER[name]()
+    wrapped = ClippedOptimizer(inner, uc.by_global_norm(math.inf))
+    for optimizer in (wrapped, plain):
+        optimizer.exclude_from_weight_decay(var_names=["b"])
+    ours, theirs = (compiled(optimizer, dense(), run_eagerly=True) for optimizer in (wrapped, plain))
+    x, y = np.ones((40, 3), np.float32), np.arange(40, dtype=np.float32)[:, None]
+    for made in (ours, theirs):
+        made.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    same(ours.get_weights(), theirs.get_weights())
+    same(values(inner.variables), values(plain.variables))
+
+
+def dense() -> Any:
+    """Return one dense layer."""
+    made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name="layer")])
+    made.set_weights([np.asarray([[1.0], [-0.5], [0.25]]), np.asarray([0.5])])
+    return made
+
+
+@on_tensorflow
+def test_attributes() -> None:
+    """Learning rate, count of steps and variables are those of the optimizer inside; all can be set at once."""
+    rule = uc.adagc(warmup=2)
+    optimizer, other = (ClippedOptimizer(SGD(0.5, momentum=0.9), rule) for _ in range(2))
+    optimizer.learning_rate = 0.25
+    assert float(optimizer.inner.learning_rate) == float(optimizer.learning_rate) == 0.25
+    made, again = compiled(optimizer, run_eagerly=True), compiled(other, run_eagerly=True)
+    fit(made, FINITE)
+    assert int(optimizer.iterations) == int(optimizer.inner.iterations) == len(FINITE)
+    again.set_weights(made.get_weights())
+    other.build(again.trainable_variables)
+    other.set_weights(values(optimizer.variables))
+    assert float(other.learning_rate) == 0.25
+    with pytest.raises(ValueError):  # noqa: PT011 - Python's own words
+        other.set_weights(values(optimizer.variables)[:-1])
+    for one in (made, again):
+        fit(one, FINITE)
+    same(made.get_weights(), again.get_weights())
+    same(values(other.variables), values(optimizer.variables))
+
+
+@on_tensorflow
+def test_saved_weights(tmp_path: Path) -> None:
+    """``save_weights`` holds the states of optimizer and rule, for an optimizer that is built."""
+    path = tmp_path / "half.weights.h5"
+    rule = uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=2))
+    whole, half, rest, lost = (compiled(ClippedOptimizer(Adam(0.05), rule), run_eagerly=True) for _ in range(4))
+    for made in (whole, half):
+        fit(made, FINITE[:3])
+    half.save_weights(path)
+    rest.optimizer.build(rest.trainable_variables)
+    for made, expected in ((rest, nullcontext()), (lost, pytest.warns(UserWarning, match="Skipping variable loading"))):
+        with expected:
+            made.load_weights(path)
+    for made in (whole, rest, lost):
+        fit(made, FINITE[3:6])
+    same(rest.get_weights(), whole.get_weights())
+    same(values(rest.optimizer.variables), values(whole.optimizer.variables))
+    with pytest.raises(AssertionError):
+        same(lost.get_weights(), whole.get_weights(), rtol=1e-3)
+
+
+@keras.saving.register_keras_serializable("test")
+def is_matrix(path: Any, leaf: Any) -> bool:
+    """Choose the matrices."""
+    return bool(path[-1].endswith("/w"))
+
+
+@keras.saving.register_keras_serializable("test")
+def halved(grad: Any) -> Any:
+    """Halve a gradient."""
+    return grad / 2
+
+
+@on_tensorflow
+def test_config() -> None:
+    """A rule, with arrays and with functions that Keras knows, goes through JSON in a config; others say what to do."""
+    groups = uc.by_group_norm({True: 1.0, False: keras.ops.convert_to_tensor(2.0)}, is_matrix)
+    bounds = uc.by_value(np.asarray([-1.0, -2.0]), keras.ops.convert_to_tensor([1.0, math.inf]))
+    rule = uc.chain(uc.masked(uc.zclip(z=2.0), is_matrix), groups, uc.masked(bounds, is_matrix), halved)
+    optimizer = ClippedOptimizer(AdamW(0.5), rule, loss_scale_factor=2.0, gradient_accumulation_steps=3, name="mine")
+    config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
+    again = keras.saving.deserialize_keras_object(config)
+    assert again.get_config() == optimizer.get_config()
+    assert isinstance(again.inner, AdamW)
+    assert (again.name, again.loss_scale_factor, again.gradient_accumulation_steps) == ("mine", 2.0, 3)
+    tree = {"net/w": np.asarray([8.0, -6.0], np.float32), "net/b": np.asarray([5.0], np.float32)}
+    found, wanted = (one.update(tree, one.init(tree), tree)[0] for one in (again.rule, rule))
+    same([found[name] for name in tree], [wanted[name] for name in tree])
+    same([found["net/w"]], [[0.5 * 4 / 17**0.5 / 4, -0.5 / 17**0.5]], rtol=1)
+    for wrong in (uc.masked(bounds, lambda path, leaf: True), uc.by_group_norm({"a": 1.0}, lambda path, leaf: "a")):
+        with pytest.raises(TypeError, match="register_keras_serializable"):
+            ClippedOptimizer(SGD(), wrong).get_config()
+
+
+def clipped(inner: Any, rule: Any = BY_NORM) -> ClippedOptimizer:
+    """Return an optimizer inside another one."""
+    return ClippedOptimizer(inner, rule)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no optimizer": (lambda: clipped("adam"), TypeError, "keras.optimizers.Adam"),
+    "no rule": (lambda: clipped(SGD(), 1.0), TypeError, "uc.by_global_norm"),
+    "a limit": (lambda: clipped(SGD(), uc.limits.Ema(1.0, 0.9)), TypeError, r"uc\.Rule\(limit\)"),
+    "examples": (lambda: clipped(SGD(), uc.by_example_norm(1.0)), ValueError, "uc.clip_and_sum"),
+    "twice": (lambda: clipped(clipped(SGD())), ValueError, r"uc\.chain"),
+    "scaled": (lambda: clipped(LossScaleOptimizer(SGD())), ValueError, r"LossScaleOptimizer\(ClippedOptimizer"),
+    "accumulated": (lambda: clipped(SGD(gradient_accumulation_steps=4)), ValueError, "gradient_accumulation_steps=4"),
+    "scaling": (lambda: clipped(SGD(loss_scale_factor=4.0)), ValueError, "loss_scale_factor=4"),
+    "not built": (lambda: clipped(SGD()).apply([keras.ops.ones(2)]), ValueError, "build"),
+    "too few": (lambda: clipped(SGD()).apply([keras.ops.ones(2)], Net().trainable_variables), ValueError, "3"),
+}
+
+
+@on_tensorflow
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    """Wrong use is an error that names the fix."""
+    use, error, fix = REFUSED[name]
+    with pytest.raises(error, match=fix):
+        use()
+
+
+@on_tensorflow
+def test_mixed_precision() -> None:
+    """In float16 ``compile`` puts Keras' loss scale around; norms are those of unscaled gradients, ∞ is no step."""
+    rule = uc.autoclip(50, window=4)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        made = compiled(ClippedOptimizer(SGD(0.001), rule), dense(), run_eagerly=True)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert isinstance(made.optimizer, LossScaleOptimizer)
+    made.optimizer.initial_scale = 64.0
+    x, y = np.ones((24, 3), np.float32), np.arange(24, dtype=np.float32)[:, None]
+    y[4:8] = 1e6  # more than float16 holds
+    logs = made.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[LogClipping()]).history
+    assert int(made.optimizer.iterations) == 5
+    state = made.optimizer.inner_optimizer.rule_state_dict()["state"]
+    assert np.isfinite(made.get_weights()[0]).all()
+    kernel, bias, clipper = np.asarray([[1.0], [-0.5], [0.25]]), np.asarray([0.5]), uc.Clipper(rule)
+    for start in (0, 8, 12, 16, 20):
+        error = 2 * (x[start : start + 4] @ kernel + bias - y[start : start + 4]) / 4
+        grads = clipper([x[start : start + 4].T @ error, error.sum(0)])
+        kernel, bias = kernel - 0.001 * grads[0], bias - 0.001 * grads[1]
+    assert logs["clip/norm"] == pytest.approx([clipper.report.scalars()["clip/norm"]], rel=0.01)
+    for name, value in clipper.state_dict()["state"].items():
+        np.testing.assert_allclose(state[name], value, rtol=0.01, err_msg=name)
+
+
+class Custom(Net):
+    """A model with a step of its own."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Take it."""
+        ids, targets = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(ids) - targets) ** 2)
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+        return {"loss": loss, **self.optimizer.scalars()}
+
+
+@on_tensorflow
+def test_steps_of_ones_own() -> None:
+    """A model's own ``train_step``, and a loop in a `tf.function`, are clipped, and show the numbers of each step."""
+    rule = uc.by_norm(0.3, nonfinite="skip")
+    hand, (steps,) = by_hand(rule)
+    custom = compiled(ClippedOptimizer(sgd(), rule), Custom())
+    fit(custom)
+    as_by_hand(custom, hand)
+    made = Net()
+    made.optimizer = ClippedOptimizer(sgd(), rule)
+    made.optimizer.build(made.trainable_variables)
+
+    @tf.function
+    def step(ids: Any, targets: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((made(ids) - targets) ** 2)
+        made.optimizer.apply(tape.gradient(loss, made.trainable_variables), made.trainable_variables)
+        return made.optimizer.scalars()
+
+    for batch, wanted in zip(BATCHES, steps, strict=True):
+        found = {name: float(value) for name, value in step(*map(tf.constant, batch)).items()}
+        assert found == pytest.approx(wanted, rel=2e-5, nan_ok=True)
+    as_by_hand(made, hand)
+
+
+@on_tensorflow
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")  # which is what is tested
+@pytest.mark.parametrize("compiling", [False, True])
+def test_some_variables(compiling: bool) -> None:
+    """An absent gradient is left out of the norm, and its variable stays; variables can be left out altogether."""
+    made = Net()
+    optimizer = ClippedOptimizer(SGD(1.0), uc.by_global_norm(1.0))
+    optimizer.build(made.trainable_variables)
+    before = weights()
+    grads = {"b": np.asarray([3.0, 4.0], np.float32), "w": np.zeros((3, 2), np.float32)}
+    some = [variable for variable in made.trainable_variables if variable.name in grads]
+
+    def step() -> None:
+        optimizer.apply([grads.get(variable.name) for variable in made.trainable_variables], made.trainable_variables)
+        optimizer.apply_gradients([(grads[variable.name], variable) for variable in some])
+
+    (tf.function(step) if compiling else step)()
+    same(values([made.b, made.table, made.w]), [before["b"] - [1.2, 1.6], before["table"], before["w"]], rtol=1e-6)
+
+
+@on_tensorflow
+def test_sparse_gradients() -> None:
+    """TensorFlow's IndexedSlices reach the optimizer inside as they were, rows that occur twice measured as one."""
+    seen = []
+
+    class Seeing(SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            seen.extend(grads)
+            super().apply(grads, trainable_variables)
+
+    grad = tf.IndexedSlices(tf.constant([[3.0, 4.0], [3.0, 4.0]]), tf.constant([0, 0]), tf.constant([3, 2]))
+    table = keras.Variable(np.ones((3, 2), np.float32))
+    optimizer = ClippedOptimizer(Seeing(1.0), uc.by_global_norm(1.0))
+    optimizer.apply([grad], [table])
+    same(values([table]), [[[0.4, 0.2], [1, 1], [1, 1]]], rtol=1e-6)
+    assert float(optimizer.scalars()["clip/norm"]) == 10.0
+    assert isinstance(seen[0], tf.IndexedSlices)
+
+
+@on_tensorflow
+def test_paths_and_frozen_layers() -> None:
+    """A rule sees the paths of the variables that are trained, and no others."""
+    seen = set()
+
+    def where(path: Any, leaf: Any) -> bool:
+        seen.add(path)
+        return "head" not in path[0]
+
+    layers = [keras.layers.Dense(3, name=name) for name in ("frozen", "body", "head")]
+    made = keras.Sequential([keras.Input((3,)), *layers])
+    layers[0].trainable = False
+    made.compile(ClippedOptimizer(SGD(0.1), uc.masked(uc.by_global_norm(0.0), where)), "mse", run_eagerly=True)
+    before = made.get_weights()
+    made.train_on_batch(np.ones((2, 3), np.float32), np.full((2, 3), 9, np.float32))
+    assert seen == {(variable.path,) for layer in layers[1:] for variable in layer.weights}
+    moved = [not np.array_equal(one, other) for one, other in zip(before, made.get_weights(), strict=True)]
+    assert moved == [False, False, False, False, True, True]
+
+
+@keras.saving.register_keras_serializable("test")
+class Gain(keras.layers.Layer):
+    """Multiply by one learned number."""
+
+    def build(self, input_shape: Any) -> None:
+        """Make it."""
+        self.gain = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        """Multiply."""
+        return inputs * self.gain
+
+
+@on_tensorflow
+@pytest.mark.parametrize("policy", ["bfloat16", "float16", "mixed_bfloat16"])
+def test_numbers_in_narrow_dtypes(policy: str) -> None:
+    """A weight without dimensions, of a narrow dtype, is trained, step by step in Python too."""
+    made = keras.Sequential([keras.Input((5,)), Gain(dtype=policy)])
+    rule = uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=1), uc.by_norm(0.5))
+    made.compile(ClippedOptimizer(SGD(0.125), rule), loss="mse", run_eagerly=True)
+    made.fit(np.ones((8, 5), np.float32), -np.ones((8, 5), np.float32), batch_size=4, verbose=0)
+    (gain,) = made.get_weights()
+    assert float(gain) == 0.875
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Have TensorFlow stop at NaN and ∞."""
+    tf.debugging.enable_check_numerics()
+    try:
+        yield
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+@on_tensorflow
+def test_debugger() -> None:
+    """No step of a rule makes NaN or ∞, and the log holds neither."""
+    rule = uc.chain(uc.agc(0.01), uc.adagc(warmup=2), uc.zclip(warmup=2))
+    made = compiled(ClippedOptimizer(Adam(), rule), run_eagerly=True)
+    with stopping():
+        logs = fit(made, FINITE[:3])
+    assert np.isfinite([value for values in logs.values() for value in values]).all()
+
+
+REPLICATED = {
+    "fixed": uc.chain(uc.by_global_norm(0.9), uc.agc(0.5)),
+    "learning": uc.chain(uc.zclip(z=1.0, warmup=2), uc.adagc(warmup=2)),
+}
+
+
+@on_tensorflow
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas(name: str) -> None:
+    """Two replicas clip the sum of their gradients, once: weights and moments are those by hand, in both."""
+    rule = REPLICATED[name]
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        made = compiled(ClippedOptimizer(sgd(), rule))
+    logs = fit(made, FINITE)
+    hand, (steps,) = by_hand(rule, FINITE)
+    as_by_hand(made, hand)
+    for variable in [*made.weights, *made.optimizer.variables]:
+        first, second = (np.asarray(copy) for copy in variable.value.values)
+        np.testing.assert_array_equal(first, second, err_msg=variable.path)
+    assert logs["clip/norm"] == pytest.approx([steps[-1]["clip/norm"]], rel=2e-5)
+
+
+class Stepping:
+    """Keras' own training function, a batch at a time."""
+
+    takes = frozenset({"scalars", "save", "memory", "micro", "bits"})
+    optimizer = "momentum"
+    left_out = frozenset[str]()
+    own_clipping: ClassVar[dict[str, Any]] = {"clipnorm": 0.5, "global_clipnorm": 0.5, "clipvalue": 0.5}
+    options: ClassVar[dict[str, Any]] = {}
+
+    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+        """Compile the model."""
+        inner = SGD(RATE, momentum=MOMENTUM, **options)
+        self.micro = micro
+        steps = {"gradient_accumulation_steps": micro} if micro > 1 else {}
+        self.net = compiled(inner if rule is None else ClippedOptimizer(inner, rule, **steps), **self.options)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        for part in parts(batch, self.micro):
+            self.net.train_on_batch(*part)
+
+    def weights(self) -> Arrays:
+        """Return the weights."""
+        return {variable.name: one for variable, one in zip(self.net.weights, values(self.net.weights), strict=True)}
+
+    def inner(self) -> list[np.ndarray]:
+        """Return the variables of the optimizer inside."""
+        return values(self.net.optimizer.inner.variables)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers of the last step."""
+        return {name: float(value) for name, value in self.net.optimizer.scalars().items()}
+
+    def finish(self) -> None:
+        """Do nothing: no step is recorded."""
+
+    def save(self, folder: Path) -> None:
+        """Save the whole model."""
+        self.net.save(folder / "model.keras")
+
+    def load(self, folder: Path) -> None:
+        """Load the whole model."""
+        self.net = keras.saving.load_model(folder / "model.keras")
+
+    def remembered(self) -> dict[str, Any]:
+        """Return the memory, with names without that of the model."""
+        return renamed(self.net.optimizer.rule_state_dict(), lambda name: name.replace("net/", ""))
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give a memory to the optimizer, which needs variables for it."""
+        self.net.optimizer.build(self.net.trainable_variables)
+        self.net.optimizer.load_rule_state_dict(renamed(saved, lambda name: name.replace("['", "['net/")))
+
+
+class Eager(Stepping):
+    """The same, line by line."""
+
+    options: ClassVar[dict[str, Any]] = {"run_eagerly": True}
+
+
+class Sparse(Eager):
+    """With a table whose gradient TensorFlow keeps sparse, rows that occur twice included."""
+
+    takes = frozenset({"scalars"})
+    own_clipping: ClassVar[dict[str, Any]] = {}
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Let it be sparse."""
+        super().start(uc, rule, **options)
+        self.net.sparse = True
+
+
+COMPILED = ("agc", "adagc", "skip", "chain") if BACKEND == "tensorflow" else None
+"""Kinds of rules for compiled steps; where eager ones are tested for all."""
+
+
+@pytest.mark.parametrize("check", contract(Stepping, COMPILED))
+def test_contract(check: Any, tmp_path: Path) -> None:
+    """Steps as Keras takes them on its backend keep the contract of all adapters."""
+    check(Stepping, uc, tmp_path)
+
+
+@on_tensorflow
+@pytest.mark.parametrize("check", contract(Eager))
+def test_eagerly(check: Any, tmp_path: Path) -> None:
+    """So do eager ones."""
+    check(Eager, uc, tmp_path)
+
+
+@on_tensorflow
+@pytest.mark.parametrize("check", contract(Sparse, ("by_value", "skip")))
+def test_sparse(check: Any, tmp_path: Path) -> None:
+    """Sparse gradients are clipped as the arrays that they stand for."""
+    check(Sparse, uc, tmp_path)
