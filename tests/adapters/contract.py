@@ -255,6 +255,15 @@ def contract(make: Any, some: tuple[str, ...] | None = None) -> list[Any]:
     return [pytest.param(check, id=name) for name, check in checks(make, some)]
 
 
+def variants(makes: Mapping[Any, tuple[str, ...] | None]) -> list[Any]:
+    """Return the same of several adapters, each with some kinds of rules or all, as pairs of an adapter and a check."""
+    return [
+        pytest.param(make, check, id=f"{make.__name__}-{name}")
+        for make, some in makes.items()
+        for name, check in checks(make, some)
+    ]
+
+
 def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str, Check]]:
     """Yield the checks that are for an adapter by what it takes."""
     import uniclip as uc

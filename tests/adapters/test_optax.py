@@ -19,7 +19,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import uniclip as uc
-from adapters.contract import contract, kinds
+from adapters.contract import kinds, variants
 from kit.training import MOMENTUM, RATE, Arrays, Batch, ByHand, batches, parts, weights
 from uniclip.integrations.optax import from_dict, scalars, to_dict, to_optax
 
@@ -251,14 +251,7 @@ VARIANTS: dict[type[Optax], tuple[str, ...] | None] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "check"),
-    [
-        pytest.param(make, *case.values, id=f"{make.__name__}-{case.id}")
-        for make, some in VARIANTS.items()
-        for case in contract(make, some)
-    ],
-)
+@pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
     """A transformation keeps the contract of all adapters, in whichever loop."""
     check(make, uc, tmp_path)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import uniclip as uc
-from adapters.contract import contract
+from adapters.contract import variants
 from kit.training import MOMENTUM, RATE, Arrays, Batch, batches, weights
 from uniclip.integrations.tensorflow import ClippedOptimizer, clip_gradients_by_norm
 
@@ -242,14 +242,7 @@ VARIANTS: dict[type[InSession], tuple[str, ...] | None] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "check"),
-    [
-        pytest.param(make, *case.values, id=f"{make.__name__}-{case.id}")
-        for make, some in VARIANTS.items()
-        for case in contract(make, some)
-    ],
-)
+@pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
 def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
     """The wrapper keeps the contract of all adapters, however its steps are run."""
     check(make, uc, tmp_path)
