@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest  # noqa: TC002 - pytest itself reads the annotations of its hooks
+import pytest
 from conftest import chosen
 
 import uniclip
@@ -20,6 +20,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("way", "promise"), cases, ids=names)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")  # PyTorch says so once
 def test_promise(way: Framework, promise: Promise) -> None:
     """What the table says happens, happens."""
     with way.context():

@@ -12,6 +12,7 @@ __all__ = ["PROMISES", "Program", "Promise", "dtypes", "table"]
 SPARSE = dict.fromkeys(["NumPy", "array-api-strict", "MLX"], "the framework has no sparse arrays")
 SPARSE["torch.compile"] = "`torch.compile` does not take sparse tensors"
 NOT_NUMPY = ["array-api-strict", "MLX", "PyTorch", "TensorFlow", "JAX"]
+NOT_TORCH = dict.fromkeys(["NumPy", "array-api-strict", "MLX", "TensorFlow", "JAX"], "it has nothing of the kind")
 ONE_LAYOUT = dict.fromkeys(["array-api-strict", "MLX", "TensorFlow", "JAX"], "its arrays have no such layouts")
 
 PROMISES = [
@@ -67,15 +68,9 @@ PROMISES = [
     ),
     Promise(
         "code that is traced with one example",
-        "right for other inputs: no value of the example is baked in (`torch.compile`, `jax.jit`, `tf.function`, "
-        "TensorFlow 1 graphs)",
-        (programs.Scales(),),
-    ),
-    Promise(
-        "… by PyTorch's other tracers",
-        "the same: `make_fx`, `torch.jit.trace`, `aot_function`",
+        "right for other inputs: no value of the example is baked in, by `make_fx`, `torch.jit.trace`, `aot_function`",
         check=checks.traced_with_an_example,
-        exceptions=dict.fromkeys(["NumPy", "array-api-strict", "MLX", "TensorFlow", "JAX"], "it has no such tracers"),
+        exceptions=NOT_TORCH,
     ),
     Promise(
         "any split into leaves, in any order",
@@ -214,6 +209,12 @@ PROMISES = [
         "… and an error",
         "is raised before any array is changed",
         check=checks.nothing_changes_before_an_error,
+    ),
+    Promise(
+        "… and PyTorch's kinds of tensors",
+        "are written: sparse ones, those that have a graph, and in inference mode its own, which are refused elsewhere",
+        check=checks.tensors_in_place,
+        exceptions=NOT_TORCH,
     ),
     Promise(
         "… and views of one array",

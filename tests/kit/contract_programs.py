@@ -377,26 +377,6 @@ class FarApart(Program):
                 close_leaves(fw, clipped, [[0.6 * norm, 0.0], [-0.8 * norm]], dtype, ulps=8)
 
 
-class Scales(Program):
-    """Code that is traced with one of these inputs is right for the others."""
-
-    scales = (0.1, 1.0, 3.0, 1e25)
-
-    def arrays(self, fw: Framework) -> Any:
-        return [tree(fw, by=by) for by in self.scales]
-
-    def run(self, uc: Any, given: Any) -> Any:
-        rules = [uc.by_global_norm(6.5), uc.by_norm(6.0), uc.by_global_norm(6.5, nonfinite="zero")]
-        return [[uc.clip(grads, rule)[0] for rule in rules] for grads in given]
-
-    def require(self, fw: Framework, given: Any, found: Any) -> None:
-        for grads, (joint, each, zeroed) in zip(given, found, strict=True):
-            arrays = numbers(fw, grads)
-            for result in (joint, zeroed):
-                close_leaves(fw, result, by_hand(arrays, 6.5))
-            close_leaves(fw, each, each_by_hand(arrays, 6.0))
-
-
 class Healthy(Program):
     """Steps of finite gradients through rules that remember, with a leaf that is always zero."""
 
