@@ -171,9 +171,17 @@ class OneProcess:
         """Return the whole of a tensor that this process has a part of."""
         return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
-    def weights(self) -> dict[str, Any]:
-        """Return the whole weights."""
+    def in_parts(self, tensor: Any) -> bool:
+        """Whether a tensor is a part of a larger one."""
+        return isinstance(tensor, DTensor)
+
+    def weights_in_parts(self) -> dict[str, Any]:
+        """Return the whole of what the optimizers have."""
         return self.gathered(self.named())
+
+    def weights(self) -> dict[str, Any]:
+        """Return the whole weights by their own names."""
+        return self.weights_in_parts()
 
 
 class DataParallel(OneProcess):
@@ -348,6 +356,7 @@ class Flat(OneProcess):
     title = "FSDP1, `FullyShardedDataParallel`"
     refused = MappingProxyType({name: FLAT for name, kind in RULES.items() if kind.each})
     spoilt = "_flat_param"
+    in_parts = staticmethod(lambda tensor: True)
 
     def made(self, net: Any) -> Any:
         self.all_reduce = distributed.group.WORLD

@@ -28,8 +28,8 @@ WAIT = 20
 """For how many seconds a process waits for another one in a collective operation."""
 LIMIT = 3 * WAIT
 """For how many seconds a check may take; then all workers are killed."""
-CHECKS = "kit.processes"
-"""The module that has the checks."""
+CHECKS = "kit.joined"
+"""The module that has the checks, or imports them."""
 
 
 class Pool:
@@ -63,6 +63,14 @@ class Pool:
     def close(self) -> None:
         """End the processes."""
         self._process.communicate()
+
+
+def answer(pipe: Any) -> str | None:
+    """Return what went wrong in a process."""
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return "has crashed"
 
 
 class Workers:
@@ -100,11 +108,7 @@ class Workers:
             ready = wait([pipe for pipe in pipes if pipe not in found], max(0.0, end - time.monotonic()))
             if not ready:
                 found |= dict.fromkeys([pipe for pipe in pipes if pipe not in found], f"hangs for {LIMIT} seconds")
-            for pipe in ready:
-                try:
-                    found[pipe] = pipe.recv()  # type: ignore[attr-defined]
-                except EOFError:
-                    found[pipe] = "has crashed"
+            found |= {pipe: answer(pipe) for pipe in ready}
         if any(found.values()):
             self.stop()
         return [found[pipe] for pipe in pipes]
@@ -147,7 +151,6 @@ def work(rank: int, pipe: Connection) -> None:
                 check(**task["args"])
         except BaseException:  # noqa: BLE001 - the test shows it
             error = traceback.format_exc()
-        print(f"{time.process_time():7.2f} s in process {rank} after {task['check']} {task['args']}", file=sys.stderr)
         pipe.send(error)
 
 
