@@ -14,8 +14,8 @@ from feature_calls_rules import BACK, RULES
 from feature_calls_training import ARRAYS, TRAINING
 
 import side_by_side
-from frameworks import Framework
 from how_others_behave import GROUPS
+from kit.frameworks import Framework
 from native_functions import LIBRARIES, UNICLIP, InPlace, Library, Optimizer
 
 MISTAKES = (NameError, AttributeError, ImportError, SyntaxError, TypeError)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-# The tests know how each framework makes an array, and what clipping is in float64.
-sys.path.append(str(Path(__file__).parent.parent / "tests" / "old"))
+# The tests know how each framework makes an array.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
-from frameworks import JAX, MLX, Framework, TensorFlow, Torch
+from kit.frameworks import JAX, MLX, Framework, TensorFlow, Torch
 
 PYTORCH = {
     "import": "import torch",
@@ -64,13 +64,13 @@ UNICLIP = {
     "by value": "uc.clip_by_value(grads, -c, c)",
 }
 DEFINITIONS = {
-    "import": "import numpy as np, oracle",
-    "global norm": "oracle.norm(x for g in grads for x in g.ravel().tolist())",
-    "by global norm": "oracle.clip_global(grads, c)",
-    "each tensor by norm": "[oracle.clip_leaf(g, c) for g in grads]",
-    "each row by norm": "[oracle.clip_axes(g, c, (1,)) for g in grads]",
-    "each tensor by root mean square": "[oracle.clip_leaf(g, c, size_power=0.5) for g in grads]",
-    "sum of clipped examples": "[oracle.clip_axes(g, c, (1,)).sum(0) for g in grads]",
+    "import": "import numpy as np, definition",
+    "global norm": "definition.norm(definition.together(grads))",
+    "by global norm": "definition.by_global_norm(grads, c)",
+    "each tensor by norm": "[definition.by_norm(g, c) for g in grads]",
+    "each row by norm": "[definition.by_norm(g, c, axis=1) for g in grads]",
+    "each tensor by root mean square": "[definition.by_norm(g, c, size_power=0.5) for g in grads]",
+    "sum of clipped examples": "[definition.by_norm(g, c, axis=1).sum(0) for g in grads]",
     "by value": "[np.clip(g, -c, c) for g in grads]",
 }
 

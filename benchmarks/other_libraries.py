@@ -28,7 +28,7 @@ import sharded
 
 import how_others_behave
 import side_by_side
-from frameworks import Torch
+from kit.frameworks import Torch
 from native_functions import InPlace
 
 TIMM = {

@@ -1,0 +1,292 @@
+"""What clipping takes beside its result: memory, calls, and reads by the host, which waits for an accelerator."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import uniclip as uc
+from kit import rules
+from kit.devices import DEVICES
+from kit.frameworks import EAGER, Framework
+from kit.trees import leaves, mapped, walk
+
+MIB = 2**20
+
+# Memory
+
+
+def on_the_host(call: Callable[[], Any]) -> int:
+    """Return how many bytes Python and NumPy hold at most while a function runs, beyond what was held before."""
+    tracemalloc.start()
+    result = call()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    del result
+    return most
+
+
+def in_torch(call: Callable[[], Any]) -> int:
+    """Return how many bytes PyTorch and the host hold at most while a function runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        host = on_the_host(call)
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return host + max(held, default=0)
+
+
+@pytest.mark.needs("torch")
+def test_the_peak_of_torch() -> None:
+    """What is given back is not counted twice, nor what is held forgotten."""
+    import torch
+
+    assert 12 * MIB <= in_torch(lambda: [torch.zeros(MIB) for _ in range(3)]) < 13 * MIB
+    assert 4 * MIB <= in_torch(lambda: [float(torch.zeros(MIB).sum()) for _ in range(4)]) < 5 * MIB
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex64"])
+def test_memory(framework: Framework, dtype: str) -> None:
+    """Measuring, clipping below the limit, and in place take little; above it there is one copy, in its own dtype."""
+    peak = in_torch if framework.name == "torch" else on_the_host
+    little, size = (2 if dtype == "complex64" else 1) * MIB, 4_000_001 * np.dtype(dtype).itemsize
+    assert size > 6 * little
+    held = 0 if framework.name == "tensorflow" else size  # TensorFlow's own memory is not looked at
+
+    def grads(nan: bool = False) -> list[Any]:
+        values = np.full(2_000_001, 0.25)
+        values[7] = np.nan if nan else 0.25
+        return [framework.array(values, dtype), *(framework.array(values[8:200_008], dtype) for _ in range(10))]
+
+    uc.clip(framework.array(np.ones((9, 9)), dtype), uc.by_norm(1.0))  # some modules are imported at the first call
+    for make in (uc.by_global_norm, uc.by_norm):
+        given, below, above = grads(), make(1e9), make(1e-3)
+        found = {"norm": peak(lambda: uc.global_norm(given)), "below": peak(lambda: uc.clip(given, below))}
+        assert held <= peak(lambda: uc.clip(given, above)) < held + little
+        if framework.writes:
+            found |= {f"{rule}, in place": peak(lambda: uc.clip_(given, rule)) for rule in (below, above)}
+            given, zero = grads(nan=True), make(1e-3, nonfinite="zero")
+            found["not finite, in place"] = peak(lambda: uc.clip_(given, zero)) / 3
+        assert {name: most for name, most in found.items() if most >= little} == {}
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("donate", [False, True])
+def test_memory_in_jit(donate: bool) -> None:
+    """In compiled code there is little beside the result, and where gradients are given away none for the result."""
+    import jax
+
+    leaf = jax.ShapeDtypeStruct((3_000_001,), "float32")
+    for clip in (lambda g, c: uc.clip_by_global_norm(g, c)[0], uc.clip_by_norm):
+        program = jax.jit(clip, donate_argnums=[0] if donate else []).lower([leaf], 1.0).compile()
+        used = program.memory_analysis()
+        assert used.temp_size_in_bytes < MIB
+        assert used.alias_size_in_bytes == (4 * leaf.size if donate else 0)
+
+
+def rule_and_arrays(framework: Framework, name: str) -> tuple[Any, Any, list[Any]]:
+    """Return a rule of a name, parameters, and gradients: usual ones, a spike, NaN, zeros."""
+    arrays = partial(mapped, partial(framework.array, dtype=framework.default_float))
+    made = rules.steps()
+    return rules.every_rule(uc)[name], arrays(rules.params()), [arrays(made[step]) for step in (0, 1, 6, 8, 9)]
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax")
+@pytest.mark.parametrize("name", ["by_global_norm", "by_norm", "by_value", "zclip", "adagc", "chain", "agc", "skip"])
+def test_gradients_die(framework: Framework, name: str) -> None:
+    """Rule, holder, state and report keep no gradient alive, nor what was returned."""
+    rule, params, steps = rule_and_arrays(framework, name)
+    clipper, kept = uc.Clipper(rule), []
+    while len(steps) > 3:
+        grads = steps.pop()
+        alive = [weakref.ref(leaf) for leaf in leaves(grads)]
+        clipped = clipper(grads, params, loss=1.0)
+        kept.append(clipper.report)
+        if framework.writes:
+            kept.append(uc.clip_(grads, uc.by_global_norm(0.1)))
+        alive += [weakref.ref(leaf) for leaf in leaves(clipped)]
+        del grads, clipped
+        if any(leaf() is not None for leaf in alive):
+            gc.collect()  # a cycle may wait for it
+        assert [number for number, leaf in enumerate(alive) if leaf() is not None] == []
+
+
+# Work that grows with the number of leaves, in calls, which are the same on every machine
+
+
+def calls(function: Callable[[], Any]) -> int:
+    """Return how many functions, Python's and others', are called while one runs."""
+    count = 0
+
+    def listen(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    function()  # what is imported or compiled once
+    sys.setprofile(listen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def operations(framework: Framework, function: Callable[[], Any]) -> int:
+    """Return how many calls there are, or operations in the program that is traced."""
+    if framework.name == "jax":
+        import jax
+
+        return str(jax.make_jaxpr(function)()).count(" = ")
+    if framework.name == "tensorflow":
+        import tensorflow as tf
+
+        graph = tf.function(function, autograph=False).get_concrete_function().graph
+        return sum(len(g.get_operations()) for g in [graph, *graph._functions.values()] if hasattr(g, "get_operations"))
+    return calls(function)
+
+
+LINEAR = {
+    "above": uc.by_global_norm(1e-3),
+    "below": uc.by_global_norm(1e9),
+    "leaf": uc.by_norm(1e-3),
+    "zero": uc.by_global_norm(1e-3, nonfinite="zero"),
+    "L3": uc.by_global_norm(1e-3, ord=3),
+    "axes": uc.Rule(1e-3, scope=uc.scopes.axes(-1)),
+    "groups": uc.Rule(1e-3, scope=uc.scopes.groups(lambda path, leaf: path[0] % 2)),
+    "value": uc.by_value(-1e-3, 1e-3),
+    "adagc": uc.adagc(),
+}
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax")
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear(framework: Framework, name: str) -> None:
+    """Four times as many leaves take four times as much work, or less; eager, in place, or in a trace."""
+    rule, many = LINEAR[name], 40 if framework.name in {"numpy", "torch"} else 4
+
+    def work(count: int) -> int:
+        def clip() -> Any:
+            made = [framework.array(np.ones(3)) for _ in range(count)]
+            clipped, _, report = rule.update(made, rule.init(made), in_place=framework.writes)
+            return clipped, leaves(report.norms)
+
+        return operations(framework, clip)
+
+    few, some, most = (work(many * times) for times in (1, 4, 16))
+    assert most - some <= 1.2 * 4 * (some - few)
+
+
+# Reads: no device is needed, since arrays only say that they are on one
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+def test_the_device_refuses(framework: Framework) -> None:
+    """Each way to read an array is an error on what stands for an accelerator."""
+    for read in (bool, float, int, lambda array: np.asarray(array), lambda array: (array > 0) and array):
+        with pytest.raises(AssertionError, match="the host reads"), DEVICES[framework.name]():
+            read(framework.array(1.0))
+
+
+NOT_FINITE = 3
+"""The step whose limit is not compared: what a percentile is beside a norm of NaN, frameworks sort differently."""
+
+
+def stepped(framework: Framework, name: str, place: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
+    """Return what a rule returns of some steps, functionally and in place, where arrays may say they are elsewhere."""
+    rule, params, steps = rule_and_arrays(framework, name)
+    before, kept = [mapped(lambda leaf: leaf + 0, step) for step in steps], []
+    with place():
+        state = rule.init(params)
+        for grads, again in zip(steps, before, strict=True):
+            results = rule.update(grads, state, params, loss=1.0)
+            if framework.writes:
+                rule.update(again, state, params, loss=1.0, in_place=True)
+                kept.append(again)
+            clipped, state, report = results
+            kept += [clipped, tuple(state), report.norms, report.factors]
+            if grads is not steps[NOT_FINITE]:
+                kept.append(report.limits)
+    return kept
+
+
+def check_no_reads(framework: Framework, name: str) -> None:
+    """Require the results of the CPU, without a read."""
+    wanted = stepped(framework, name)
+    found = stepped(framework, name, DEVICES[framework.name])
+    for (path, one), (_, other) in zip(walk(found), walk(wanted), strict=True):
+        values = [np.asarray(x) if isinstance(x, (bool, int, float)) else framework.numpy(x) for x in (one, other)]
+        np.testing.assert_allclose(*values, rtol=1e-5, atol=1e-7, err_msg=str(path))
+
+
+@pytest.mark.only("torch", "tensorflow")
+@pytest.mark.parametrize("name", rules.every_rule(uc))
+def test_no_reads(framework: Framework, name: str) -> None:
+    """On an accelerator no rule reads an array, functionally or in place, and the results are those on the CPU."""
+    check_no_reads(framework, name)
+
+
+@pytest.mark.only("jax")
+@pytest.mark.parametrize("name", ["by_global_norm", "by_norm", "agc", "adagc", "zclip", "skip", "zero", "autoclip"])
+def test_no_reads_in_jax(framework: Framework, name: str) -> None:
+    """So it is outside of jit, with fewer rules, since each operation is compiled."""
+    check_no_reads(framework, name)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", rules.every_rule(uc))
+def test_meta(name: str) -> None:
+    """Tensors without values go through every rule, functionally and in place, with their shapes and dtypes."""
+    import torch
+
+    torch_here = EAGER["torch"][0]()
+    rule, params, steps = rule_and_arrays(torch_here, name)
+    to_meta = lambda tree: mapped(lambda leaf: leaf.to("meta"), tree)
+    kinds = lambda tree: [(leaf.shape, leaf.dtype, leaf.device.type) for leaf in leaves(tree) if is_tensor(leaf)]
+    is_tensor = lambda leaf: isinstance(leaf, torch.Tensor)
+    state, grads = rule.init(to_meta(params)), to_meta(steps[0])
+    clipped, after, report = rule.update(grads, state, to_meta(params), loss=1.0)
+    rule.update(grads, after, to_meta(params), loss=1.0, in_place=True)
+    assert kinds(clipped) == kinds(grads)
+    assert kinds(after) == kinds(state)
+    assert {device for *_, device in kinds([clipped, after, report.norms])} == {"meta"}
+
+
+@contextmanager
+def default(dtype: Any = None, device: Any = None) -> Iterator[None]:
+    """Set defaults of all code."""
+    import torch
+
+    torch.set_default_dtype(dtype or torch.float32)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+@pytest.mark.only("torch")
+@pytest.mark.parametrize("name", rules.every_rule(uc))
+def test_defaults(framework: Framework, name: str) -> None:
+    """The user's default device and dtype change no bit and no dtype."""
+    import torch
+
+    wanted = stepped(framework, name)
+    for options in ({"device": "meta"}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}):
+        found = stepped(framework, name, partial(default, **options))
+        for (path, one), (_, other) in zip(walk(found), walk(wanted), strict=True):
+            assert type(one) is type(other)
+            if isinstance(one, torch.Tensor):
+                assert (one.dtype, one.device) == (other.dtype, other.device), path
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
