@@ -2,7 +2,7 @@
 
 Whatever makes a rule takes the package as ``uc``: the same case can be made with another one.
 """
-# ruff: noqa: C901, PLR0911 - a choice among many returns many
+# ruff: noqa: C901, PLR0911, PLR0912 - a choice among many returns many
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
     more: dict[str, Any] = {"nonfinite": policy}
     match one_of(
         rng, "autoclip", "autoclip of all", "percentile", "zclip", "zclip", "log", "adagc", "growth", "spikes", "spam",
-        "adagn", "quantile", "schedule",
+        "adagn", "quantile", "schedule"
     ):  # fmt: skip
         case "autoclip":
             q = one_of(rng, 0, 5, 10, 50, 90, 100, 33.3, 0.7)
@@ -371,7 +371,7 @@ def drawn_dtypes(rng: Rng, dtypes: list[str]) -> list[str]:
 
 
 POOL: tuple[tuple[tuple[int, ...], ...], ...] = (
-    ((), (3,), (2, 3)), ((3,), (2, 3)), ((2, 3), (2, 1, 3)), ((2, 1, 3), (2, 1, 3)),
+    ((), (3,), (2, 3)), ((3,), (2, 3)), ((2, 3), (2, 1, 3)), ((2, 1, 3), (2, 1, 3))
 )  # fmt: skip
 """The shapes of the leaves of four trees, for what is compiled for each shape."""
 LONG_LEAF = 140_001
@@ -485,7 +485,8 @@ def _values_of(rng: Rng, case: Case, kind: str, power: float, count: int) -> Non
         values = [drawn_values(rng, slot, kind, power + math.log2(swing), share) for slot in case.slots]
         values = [np.zeros_like(one) for one in values] if chance(rng, 0.03) else values
         gone = gaps and (number or not case.plan.remembers)  # the first step tells what there is to remember
-        case.steps.append([None if gone and chance(rng, 0.1) else one for one in values])
+        share = 1.0 if chance(rng, 0.1) else 0.1
+        case.steps.append([None if gone and chance(rng, share) else one for one in values])
         loss = float(rng.normal(2, 0.2)) * (10 if chance(rng, 0.05) else 1)
         loss = one_of(rng, math.nan, math.inf) if chance(rng, 0.03) else loss
         case.losses.append(loss if any(part.limit[0] == "rolling z-score" for part in plans) else None)

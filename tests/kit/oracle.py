@@ -215,9 +215,7 @@ class Given:
     def decided(self, number: int, limited: Array) -> Array:
         """Return whether norms are limited; where that depends on rounding, ask the report."""
         unsure = limited == MAYBE
-        if not unsure.any():
-            return limited
-        if self.seen is None:
+        if not unsure.any() or self.seen is None:
             return limited
         seen = np.broadcast_to(self.seen[number], np.shape(limited))
         return np.where(unsure, np.where(seen < largest_of(seen), YES, NO), limited)
@@ -292,9 +290,8 @@ def _split(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
     joint, by_size = spec[1:]
     sizes = given.sizes() if by_size else [1] * len(norms)
     shares = [LONG(size) / LONG(sum(sizes)) for size in sizes]
-    return [
-        exact(joint * np.sqrt(share), n.precision).rounded(8) for n, share in zip(norms, shares, strict=True)
-    ], state
+    pairs = zip(norms, shares, strict=True)
+    return [exact(joint * np.sqrt(share), n.precision).rounded(8) for n, share in pairs], state
 
 
 def _per_group(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
@@ -314,9 +311,8 @@ def _percentile(spec: Spec, norms: list[Span], state: State, given: Given) -> An
     q, window, filled = spec[1:]
     if state is None:
         state = [[] for _ in norms]
-    histories = [
-        ([n, *old] if old or not filled else [n] * window)[:window] for n, old in zip(norms, state, strict=True)
-    ]
+    pairs = zip(norms, state, strict=True)
+    histories = [([n, *old] if old or not filled else [n] * window)[:window] for n, old in pairs]
     return [_at_percentile(history, q) for history in histories], histories
 
 
@@ -483,7 +479,7 @@ def _log_z_score(spec: Spec, norms: list[Span], state: State, given: Given) -> A
         one = exact(1, n.precision)
         log = Span(np.where(positive, n.lo, one.lo), np.where(positive, n.hi, one.hi), n.precision).each(np.log)
         change = log - mean
-        mean = either(np.where(positive, YES, NO), mean + change * weight, mean)
+        mean = either(np.where(positive, YES, NO), mean * (1 - weight) + log * weight, mean)
         variance = either(np.where(positive, YES, NO), (variance + change.square() * weight) * (1 - weight), variance)
         std = larger(variance, exact(1e-8, n.precision)).sqrt()
         excess, bound = log - mean, std * z
@@ -801,7 +797,7 @@ def _chain(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
     return Outcome(
         leaves, [part.state for part in parts] if finite else states, bool(measured),
         finite=finite, clipped=_any([part.clipped for part in measured]), skips=any(part.skips for part in measured),
-        skipped=_any([part.skipped for part in measured if part.skips]), parts=parts,
+        skipped=_any([part.skipped for part in measured if part.skips]), parts=parts
     )  # fmt: skip
 
 
@@ -837,9 +833,9 @@ def _any(flags: list[bool | None]) -> bool | None:
 def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     """Measure, ask the limit, bend the curve, scale."""
     machine, sound = given.machine, not any(leaf.bad.any() for leaf in leaves)
-    own = (
-        [replace(leaf, bad=np.zeros_like(leaf.bad), signs=0.0) for leaf in leaves] if plan.policy == "zero" else leaves
-    )
+    own = leaves
+    if plan.policy == "zero":
+        own = [replace(leaf, bad=np.zeros_like(leaf.bad), signs=0.0) for leaf in leaves]
     norms, broken, sizes = norms_of(plan, own, machine)
     widest = machine.of_norm([leaf.dtype for leaf in leaves])
     finite = sound and not any(bad.any() for bad in broken)
@@ -895,7 +891,7 @@ def _limits(
         lambda: norms_of(plan, [given.params[leaf.path] for leaf in leaves], given.machine)[0],
         lambda: sizes, precision("float32", flush=given.machine.flush),
         given.loss, None if given.seen is None else given.seen[0],
-        any(bad.any() for bad in out.broken), out.widest,
+        any(bad.any() for bad in out.broken), out.widest
     )  # fmt: skip
     if not plan.rows_apart or plan.scope.kind == "all":
         limits, state = step(plan.limit, calm, state, ask)
