@@ -6,7 +6,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -211,24 +211,45 @@ def test_attributes() -> None:
 
 
 @on_tensorflow
-def test_saved_weights(tmp_path: Path) -> None:
-    """``save_weights`` holds the states of optimizer and rule, for an optimizer that is built."""
-    path = tmp_path / "half.weights.h5"
+def test_saved(tmp_path: Path) -> None:
+    """A saved model goes on to the bit; weights alone do not bring the memory to an optimizer that is not built."""
     rule = uc.chain(uc.autoclip(30, window=8), uc.adagc(warmup=2))
-    whole, half, rest, lost = (compiled(ClippedOptimizer(Adam(0.05), rule), run_eagerly=True) for _ in range(4))
+    whole, half, lost = (compiled(ClippedOptimizer(Adam(0.05), rule), run_eagerly=True) for _ in range(3))
     for made in (whole, half):
         fit(made, FINITE[:3])
-    half.save_weights(path)
-    rest.optimizer.build(rest.trainable_variables)
-    for made, expected in ((rest, nullcontext()), (lost, pytest.warns(UserWarning, match="Skipping variable loading"))):
-        with expected:
-            made.load_weights(path)
+    half.save(tmp_path / "half.keras")
+    half.save_weights(tmp_path / "half.weights.h5")
+    rest = keras.saving.load_model(tmp_path / "half.keras")
+    rest.run_eagerly = True
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        lost.load_weights(tmp_path / "half.weights.h5")
     for made in (whole, rest, lost):
         fit(made, FINITE[3:6])
     same(rest.get_weights(), whole.get_weights())
     same(values(rest.optimizer.variables), values(whole.optimizer.variables))
+    assert rest.optimizer.rule == rule
     with pytest.raises(AssertionError):
         same(lost.get_weights(), whole.get_weights(), rtol=1e-3)
+
+
+@on_tensorflow
+def test_refused_memories() -> None:
+    """The memory of another rule, of other variables, and what can be none is refused, and nothing has changed."""
+    made = compiled(ClippedOptimizer(SGD(0.1), uc.adagc()), run_eagerly=True)
+    with pytest.raises(ValueError, match=r"build\("):
+        made.optimizer.load_rule_state_dict({})
+    fit(made, FINITE[:2])
+    saved, clipper = made.optimizer.rule_state_dict(), uc.Clipper(uc.zclip())
+    clipper(weights())
+    wrong = {name: [math.inf] * 3 if np.ndim(value) else value for name, value in saved["state"].items()}
+    for other, reason in (
+        (clipper.state_dict(), "another rule"),
+        (renamed(saved, {"['net/w']": "['net/other']"}), "net/other"),
+        ({**saved, "state": wrong}, "saved"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            made.optimizer.load_rule_state_dict(other)
+        assert made.optimizer.rule_state_dict() == saved
 
 
 @keras.saving.register_keras_serializable("test")
@@ -487,7 +508,8 @@ def test_replicas(name: str) -> None:
 class Stepping:
     """Keras' own training function, a batch at a time."""
 
-    takes = frozenset({"scalars", "save", "memory", "micro", "bits"})
+    takes = frozenset({"scalars", "save", "memory", "micro"} | ({"bits"} if BACKEND != "jax" else set()))
+    """In JAX the whole step is one program, in which XLA rounds otherwise."""
     optimizer = "momentum"
     left_out = frozenset[str]()
     own_clipping: ClassVar[dict[str, Any]] = {"clipnorm": 0.5, "global_clipnorm": 0.5, "clipvalue": 0.5}
@@ -521,12 +543,13 @@ class Stepping:
         """Do nothing: no step is recorded."""
 
     def save(self, folder: Path) -> None:
-        """Save the whole model."""
-        self.net.save(folder / "model.keras")
+        """Save the weights, those of the optimizer too."""
+        self.net.save_weights(folder / "half.weights.h5")
 
     def load(self, folder: Path) -> None:
-        """Load the whole model."""
-        self.net = keras.saving.load_model(folder / "model.keras")
+        """Load them into an optimizer that is built."""
+        self.net.optimizer.build(self.net.trainable_variables)
+        self.net.load_weights(folder / "half.weights.h5")
 
     def remembered(self) -> dict[str, Any]:
         """Return the memory, with names without that of the model."""
@@ -556,11 +579,11 @@ class Sparse(Eager):
         self.net.sparse = True
 
 
-COMPILED = ("agc", "adagc", "skip", "chain") if BACKEND == "tensorflow" else None
-"""Kinds of rules for compiled steps; where eager ones are tested for all."""
+KINDS = None if BACKEND == "torch" else ("agc", "adagc", "skip")
+"""The kinds of rules for steps that are compiled, which takes long."""
 
 
-@pytest.mark.parametrize("check", contract(Stepping, COMPILED))
+@pytest.mark.parametrize("check", contract(Stepping, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
     """Steps as Keras takes them on its backend keep the contract of all adapters."""
     check(Stepping, uc, tmp_path)

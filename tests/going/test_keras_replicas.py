@@ -32,7 +32,7 @@ BATCH, STEPS = 8, 6
 X = np.random.default_rng(0).normal(size=(STEPS * BATCH, 5)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 SPOILED = np.where(np.arange(len(Y))[:, None] == 2 * BATCH + 5, np.float32(math.nan), Y)  # in the second half alone
-SKIPS = uc.chain(uc.by_global_norm(1.0, nonfinite="skip"), uc.zclip(warmup=2))
+SKIPS = uc.chain(uc.by_global_norm(1.0, nonfinite="skip"), uc.autoclip(50, window=4))
 
 
 def model(optimizer: Any, **options: Any) -> Any:
