@@ -499,17 +499,3 @@ def test_wrong_steps() -> None:
         raising.update(bad, raising.init(PARAMS), PARAMS)
     with pytest.raises(TypeError, match="'skip'"):
         jax.jit(raising.update)(bad, raising.init(PARAMS), PARAMS)
-
-
-def test_memories_of_others() -> None:
-    """That of another rule or of other leaves is refused, and so are two states where one is expected."""
-    optimizer = optax.chain(to_optax(uc.adagc()), optax.adam(0.1))
-    state = optimizer.init(PARAMS)
-    for rule, others, token in ((uc.spam(), {}, "rule"), (uc.adagc(), {"other": np.ones(2)}, "other")):
-        clipper = uc.Clipper(rule)
-        clipper({"b": np.ones(3), "w": np.ones((3, 2)), **others})
-        with pytest.raises(ValueError, match=token):
-            from_dict(uc.adagc(), clipper.state_dict(), state, PARAMS)
-    two = optax.chain(to_optax(uc.adagc()), to_optax(uc.adagc()))
-    with pytest.raises(ValueError, match="2"):
-        to_dict(uc.adagc(), two.init(PARAMS), PARAMS)

@@ -329,17 +329,6 @@ def test_names_in_checkpoints(tmp_path: Path) -> None:
     assert clipped.clipped.get_name() == plain.plain.get_name()
 
 
-def test_an_optimizer_without_gradients() -> None:
-    """The errors are those of the optimizer inside."""
-    with tf.Graph().as_default():
-        w, optimizer = tf1.get_variable("w", initializer=[1.0]), ClippedOptimizer(descent(), uc.autoclip())
-        for pairs in ([(None, w)], []):
-            with pytest.raises(ValueError, match=r"No (gradients|variables) provided"):
-                optimizer.apply_gradients(pairs)
-        with pytest.raises(ValueError, match="No gradients provided"):
-            optimizer.minimize(tf.constant(1.0), var_list=[w])
-
-
 def estimated(folder: Path, steps: int) -> list[Any]:
     """Train up to a step as an Estimator did, in a session that goes on from what is in the folder."""
     seen = []
