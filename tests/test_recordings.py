@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from types import ModuleType
@@ -51,6 +52,12 @@ def compare(rule: str, dtype: str, rows: list[Arrays], first: int = 0) -> None:
                 np.testing.assert_array_equal(now[field], then[field], err_msg=where)
 
 
+@functools.cache
+def states() -> dict[str, Any]:
+    """Return the saved states by dtype and rule."""
+    return dict(json.loads(gzip.decompress((DATA / "states.json.gz").read_bytes())))
+
+
 def check_goes_on(uc: ModuleType, rule: str, dtype: str, saved: dict[str, Any]) -> None:
     """Require a clipper with a loaded state to take the rest of the steps as they were recorded."""
     clipper, rows = uc.Clipper(every_rule(uc)[rule]), []
@@ -74,8 +81,7 @@ def test_a_rule_does_what_it_did(rule: str, dtype: str) -> None:
 @pytest.mark.parametrize("rule", REMEMBERED)
 def test_a_saved_state_goes_on(rule: str, dtype: str) -> None:
     """A state that was saved in the middle loads, is saved as it was, and takes the other steps as recorded."""
-    saved = json.loads(gzip.decompress((DATA / "states.json.gz").read_bytes()))[dtype][rule]
-    grads = steps(dtype)[0]
+    saved, grads = states()[dtype][rule], steps(dtype)[0]
     assert to_dict(RULES[rule], from_dict(RULES[rule], saved, grads), grads) == saved
     check_goes_on(uniclip, rule, dtype, saved)
 
