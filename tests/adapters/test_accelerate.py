@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 import uniclip as uc
 from adapters.contract import contract
-from adapters.trainers import Net, inner, long, near, sgd, short, tensors
-from kit.training import Arrays, Batch, batches, parts
+from adapters.trainers import Handled, Net, near, sgd, tensors
+from kit.training import Batch, batches, parts
 from uniclip.integrations.torch import attach
 
 
@@ -28,13 +28,10 @@ def _forget() -> Iterator[None]:
     GradientState._reset_state()
 
 
-class Accelerated:
+class Accelerated(Handled):
     """A loop as Accelerate's documentation writes it; the rule is attached before the optimizer is wrapped."""
 
     takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
-    optimizer = "momentum"
-    left_out = frozenset[str]()
-    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
         """Prepare."""
@@ -56,18 +53,6 @@ class Accelerated:
                 self.inside.step()
                 self.inside.zero_grad()
 
-    def weights(self) -> Arrays:
-        """Return the weights."""
-        return self.net.arrays()
-
-    def inner(self) -> list[Any]:
-        """Return what the optimizer remembers."""
-        return inner(self.inside)
-
-    def scalars(self) -> dict[str, float]:
-        """Return what the handle has."""
-        return {name: float(value) for name, value in self.handle.scalars().items()}
-
     def finish(self) -> None:
         """Write the record."""
         self.record.flush()
@@ -79,14 +64,6 @@ class Accelerated:
     def load(self, folder: Path) -> None:
         """Load it."""
         self.accelerator.load_state(str(folder / "state"))
-
-    def remembered(self) -> dict[str, Any]:
-        """Return the memory of the handle."""
-        return short(self.handle.numbers())
-
-    def recall(self, saved: dict[str, Any]) -> None:
-        """Give it a memory."""
-        self.handle.load_state_dict(long(saved))
 
 
 class Scaled(Accelerated):

@@ -6,8 +6,8 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import uniclip as uc
 from adapters.contract import contract
-from adapters.trainers import Net, Training, by_hand, inner, long, near, remembers, sgd, short, tensors
-from kit.training import Arrays, Batch, batches, parts
+from adapters.trainers import Fed, Looping, Net, by_hand, near, remembers, sgd, tensors
+from kit.training import Batch, batches
 from uniclip import insight
 from uniclip.integrations.lightning import ClipGradients
 from uniclip.integrations.torch import attach
@@ -83,54 +83,39 @@ def fit(module: Any, of: list[Batch], *callbacks: Any, ckpt_path: Any = None, **
     return made
 
 
-class Fitting:
+class Fitting(Looping):
     """A fit that goes from batch to batch."""
 
     takes = frozenset({"loss", "scalars", "record", "save", "memory", "micro", "bits"})
-    optimizer = "momentum"
-    left_out = frozenset[str]()
-    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
     plugins: Any = None
-    alive: ClassVar[list[Training]] = []
-    """What has not ended."""
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
         """Make the trainer, which begins with the first batch or a checkpoint."""
         self.micro, self.module, self.logger = micro, Module(), Logged()
+        self.net = self.module.net
         self.callback = None if rule is None else ClipGradients(rule, record=record)
         callbacks = [] if self.callback is None else [self.callback]
         options = {"logger": self.logger, "accumulate_grad_batches": micro, "plugins": self.plugins, **options}
         self.trainer = trainer(*callbacks, **options)
-        self.training: Any = None
 
-    def begin(self, ckpt_path: Any = None) -> None:
-        """Begin to train."""
-        self.training = Training(lambda fed: self.trainer.fit(self.module, fed, ckpt_path=ckpt_path))
-        self.alive.append(self.training)
+    def train(self, fed: Fed, start: Any) -> None:
+        """Fit."""
+        self.trainer.fit(self.module, fed, ckpt_path=start)
 
-    def step(self, batch: Batch) -> None:
-        """Train on a batch."""
-        if self.training is None:
-            self.begin()
-        self.training.step(*parts(batch, self.micro))
+    @property
+    def handle(self) -> Any:
+        """The handle of the only optimizer."""
+        return self.callback.handles[0]
 
-    def weights(self) -> Arrays:
-        """Return the weights."""
-        return self.module.net.arrays()
-
-    def inner(self) -> list[np.ndarray]:
-        """Return what the optimizer remembers."""
-        return [array for optimizer in self.trainer.optimizers for array in inner(optimizer)]
+    @property
+    def inside(self) -> Any:
+        """The only optimizer; before the fit there is none."""
+        return next(iter(self.trainer.optimizers), SimpleNamespace(state={}))
 
     def scalars(self) -> dict[str, float]:
         """Return what the logger got; the means of an epoch are there at its end."""
-        found = {name: float(value) for name, value in self.callback.handles[0].scalars().items()}
+        found = super().scalars()
         return found | next((row for row in reversed(self.logger.rows) if row), {})
-
-    def finish(self) -> None:
-        """End the epoch."""
-        self.training.end()
-        self.alive.remove(self.training)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
@@ -140,14 +125,10 @@ class Fitting:
         """Begin from it."""
         self.begin(folder / "some.ckpt")
 
-    def remembered(self) -> dict[str, Any]:
-        """Return the memory of the handle."""
-        return short(self.callback.handles[0].numbers())
-
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give it a memory."""
+        """Begin, so that there is a handle, and give it a memory."""
         self.begin()
-        self.callback.handles[0].load_state_dict(long(saved))
+        super().recall(saved)
 
 
 class Scaled(Fitting):
@@ -166,8 +147,7 @@ class Scaled(Fitting):
 def _end() -> Iterator[None]:
     """End the fits that a check leaves."""
     yield
-    while Fitting.alive:
-        Fitting.alive.pop().end()
+    Fitting.end_all()
 
 
 @pytest.mark.parametrize("check", contract(Fitting))
@@ -292,25 +272,6 @@ def test_manual_optimization() -> None:
         fit(Manual(), BATCHES[:1], ClipGradients([rule]))
     with pytest.raises(MisconfigurationException, match="record"):
         fit(Manual(), BATCHES[:1], ClipGradients(rule, record=insight.Recorder("never.jsonl")))
-
-
-def test_closures() -> None:
-    """LBFGS evaluates its closure many times, and each time the gradients are clipped."""
-    make = lambda net: torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
-    module, net = Module(make), Net()
-    fit(module, BATCHES[:3], ClipGradients(uc.by_global_norm(0.3)))
-    optimizer = make(net)
-    for batch in BATCHES[:3]:
-
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = net(**tensors(batch))["loss"]
-            loss.backward()
-            uc.clip_([p.grad for p in net.parameters()], uc.by_global_norm(0.3))
-            return loss
-
-        optimizer.step(closure)
-    near(module.net.arrays(), net.arrays(), 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the rest saves no checkpoints

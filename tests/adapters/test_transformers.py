@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,8 +18,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import uniclip as uc
 from adapters.contract import contract
-from adapters.trainers import Fed, Net, Training, by_hand, inner, long, near, remembers, sgd, short, tensors
-from kit.training import Arrays, Batch, batches, parts
+from adapters.trainers import Fed, Looping, Net, by_hand, long, near, remembers, sgd, short, tensors
+from kit.training import Batch, batches
 from uniclip import insight
 from uniclip.integrations.torch import attach
 from uniclip.integrations.transformers import ClipGradients
@@ -57,59 +57,37 @@ def train(folder: Path, of: list[Batch], *callbacks: Any, resume: Any = None, **
     return made
 
 
-class Trained:
+class Trained(Looping):
     """A training that goes from batch to batch."""
 
     takes = frozenset({"scalars", "record", "save", "memory", "micro", "bits"})
-    optimizer = "momentum"
     left_out = frozenset({"zero", "by_value", "agc"})
     """Where one gradient is NaN, the Trainer makes all of them NaN; these rules would have healthy ones."""
-    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
-    alive: ClassVar[list[Training]] = []
-    """What has not ended."""
     folder: ClassVar[Path]
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
         """Make the trainer, which begins with the first batch or a checkpoint."""
-        self.micro, self.training = micro, None
+        self.micro = micro
         self.callback = None if rule is None else ClipGradients(rule, record=record)
         callbacks = [] if self.callback is None else [self.callback]
         options = {"gradient_accumulation_steps": micro, "max_grad_norm": 0.0, **options}
         self.trainer = Feeding(self.folder, Fed(), *callbacks, save_strategy="steps", save_steps=4, **options)
+        self.net = self.trainer.model
 
-    def begin(self, resume: Any = None) -> None:
-        """Begin to train."""
+    def train(self, fed: Fed, start: Any) -> None:
+        """Train."""
+        self.trainer.loader = fed
+        self.trainer.train(resume_from_checkpoint=start)
 
-        def run(fed: Fed) -> None:
-            self.trainer.loader = fed
-            self.trainer.train(resume_from_checkpoint=resume)
-
-        self.training = Training(run)
-        self.alive.append(self.training)
-
-    def step(self, batch: Batch) -> None:
-        """Train on a batch."""
-        if self.training is None:
-            self.begin()
-        self.training.step(*parts(batch, self.micro))
-
-    def weights(self) -> Arrays:
-        """Return the weights."""
-        return self.trainer.model.arrays()
-
-    def inner(self) -> list[np.ndarray]:
-        """Return what the optimizer remembers."""
-        return inner(self.trainer.optimizer)
+    @property
+    def inside(self) -> Any:
+        """The optimizer, which Accelerate has wrapped."""
+        return self.trainer.optimizer
 
     def scalars(self) -> dict[str, float]:
         """Return what was logged, which is of one step; the largest norm is that of a window."""
         found = self.trainer.state.log_history[-1].items()
         return {name: value for name, value in found if name.startswith("clip/") and name != "clip/norm_max"}
-
-    def finish(self) -> None:
-        """End the training."""
-        self.training.end()
-        self.alive.remove(self.training)
 
     def save(self, folder: Path) -> None:
         """Do nothing: the Trainer has saved the 4th step."""
@@ -133,8 +111,7 @@ def _end(tmp_path: Path) -> Iterator[None]:
     """End the trainings that a check leaves, and undo what Accelerate keeps for the whole process."""
     Trained.folder = tmp_path / "trainer"
     yield
-    while Trained.alive:
-        Trained.alive.pop().end()
+    Trained.end_all()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 import uniclip as uc
-from kit.training import MOMENTUM, RATE, Arrays, Batch, ByHand, weights
+from kit.training import MOMENTUM, RATE, Arrays, Batch, ByHand, parts, weights
 from uniclip.saved import renamed
 
 LENGTH = 100
@@ -47,19 +48,14 @@ def tensors(batch: Batch) -> dict[str, Any]:
     return {"ids": torch.tensor(batch.ids), "targets": torch.tensor(batch.targets)}
 
 
-def inner(optimizer: Any) -> list[np.ndarray]:
-    """Return copies of what an optimizer remembers, without what uniclip adds."""
-    return [value.numpy().copy() for state in optimizer.state.values() for value in state.values()]
-
-
 def short(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a memory with the names that `kit.training` gives to the weights."""
     return renamed(saved, lambda name: f"['{name.split(chr(39))[1].rpartition('.')[2]}']")
 
 
-def long(saved: dict[str, Any], before: str = "") -> dict[str, Any]:
+def long(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a memory with names as an optimizer of PyTorch has them: its groups are a list."""
-    return renamed(saved, lambda name: f"[0]['{before}{name.split(chr(39))[1]}']")
+    return renamed(saved, lambda name: f"[0]['{name.split(chr(39))[1]}']")
 
 
 class Fed:
@@ -117,6 +113,72 @@ class Training:
         assert not self.thread.is_alive(), "the trainer does not end"
         if self.error is not None:
             raise self.error
+
+
+class Handled:
+    """What adapters have that train the model by a handle of ``attach``: ``net``, ``inside`` and ``handle``."""
+
+    optimizer = "momentum"
+    left_out = frozenset[str]()
+    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
+    net: Net
+    inside: Any
+    handle: Any
+
+    def weights(self) -> Arrays:
+        """Return the weights."""
+        return {name: p.detach().numpy().copy() for name, p in self.net.named_parameters()}
+
+    def inner(self) -> list[np.ndarray]:
+        """Return what the optimizer remembers, without what uniclip adds."""
+        return [value.numpy().copy() for state in self.inside.state.values() for value in state.values()]
+
+    def scalars(self) -> dict[str, float]:
+        """Return what the handle has."""
+        return {name: float(value) for name, value in self.handle.scalars().items()}
+
+    def remembered(self) -> dict[str, Any]:
+        """Return the memory of the handle."""
+        return short(self.handle.numbers())
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give it a memory."""
+        self.handle.load_state_dict(long(saved))
+
+
+class Looping(Handled):
+    """What adapters have whose trainers loop by themselves: ``train`` is given a loader, and where to begin."""
+
+    alive: ClassVar[list[Training]] = []
+    """What has not ended."""
+    training: Training | None = None
+    micro = 1
+
+    def train(self, fed: Fed, start: Any) -> None:
+        """Train to the end."""
+        raise NotImplementedError
+
+    def begin(self, start: Any = None) -> None:
+        """Begin to train."""
+        self.training = Training(lambda fed: self.train(fed, start))
+        self.alive.append(self.training)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        if self.training is None:
+            self.begin()
+        self.training.step(*parts(batch, self.micro))
+
+    def finish(self) -> None:
+        """End the training."""
+        self.alive.remove(self.training)
+        self.training.end()
+
+    @classmethod
+    def end_all(cls) -> None:
+        """End what a check leaves."""
+        while cls.alive:
+            cls.alive.pop().end()
 
 
 def by_hand(rule: Any, of: list[Batch]) -> tuple[ByHand, list[dict[str, float]]]:
