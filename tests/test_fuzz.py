@@ -1,7 +1,7 @@
 """Drawn rules on drawn gradients, each step compared with an oracle in intervals that shares no code with uniclip.
 
 Each week draws other cases; ``--fuzz SEED`` repeats those of a seed, ``--fuzz SEED:NUMBER`` one of them. A failure has
-the command that runs its case alone. Cases that once failed are in data/corpus.json.
+the command that runs its case alone. Cases that once found a fault are in data/corpus.json.
 """
 
 from __future__ import annotations

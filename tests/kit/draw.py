@@ -250,8 +250,8 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
     ratio, window, warmup = one_of(rng, 1.01, 1.05, 1.5, 0.9), int(one_of(rng, 2, 3, 5, 8, 11)), int(rng.integers(2, 8))
     more: dict[str, Any] = {"nonfinite": policy}
     match one_of(
-        rng, "autoclip", "autoclip of all", "percentile", "zclip", "zclip", "log", "adagc", "growth", "spikes", "spam",
-        "adagn", "quantile", "schedule"
+        rng, "autoclip", "autoclip of all", "percentile", "zclip", "zclip", "log", "adagc", "growth", "spikes",
+        "spikes", "spam", "adagn", "quantile", "schedule"
     ):  # fmt: skip
         case "autoclip":
             q = one_of(rng, 0, 5, 10, 50, 90, 100, 33.3, 0.7)

@@ -26,7 +26,20 @@ LAYOUTS = {
     "NumPy": ("C",) * 4 + ("F", "backwards", "strided", "fixed", "repeated", "scalar"),
     "PyTorch": ("C",) * 4 + ("F", "strided", "repeated"),
 }
-WAYS = ("plain", "plain", "plain", "holder", "familiar", "summed", "summed", "renamed", "moved", "parts")
+WAYS = (
+    "plain",
+    "plain",
+    "plain",
+    "holder",
+    "familiar",
+    "summed",
+    "summed",
+    "renamed",
+    "moved",
+    "parts",
+    "parts",
+    "parts",
+)
 PATIENCE = 60
 """For how many seconds a process waits for the other ones."""
 
