@@ -355,17 +355,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a test each function of the libraries of this run, or each way in which their frameworks run."""
     wanted = metafunc.config.getoption("--frameworks").split(",")
     rows = [row for name, of in LIBRARIES.items() if {name, "all"} & {*wanted} for row in of()]
-    nothing = pytest.param(None, marks=pytest.mark.needs("none"))
+    none = pytest.mark.needs("none")
     if "row" in metafunc.fixturenames:
-        metafunc.parametrize("row", rows or [nothing], ids=lambda row: f"{row.library} {row.name}" if row else "none")
+        cases = [pytest.param(row, id=f"{row.library} {row.name}") for row in rows]
+        metafunc.parametrize("row", cases or [pytest.param(None, marks=none)])
     if "way" in metafunc.fixturenames:
-        frameworks = dict.fromkeys(row.framework for row in rows)
-        ways = [(way(), name) for name in frameworks for way in (*EAGER[name], *COMPILED.get(name, ()))]
-        some = [
-            ([row for row in rows if row.framework == name and (row.library != "keras" or not way.traced)], way)
-            for way, name in ways
-        ]
-        metafunc.parametrize(("rows", "way"), [pytest.param(*one, id=one[1].name) for one in some] or [nothing])
+        ways = [way() for name in LIBRARIES for way in (*EAGER.get(name, ()), *COMPILED.get(name, ()))]
+        some = [(way, [row for row in rows if runs(row, way)]) for way in ways]
+        cases = [pytest.param(of, way, id=way.name) for way, of in some if of]
+        metafunc.parametrize(("rows", "way"), cases or [pytest.param(None, None, marks=none)])
+
+
+def runs(row: Native, way: Framework) -> bool:
+    """Whether a way to run takes the arrays of a library; the steps of Keras are not compiled."""
+    return way.family == EAGER[row.framework][0].family and not (way.traced and row.library == "keras")
 
 
 def random(rng: Any, shapes: list[Any], scale: float = 1.0) -> list[np.ndarray]:
