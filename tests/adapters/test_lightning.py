@@ -356,18 +356,13 @@ def test_ways_to_run() -> None:
         assert ("clip/norm" in made.callback_metrics) == (options is not bare)
 
 
-def test_fabric(tmp_path: Path) -> None:
-    """With Fabric an optimizer is attached to as any other; its checkpoints hold the memory."""
+def test_fabric() -> None:
+    """With Fabric an optimizer is attached to as any other."""
     fabric, net, rule = Fabric(accelerator="cpu"), Net(), uc.autoclip(50, window=4)
     model, optimizer = fabric.setup(net, sgd(net))
-    handle = attach(optimizer, rule)
+    attach(optimizer, rule)
     for batch in BATCHES:
         optimizer.zero_grad()
         fabric.backward(model(**tensors(batch))["loss"])
         optimizer.step()
     near(net.arrays(), by_hand(rule, BATCHES)[0].weights)
-    fabric.save(tmp_path / "fabric.ckpt", {"optimizer": optimizer})
-    again = sgd(Net())
-    fresh = attach(again, rule)
-    again.load_state_dict(torch.load(tmp_path / "fabric.ckpt")["optimizer"])
-    assert fresh.numbers() == handle.numbers()

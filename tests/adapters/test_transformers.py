@@ -116,7 +116,10 @@ def _end(tmp_path: Path) -> Iterator[None]:
     GradientState._reset_state()
 
 
-@pytest.mark.parametrize("check", contract(Trained))
+KINDS = ("by_norm", "by_global_norm", "autoclip", "adagc", "skip", "chain")
+
+
+@pytest.mark.parametrize("check", contract(Trained, KINDS))
 def test_contract(check: Any, tmp_path: Path) -> None:
     """The callback keeps the contract of all adapters."""
     check(Trained, uc, tmp_path)
