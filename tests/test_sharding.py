@@ -1,0 +1,298 @@
+"""JAX arrays that devices have parts of: a step does what it does on one device, and gathers no leaf.
+
+This file is also the script of two processes that share the devices.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import uniclip as uc
+from uniclip.integrations.optax import scalars, to_optax
+
+RULES: dict[str, Any] = {
+    "global": uc.by_global_norm(1.0),
+    "largest": uc.by_global_norm(0.5, ord=math.inf),
+    "order 3": uc.by_global_norm(1.0, ord=3),
+    "leaf": uc.by_norm(1.0),
+    "groups": uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0] in "ac")),
+    "mean square": uc.by_block_rms(0.1),
+    "autoclip": uc.autoclip(20, window=4),
+    "zclip": uc.zclip(warmup=2),
+    "adagc": uc.adagc(warmup=2),
+    "skip": uc.by_global_norm(1.0, nonfinite="skip"),
+    "zero": uc.by_global_norm(1.0, nonfinite="zero"),
+    "spikes": uc.skip_spikes(2.0, window=4, warmup=2),
+}
+KEPT = {"agc": uc.agc(0.01), "last axis": uc.by_norm(0.5, axis=-1), "spam": uc.spam(factor=0.5, warmup=1)}
+"""Rules whose norms keep axes: only where arrays know how they are divided."""
+SHAPES = {"a": (16, 6), "b": (8, 4), "c": (8,), "d": (4, 6)}
+MIXED = {"a": P("x", "y"), "b": P("x"), "c": P(), "d": P(None, "y")}
+DIVIDED = {"a": P("x", "y"), "b": P(("x", "y")), "c": P(("y", "x")), "d": P("x", "y")}
+STEPS = ((0.5, 1.0), (1.0, 1.2), (30.0, 9.0))
+"""By how much the gradients of a step are multiplied, and its loss."""
+BAD = {"finite": None, "NaN": math.nan, "inf": math.inf}
+KINDS = ("Auto", "Explicit")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quickly_compiled() -> Iterator[None]:
+    """Have XLA leave out most optimizations: what is divided, and sent, is settled before them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def mesh_of(kind: str, shape: tuple[int, int] = (4, 2)) -> Any:
+    """Return all devices, as a mesh."""
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(getattr(AxisType, kind),) * 2)
+
+
+def gradients(bad: float | None = None) -> dict[str, Any]:
+    """Return gradients as NumPy's arrays, one entry of which may be bad."""
+    rng = np.random.default_rng(0)
+    grads = {name: rng.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()}
+    if bad is not None:
+        grads["a"][9, 5] = bad  # in one device's part
+    return grads
+
+
+PARAMS = {name: np.cos(value) for name, value in gradients().items()}
+
+
+def update(rules: dict[str, Any], grads: Any, states: Any, params: Any, loss: Any, **joined: Any) -> Any:
+    """Return by name what a step of each rule makes of the gradients, its memory, and what it shows."""
+    results = {}
+    for name, rule in rules.items():
+        mine = loss if name == "spikes" else None
+        clipped, state, report = rule.update(grads, states[name], params, loss=mine, **joined)
+        results[name] = clipped, state, (report.norms, report.finite, report.skipped)
+    return results
+
+
+def third(rules: dict[str, Any], step: Any, put: Callable[[Any], Any], case: str) -> Any:
+    """Return what the last of the steps makes; its gradients alone may be bad."""
+    states, results = {name: rule.init(put(PARAMS)) for name, rule in rules.items()}, None
+    for number, (by, loss) in enumerate(STEPS):
+        grads = gradients(BAD[case] if number == len(STEPS) - 1 else None)
+        results = step(put({name: np.float32(by) * g for name, g in grads.items()}), states, put(PARAMS), loss)
+        states = {name: state for name, (_, state, _) in results.items()}
+    return results
+
+
+def placed(specs: dict[str, P], mesh: Any) -> Callable[[Any], Any]:
+    """Return a function that divides arrays, each process making its own parts."""
+
+    def put(tree: Any) -> Any:
+        places = {name: NamedSharding(mesh, specs[name]) for name in tree}
+        make = jax.make_array_from_callback
+        return {name: make(g.shape, places[name], lambda index, g=g: g[index]) for name, g in tree.items()}
+
+    return put
+
+
+FEW = {name: (RULES | KEPT)[name] for name in ("global", "agc", "adagc", "zclip", "skip")}
+ONE = {"kept": RULES | KEPT, "named": RULES, "few": FEW}
+ON_ONE = {key: jax.jit(partial(update, rules)) for key, rules in ONE.items()}
+
+
+def compare(key: str, case: str, found: Any, put: Callable[[Any], Any]) -> None:
+    """Require the parts that are here to be those of one device, their places kept, and all else alike on all."""
+    wanted = third(ONE[key], ON_ONE[key], lambda tree: {k: jax.numpy.asarray(g) for k, g in tree.items()}, case)
+    places = {name: leaf.sharding for name, leaf in put(PARAMS).items()}
+    for name, (clipped, state, shown) in found.items():
+        one = wanted[name]
+        for leaf, place in places.items():
+            assert clipped[leaf].sharding.is_equivalent_to(place, clipped[leaf].ndim), f"{name}, {leaf} moves"
+        here, there = jax.tree.leaves((clipped, state, shown)), jax.tree.leaves(one)
+        for array, whole in zip(here, map(np.asarray, there), strict=True):
+            for part in array.addressable_shards:
+                bound = {"rtol": 2e-6, "atol": 1e-6, "err_msg": f"{name}, {case}"}
+                np.testing.assert_allclose(part.data, whole[part.index], **bound)
+        if name not in KEPT:
+            for array in jax.tree.leaves((state, shown)):
+                bits = {np.asarray(part.data).tobytes() for part in array.addressable_shards}
+                assert len(bits) == 1, f"{name}, {case}: devices show different bits"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def compiled(request: pytest.FixtureRequest) -> Any:
+    """Return all rules as one program for arrays that are divided, and how they are."""
+    put = placed(MIXED, mesh_of(request.param))
+    states = {name: rule.init(put(PARAMS)) for name, rule in ONE["kept"].items()}
+    lowered = jax.jit(partial(update, ONE["kept"])).lower(put(PARAMS), states, put(PARAMS), 1.0)
+    return lowered.compile(), put
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_jit(compiled: Any, case: str) -> None:
+    """Under jit, arrays that are divided give what those of one device do, and stay where they are."""
+    program, put = compiled
+    places = program.input_shardings[0]
+
+    def step(grads: Any, states: Any, params: Any, loss: Any) -> Any:
+        return program(*jax.device_put((grads, states, params, np.float32(loss)), places))
+
+    compare("kept", case, third(ONE["kept"], step, put, case), put)
+
+
+def test_nothing_is_gathered(compiled: Any) -> None:
+    """No rule sends a leaf whole to a device."""
+    assert not re.findall(r".* all-gather(?:-start)?\(.*", compiled[0].as_text())
+
+
+def reductions(function: Callable[..., Any], *args: Any) -> int:
+    """Return how many all-reduces a program has, those of branches too, and require that nothing is gathered."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    assert not re.search(r" all-gather(-start)?\(", text)
+    return len(re.findall(r" all-reduce(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_reductions(kind: str) -> None:
+    """Rules have at most two all-reduces more than optax's global norm, however many leaves are divided in two ways."""
+    mesh = mesh_of(kind)
+    places = [NamedSharding(mesh, spec) for spec in (P("x", "y"), P("x", None)) * 8]
+    grads = [jax.device_put(np.ones((64, 32), "float32"), place) for place in places]
+    native = optax.clip_by_global_norm(1.0)
+    most = 2 + reductions(lambda grads: native.update(grads, native.init(grads)), grads)
+    for name in ("global", "agc", "zclip"):
+        rule = (RULES | KEPT)[name]
+        found = reductions(lambda *args, rule=rule: rule.update(*args)[:2], grads, rule.init(grads), grads)
+        assert found <= most, f"{name}: {found} all-reduces, not {most}"
+
+
+@pytest.fixture(scope="module", params=[("Auto", "mixed"), ("Explicit", "divided")], ids="-".join)
+def mapped(request: pytest.FixtureRequest) -> Any:
+    """Return all rules as one program in shard_map: a device has parts, or copies, and its own loss."""
+    kind, way = request.param
+    mesh, specs = mesh_of(kind), MIXED if way == "mixed" else DIVIDED
+
+    def here(grads: Any, states: Any, params: Any, losses: Any) -> Any:
+        return update(RULES, grads, states, params, losses[0], all_reduce=("x", "y"))
+
+    out = {name: (specs, P(), P()) for name in RULES}
+    step = jax.jit(jax.shard_map(here, mesh=mesh, in_specs=(specs, P(), specs, P(("x", "y"))), out_specs=out))
+    spread, place = np.linspace(-0.3, 0.3, mesh.size, dtype="float32"), NamedSharding(mesh, P(("x", "y")))
+
+    def whole(grads: Any, states: Any, params: Any, loss: Any) -> Any:
+        return step(grads, states, params, jax.device_put(np.float32(loss) + spread, place))
+
+    return whole, placed(specs, mesh)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_shard_map(mapped: Any, case: str) -> None:
+    """In shard_map the names of axes join the parts; copies count once, and the loss is the mean."""
+    step, put = mapped
+    compare("named", case, third(RULES, step, put, case), put)
+
+
+@pytest.mark.parametrize("name", ["agc", "last axis"])
+def test_kept_axes_are_refused(name: str) -> None:
+    """Beside named axes nobody knows which axis of a part is divided."""
+    run = lambda grads: uc.clip(grads, KEPT[name], grads, "x")[0]
+    with pytest.raises(ValueError, match="all_reduce="):
+        jax.shard_map(run, mesh=mesh_of("Auto"), in_specs=P(None, "x"), out_specs=P(None, "x"))(np.ones((4, 8)))
+
+
+def test_outside_of_jit() -> None:
+    """Line by line it is the same, also beyond the range of squares."""
+    put = placed(MIXED, mesh_of("Auto"))
+    compare("few", "finite", third(FEW, partial(update, FEW), put, "finite"), put)
+    large = {name: g * np.float32(1e30) for name, g in gradients().items()}
+    np.testing.assert_allclose(uc.global_norm(put(large)), uc.global_norm(large), rtol=1e-6)
+
+
+def test_without_names() -> None:
+    """Where types do not tell copies, ``shared=`` does: under ``check_vma=False`` and in pmap."""
+    grads = {"part": np.arange(8.0, dtype="float32"), "copy": np.ones(3, "float32")}
+    shared = lambda path, leaf: path[0] == "copy"
+    specs = {"part": P("x"), "copy": P()}
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    norm = lambda grads: uc.clip(grads, RULES["global"], None, "x", shared)[1].norms
+    found = jax.shard_map(norm, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)(grads)
+    np.testing.assert_allclose(found, uc.global_norm(grads), rtol=1e-6)
+    each = {"part": grads["part"].reshape(8, 1), "copy": np.stack([grads["copy"]] * 8)}
+    np.testing.assert_allclose(jax.pmap(norm, axis_name="x")(each), [uc.global_norm(grads)] * 8, rtol=1e-6)
+
+
+@pytest.mark.needs("optax")
+@pytest.mark.parametrize("way", ["jit", "shard_map"])
+def test_optax(way: str) -> None:
+    """The wrapper's state and logs are those of one device, arrays being divided or axes being named."""
+    mesh = mesh_of("Auto")
+    put, joined = placed(MIXED, mesh), {"axis_name": ("x", "y")} if way == "shard_map" else {}
+    for name in ("global", "autoclip", "skip"):
+        alone, optimizer = to_optax(RULES[name], optax.trace(0.9)), to_optax(RULES[name], optax.trace(0.9), **joined)
+        step = optimizer.update
+        if joined:
+            state = optimizer.init(PARAMS)
+            like = jax.tree.map_with_path(lambda path, _: MIXED.get(getattr(path[-1], "key", ""), P()), state)
+            step = jax.shard_map(step, mesh=mesh, in_specs=(MIXED, like), out_specs=(MIXED, like))
+        one, mine, step = alone.init(PARAMS), optimizer.init(put(PARAMS)), jax.jit(step)
+        for case in ("finite", "NaN", "finite"):
+            wanted, one = alone.update(gradients(BAD[case]), one)
+            found, mine = step(put(gradients(BAD[case])), mine)
+            for leaf, whole in wanted.items():
+                np.testing.assert_allclose(found[leaf], whole, rtol=1e-6, atol=1e-7, err_msg=f"{name}, {leaf}")
+        logs = scalars(one)
+        assert logs.keys() == scalars(mine).keys()
+        for key, value in scalars(mine).items():
+            np.testing.assert_allclose(value, logs[key], rtol=1e-6, err_msg=key)
+
+
+def test_two_processes() -> None:
+    """Two processes of four devices each do what one device does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    flags = "--xla_force_host_platform_device_count=4"
+    environ = {**os.environ, "PYTHONPATH": paths, "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    some = [
+        subprocess.Popen(
+            [sys.executable, __file__, rank, port],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        outputs = [one.communicate(timeout=200)[0] for one in some]
+    finally:
+        for one in some:
+            one.kill()
+            one.wait()
+    assert [one.returncode for one in some] == [0, 0], "\n".join(outputs)
+
+
+def main(rank: str, port: str) -> None:
+    """Compare as one of two processes."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank), initialization_timeout=60)
+    put, step = placed(MIXED, mesh_of("Auto")), jax.jit(partial(update, FEW))
+    for case in BAD:
+        compare("few", case, third(FEW, step, put, case), put)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
