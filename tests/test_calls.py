@@ -44,9 +44,12 @@ def counted(call: Callable[..., Any], make: Callable[[], tuple[Any, ...]]) -> tu
 
 
 def judge(framework: str, name: str, found: tuple[int, int]) -> None:
-    """Require as many as were recorded: more are slower, and fewer are to be recorded."""
+    """Require as many as were recorded: more are slower, and fewer are to be recorded.
+
+    A call or two depend on what else has been imported.
+    """
     before = RECORDED[framework][name]
-    assert all(n <= 1.03 * m for n, m in zip(found, before, strict=True)), f"{name}: {found}, more than {before}"
+    assert all(n <= 1.03 * m + 2 for n, m in zip(found, before, strict=True)), f"{name}: {found}, more than {before}"
     assert all(n > 0.95 * m for n, m in zip(found, before, strict=True)), f"fewer: write {name}: {found}, not {before}"
 
 
