@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -45,11 +45,11 @@ class Adapter(Protocol):
     - rows: the gradient of the table has only the rows of the batch, so that NaN does not reach the others;
     - bits: what is not clipped has the bits of a training without uniclip.
     """
-    optimizer: str
+    optimizer: str = "momentum"
     """The optimizer of `kit.training` that it trains by, with its rate."""
-    left_out: frozenset[str]
+    left_out: frozenset[str] = frozenset()
     """The names of the kinds of rules that it cannot take."""
-    own_clipping: Mapping[str, Any]
+    own_clipping: Mapping[str, Any] = MappingProxyType({})
     """The library's own options for clipping, by the names that ``start`` takes, with values that switch them on."""
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:

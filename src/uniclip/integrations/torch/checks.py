@@ -42,6 +42,13 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
     raise TypeError(msg)
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside its wrappers, which may have no state of their own."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def has_stepped(optimizer: Any) -> bool:
     """Whether an optimizer has taken steps or loaded a state, judged by its own state."""
     return steps_of(optimizer) > 0

@@ -20,7 +20,14 @@ from uniclip._types import Number
 from uniclip.backends.torch import BACKEND
 from uniclip.base import RuleLike
 from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, has_stepped, initializing, probe, refuse_optimizer
+from uniclip.integrations.torch.checks import (
+    Optimizer,
+    has_stepped,
+    initializing,
+    probe,
+    refuse_optimizer,
+    unwrapped,
+)
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.memory import ORDER, Memory
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, refuse_parts, refuse_unnamed, several
@@ -124,7 +131,7 @@ def attach(
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
     handle = attached(optimizer, rule, all_reduce, shared, record)
-    if handle.rule.memory and has_stepped(optimizer):
+    if handle.rule.memory and has_stepped(unwrapped(optimizer)):
         msg = (
             f"the optimizer has taken steps, or loaded a state, without {short(handle.rule)}, which starts over: to go "
             f"on from a checkpoint {ORDER}"
@@ -138,8 +145,7 @@ def attached(
 ) -> Attached:
     """Attach a rule as `attach` does, also to an optimizer in use, for callers that restore its state themselves."""
     refuse_optimizer(optimizer, rule)
-    if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        return attached(optimizer.optimizer, rule, all_reduce, shared, record)
+    optimizer = unwrapped(optimizer)
     rule, joins = rule_for_steps(rule), joining(all_reduce, shared, object())
     refuse_in_step(joins)
     refuse_inner(optimizer)
