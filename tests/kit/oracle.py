@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple, TypeAlias
 
 import ml_dtypes
@@ -117,24 +119,27 @@ class Span:
         """Apply a function that never falls."""
         return Span(function(self.lo), function(self.hi), self.precision).rounded(times)
 
+    def put(self, where: Array, value: Any) -> Span:
+        """Return the array with another value in some places."""
+        return self.each(lambda end: np.where(where, value, end), times=0)
+
+    def within(self, precision: Precision) -> Span:
+        """Return the same intervals for results of another precision."""
+        return Span(self.lo, self.hi, precision)
+
     def sqrt(self) -> Span:
         """Return the square root."""
-        return Span(np.maximum(self.lo, 0), self.hi, self.precision).each(np.sqrt, ROUNDINGS)
+        return self.each(lambda end: np.sqrt(np.maximum(end, 0)), ROUNDINGS)
 
     def square(self) -> Span:
         """Return the square."""
-        sizes = self.size()
-        return Span(sizes.lo**2, sizes.hi**2, self.precision).rounded()
+        return self.size().each(np.square, ROUNDINGS)
 
     def size(self) -> Span:
         """Return the absolute value."""
         one, other = np.abs(self.lo), np.abs(self.hi)
         across = (self.lo < 0) & (self.hi > 0)
         return Span(np.where(across, 0, np.minimum(one, other)), np.maximum(one, other), self.precision)
-
-    def power(self, exponent: float) -> Span:
-        """Return a number of at least 0 to a power above 0."""
-        return Span(np.maximum(self.lo, 0), self.hi, self.precision).each(lambda x: x ** LONG(exponent))
 
 
 def _times(a: Array, b: Array) -> Array:
@@ -159,9 +164,9 @@ def larger(a: Span, b: Span) -> Span:
     return Span(np.maximum(a.lo, b.lo), np.maximum(a.hi, b.hi), a.precision.wider(b.precision))
 
 
-def within(a: Span, b: Span) -> Array:
-    """Return whether ``a <= b``: yes, no or maybe."""
-    return np.where(a.hi <= b.lo, YES, np.where(a.lo > b.hi, NO, MAYBE))
+def above(a: Span, b: Span) -> Array:
+    """Return whether ``a > b``: yes, no or maybe."""
+    return np.where(a.lo > b.hi, YES, np.where(a.hi <= b.lo, NO, MAYBE))
 
 
 def either(answer: Array, a: Span, b: Span) -> Span:
@@ -174,10 +179,7 @@ def either(answer: Array, a: Span, b: Span) -> Span:
 
 def total(spans: list[Span]) -> Span:
     """Return the sum of arrays of one shape."""
-    last = spans[0]
-    for span in spans[1:]:
-        last += span
-    return last
+    return reduce(add, spans)
 
 
 # Limits.
@@ -185,6 +187,7 @@ def total(spans: list[Span]) -> Span:
 Spec: TypeAlias = tuple[Any, ...]
 State: TypeAlias = Any
 Answer: TypeAlias = tuple[list[Span], State]
+AnswerForOne: TypeAlias = tuple[Span, State]
 CAP = 1e18
 """The largest norm that a statistic of squares takes in."""
 
@@ -212,13 +215,14 @@ class Given:
     thresholds: list[Span] | None = None
     """What the limit says the norms are compared with, if that is not the limits."""
 
-    def decided(self, number: int, limited: Array) -> Array:
-        """Return whether norms are limited; where that depends on rounding, ask the report."""
+    def decided(self, limited: Array) -> Array:
+        """Return whether the one norm is limited; where that depends on rounding, ask the report."""
         unsure = limited == MAYBE
         if not unsure.any() or self.seen is None:
             return limited
-        seen = np.broadcast_to(self.seen[number], np.shape(limited))
-        return np.where(unsure, np.where(seen < largest_of(seen), YES, NO), limited)
+        seen = np.broadcast_to(self.seen[0], np.shape(limited))
+        largest = float(np.finfo(seen.dtype).max)  # a limit as large limits nothing
+        return np.where(unsure, np.where(seen < largest, YES, NO), limited)
 
     def only(self, number: int) -> Given:
         """Return the same for one of the norms."""
@@ -228,15 +232,9 @@ class Given:
         return replace(self, labels=labels, reference=one(self.reference), sizes=one(self.sizes), seen=seen)
 
 
-def largest_of(array: Array) -> float:
-    """Return the largest number of an array's dtype: a limit as large limits nothing."""
-    return float(np.finfo(np.asarray(array).dtype).max)
-
-
 def unlimited(like: Span) -> Span:
     """Return a limit for norms like these that limits nothing."""
-    endless = np.full(like.shape, np.inf, dtype=LONG)
-    return Span(endless, endless, like.precision)
+    return exact(np.full(like.shape, np.inf), like.precision)
 
 
 def constant(value: float, precision: Precision, widest: Precision | None = None) -> Span:
@@ -253,6 +251,10 @@ def constant(value: float, precision: Precision, widest: Precision | None = None
     return Span(LONG(low), LONG(high), precision)
 
 
+def _constant(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
+    return constant(spec[1], n.precision, given.widest), state
+
+
 def _positive(n: Span) -> Array:
     """Return whether norms are above 0."""
     if (unsure := (n.lo <= 0) & (n.hi > 0)).any():
@@ -260,12 +262,11 @@ def _positive(n: Span) -> Array:
     return n.lo > 0
 
 
-def _schedule(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
+def _schedule(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
     start, change, ratio = spec[1:]
-    steps = 0 if state is None else state
-    value = start + change * ratio**steps
-    limits = [exact(value, given.single.wider(n.precision)).rounded(16) for n in norms]
-    return [Span(limit.lo, limit.hi, n.precision) for limit, n in zip(limits, norms, strict=True)], steps + 1
+    steps = state or 0
+    limit = exact(start + change * ratio**steps, given.single.wider(n.precision)).rounded(16)
+    return limit.within(n.precision), steps + 1
 
 
 def _relative(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
@@ -279,8 +280,7 @@ def _trust(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
     for n, w in zip(norms, given.reference(), strict=True):
         share = exact(1, n.precision) / (w * decay / n + 1) if decay else exact(1, n.precision)
         limit = w * trust * share / lr
-        some = np.where(w.lo > 0, YES, np.where(w.hi > 0, MAYBE, NO))
-        limit = either(some, limit, unlimited(n))
+        limit = either(above(w, w * 0), limit, unlimited(n))
         # The limit of a norm of 0 says nothing.
         limits.append(Span(np.where(n.lo > 0, limit.lo, 0), np.where(n.lo > 0, limit.hi, np.inf), n.precision))
     return limits, state
@@ -295,34 +295,31 @@ def _split(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
 
 
 def _per_group(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
-    limits, states, thresholds = [], [], []
-    for number, (n, label) in enumerate(zip(norms, given.labels, strict=True)):
-        own = given.only(number)
-        (limit,), new = step(spec[1][label], [n], None if state is None else state[number], own)
-        limits.append(limit)
-        states.append(new)
-        thresholds.append(own.thresholds)
-    if any(one is not None for one in thresholds):
-        given.thresholds = [limit if one is None else one[0] for limit, one in zip(limits, thresholds, strict=True)]
-    return limits, states
+    return apart([spec[1][label] for label in given.labels], norms, state, given)
 
 
-def _percentile(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
+def apart(
+    specs: list[Spec], norms: list[Span], states: list[State] | None, given: Given
+) -> tuple[list[Span], list[State]]:
+    """Ask a limit for each of the norms by itself."""
+    owns = [given.only(number) for number in range(len(norms))]
+    rows = zip(specs, norms, states or [None] * len(norms), owns, strict=True)
+    answers = [_for_one(spec, n, old, own) for spec, n, old, own in rows]
+    limits = [limit for limit, _ in answers]
+    if any(own.thresholds is not None for own in owns):
+        given.thresholds = [(own.thresholds or [limit])[0] for own, limit in zip(owns, limits, strict=True)]
+    return limits, [state for _, state in answers]
+
+
+def _percentile(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
     q, window, filled = spec[1:]
-    if state is None:
-        state = [[] for _ in norms]
-    pairs = zip(norms, state, strict=True)
-    histories = [([n, *old] if old or not filled else [n] * window)[:window] for n, old in pairs]
-    return [_at_percentile(history, q) for history in histories], histories
+    history = ([n] * window if filled and not state else [n, *(state or [])])[:window]
+    return _at_percentile(history, q), history
 
 
-def _percentile_of_all(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
-    state = [[n, *old] for n, old in zip(norms, state or [[] for _ in norms], strict=True)]
-    limits = []
-    for history in state:
-        coarse = [Span(n.lo * LONG(0.994), n.hi * LONG(1.006) + LONG(2e-45), n.precision) for n in history]
-        limits.append(_at_percentile(coarse, spec[1]))
-    return limits, state
+def _percentile_of_all(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
+    bins = Span(n.lo * LONG(0.994), n.hi * LONG(1.006) + LONG(2e-45), n.precision)
+    return _percentile((*spec, None, False), bins, state, given)
 
 
 def _at_percentile(history: list[Span], q: float) -> Span:
@@ -330,8 +327,8 @@ def _at_percentile(history: list[Span], q: float) -> Span:
     lows, highs = (np.sort(np.stack([getattr(n, end) for n in history]), axis=0) for end in ("lo", "hi"))
     position, unit = LONG(len(history) - 1) * LONG(q) / 100, history[0].precision
     error = 8 * LONG(unit.ulp) * position
-    near = abs(position - round(float(position))) <= 2e-6 * (1 + position)  # which are taken for whole numbers
-    error = max(error, abs(position - round(float(position)))) if near else error
+    beside = abs(position - round(float(position)))
+    error = max(error, beside) if beside <= 2e-6 * (1 + position) else error  # which are taken for whole numbers
     ends = []
     for values, exactly in ((lows, position - error), (highs, position + error)):
         at = min(max(exactly, LONG(0)), LONG(len(history) - 1))
@@ -345,20 +342,16 @@ def _at_percentile(history: list[Span], q: float) -> Span:
     return Span(scale.lo - lost, scale.hi + lost, unit)
 
 
-def _quantile(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
-    quantile, rate, start, low, high = spec[1:]
-    limits = state or [exact(start, n.precision).rounded() for n in norms]
-    moved = []
-    for n, limit in zip(norms, limits, strict=True):
-        answer = within(n, limit)
-        if not answer.size:
-            moved.append(limit)
-            continue
-        shares = [LONG(count) / answer.size for count in ((answer == YES).sum(), (answer != NO).sum())]
-        by = Span(-rate * (shares[1] - quantile), -rate * (shares[0] - quantile), n.precision).rounded()
-        low_, high_ = (constant(end, n.precision, given.widest) for end in (low, high))
-        moved.append(smaller(larger(limit * by.each(np.exp), low_), high_))
-    return limits, moved
+def _quantile(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
+    quantile, rate, start, *bounds = spec[1:]
+    limit = state or exact(start, n.precision).rounded()
+    answer = above(n, limit)
+    if not answer.size:
+        return limit, limit
+    shares = [LONG(count) / answer.size for count in ((answer == NO).sum(), (answer != YES).sum())]
+    by = Span(-rate * (shares[1] - quantile), -rate * (shares[0] - quantile), n.precision).rounded()
+    low, high = (constant(end, n.precision, given.widest) for end in bounds)
+    return limit, smaller(larger(limit * by.each(np.exp), low), high)
 
 
 def _ema(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
@@ -371,130 +364,81 @@ def _ema(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
         if joint is None:
             limit = either(np.where(unknown, NO, YES), average * ratio, unlimited(n))
         else:
-            above = 1 - within(joint, exact(warmup_norm, n.precision).rounded())
-            above = np.where(above < 0, MAYBE, above)  # 1 - MAYBE
-            limit = either(above, n * (exact(warmup_norm, n.precision) / joint), unlimited(n))
+            most = exact(warmup_norm, n.precision)
+            limit = either(above(joint, most.rounded()), n * (most / joint), unlimited(n))
             if given.broken:  # there is no joint norm to speak of
                 limit = Span(np.zeros(n.shape, LONG), unlimited(n).hi, n.precision)
         left, positive = smaller(n, limit), _positive(n)
         first = unknown | (joint is not None)
-        usual = _finite(average) * decay + left * (1 - decay)
+        usual = average.put(unknown, 0) * decay + left * (1 - decay)
         moved = either(np.where(first, YES, NO), smaller(left, average), usual)
         limits.append(limit)
         new.append(either(np.where(first & ~positive, YES, NO), average, moved))
     return limits, (new, count + 1)
 
 
-def _finite(span: Span) -> Span:
-    return Span(np.where(np.isinf(span.lo), 0, span.lo), np.where(np.isinf(span.lo), 0, span.hi), span.precision)
-
-
 def _joint(norms: list[Span]) -> Span:
     """Return the norm of all norms."""
-    flat = Span(
-        np.concatenate([np.ravel(n.lo) for n in norms]),
-        np.concatenate([np.ravel(n.hi) for n in norms]),
-        norms[0].precision,
-    )
-    unit = norms[0].precision
-    for n in norms:
-        unit = unit.wider(n.precision)
-    free = Precision(unit.ulp, unit.tiny, math.inf)  # it is no result
-    return Span(np.sqrt((flat.lo**2).sum()), np.sqrt((flat.hi**2).sum()), free).rounded(12)
+    lo, hi = (np.sqrt(sum((getattr(n, end) ** 2).sum() for n in norms)) for end in ("lo", "hi"))
+    unit = reduce(Precision.wider, [n.precision for n in norms])
+    return Span(lo, hi, unit._replace(largest=math.inf)).rounded(12)  # it is no result
 
 
-def _second_moment(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
+def _second_moment(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
     factor, decay, warmup = spec[1:]
-    moments, count = state or ([n * 0 for n in norms], 0)
-    limits, new = [], []
-    for number, (n, v) in enumerate(zip(norms, moments, strict=True)):
-        some = np.where(v.lo > 0, YES, np.where(v.hi > 0, MAYBE, NO))
-        some = np.where(count < warmup, NO, some)
-        limit = either(given.decided(number, some), (v * factor).sqrt(), unlimited(n))
-        left = smaller(smaller(n, limit), exact(CAP, n.precision))
-        limits.append(limit)
-        new.append(v * decay + left.square() * (1 - decay))
-    return limits, (new, count + 1)
+    moment, count = state or (n * 0, 0)
+    some = np.where(count < warmup, NO, above(moment, moment * 0))
+    limit = either(given.decided(some), (moment * factor).sqrt(), unlimited(n))
+    left = smaller(smaller(n, limit), exact(CAP, n.precision))
+    return limit, (moment * decay + left.square() * (1 - decay), count + 1)
 
 
-def _mean_over_rms(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
-    mean_decay, square_decay = (LONG(decay) for decay in spec[1:])
-    means, squares, count = state or ([n * 0 for n in norms], [n * 0 for n in norms], 0)
-    limits, new_means, new_squares = [], [], []
-    for norm, mean, square in zip(norms, means, squares, strict=True):
-        n = smaller(norm, exact(CAP, norm.precision))
-        new_means.append(mean * mean_decay + n * (1 - mean_decay))
-        new_squares.append(square * square_decay + n.square() * (1 - square_decay))
-        begun = [
-            exact(1, n.precision) - exact(decay, n.precision).rounded(1).power(count + 1)  # decays are rounded, too
-            for decay in (mean_decay, square_decay)
-        ]
-        rms = (new_squares[-1] / begun[1]).sqrt()
-        limits.append(new_means[-1] / begun[0] / (rms + 1e-8))
-    return limits, (new_means, new_squares, count + 1)
+def _mean_over_rms(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
+    mean, square, count = state or (n * 0, n * 0, 0)
+    n, decays = smaller(n, exact(CAP, n.precision)), [LONG(decay) for decay in spec[1:]]
+    mean = mean * decays[0] + n * (1 - decays[0])
+    square = square * decays[1] + n.square() * (1 - decays[1])
+    left = [exact(decay, n.precision).rounded(1).each(lambda x: x ** (count + 1)) for decay in decays]
+    begun = [exact(1, n.precision) - one for one in left]  # decays are rounded, too
+    return mean / begun[0] / ((square / begun[1]).sqrt() + 1e-8), (mean, square, count + 1)
 
 
-def _z_score(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
+def _z_score(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
     z, decay, target, warmup, eps, clip_factor, same = spec[1:]
-    limits, new, given.thresholds = [], [], []
-    for number, norm in enumerate(norms):
-        n = smaller(norm, exact(CAP, norm.precision))
-        history, mean, variance = ([], None, None) if state is None else state[number]
-        if len(history) < warmup:
-            history = [*history, n]
-            mean = total(history) / len(history)
-            variance = total([(one - mean).square() for one in history]) / len(history)
-            limits.append(unlimited(n))
-            given.thresholds.append(unlimited(n))
-        else:
-            std = variance.sqrt()
-            excess, bound = n - mean, (std + eps) * z
-            spike = given.decided(
-                number, np.where(excess.lo > bound.hi, YES, np.where(excess.hi <= bound.lo, NO, MAYBE))
-            )
-            goal = {
-                "mean": lambda: mean,
-                "threshold": lambda: mean + std * z,
-                "reciprocal": lambda: (mean + std * z * (bound / larger(excess, bound))) * clip_factor,
-            }[target]()
-            limits.append(either(spike, goal, unlimited(n)))
-            given.thresholds.append(mean + bound)
-            left = either(spike, smaller(goal, n), n)
-            moved = mean * decay + left * (1 - decay)
-            spread = variance * decay + (left - moved).square() * (1 - decay)
-            stays = spike if same else np.asarray(NO)
-            mean, variance = either(stays, mean, moved), either(stays, variance, spread)
-        new.append((history, mean, variance))
-    return limits, new
+    n, (history, mean, variance) = smaller(n, exact(CAP, n.precision)), state or ([], None, None)
+    if len(history) < warmup:
+        history = [*history, n]
+        mean = total(history) / len(history)
+        variance = total([(one - mean).square() for one in history]) / len(history)
+        given.thresholds = [unlimited(n)]
+        return unlimited(n), (history, mean, variance)
+    std = variance.sqrt()
+    excess, bound = n - mean, (std + eps) * z
+    given.thresholds = [mean + bound]
+    spike = given.decided(above(excess, bound))
+    goal = mean if target == "mean" else mean + std * z
+    if target == "reciprocal":
+        goal = (mean + std * z * (bound / larger(excess, bound))) * clip_factor
+    left = either(spike, smaller(goal, n), n)
+    moved = mean * decay + left * (1 - decay)
+    spread = variance * decay + (left - moved).square() * (1 - decay)
+    stays = spike if same else np.asarray(NO)
+    return either(spike, goal, unlimited(n)), (history, either(stays, mean, moved), either(stays, variance, spread))
 
 
-def _log_z_score(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
+def _log_z_score(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
     z, decay = spec[1:]
-    limits, new, given.thresholds = [], [], []
-    for number, n in enumerate(norms):
-        zero = exact(np.zeros(n.shape), n.precision)
-        mean, variance, count = (zero, zero, np.zeros(n.shape)) if state is None else state[number]
-        positive = _positive(n)
-        weight = np.where(positive, np.maximum(LONG(1) / (count + 1), 1 - LONG(decay)), 0)
-        one = exact(1, n.precision)
-        log = Span(np.where(positive, n.lo, one.lo), np.where(positive, n.hi, one.hi), n.precision).each(np.log)
-        change = log - mean
-        mean = either(np.where(positive, YES, NO), mean * (1 - weight) + log * weight, mean)
-        variance = either(np.where(positive, YES, NO), (variance + change.square() * weight) * (1 - weight), variance)
-        std = larger(variance, exact(1e-8, n.precision)).sqrt()
-        excess, bound = log - mean, std * z
-        spike = np.where(excess.lo > bound.hi, YES, np.where(excess.hi <= bound.lo, NO, MAYBE))
-        spike = given.decided(number, np.where(positive, spike, NO))
-        limits.append(either(spike, mean.each(np.exp), unlimited(n)))
-        given.thresholds.append(_exp(mean + bound))
-        new.append((mean, variance, count + positive))
-    return limits, new
-
-
-def _exp(log: Span) -> Span:
-    """Return exp(log), whose error is that of a difference: relative to it, not to the result."""
-    top = LONG(11000)
-    return Span(np.exp(np.minimum(log.lo, top)), np.exp(np.minimum(log.hi, top)), log.precision).rounded(16)
+    mean, variance, count = state or (n * 0, n * 0, np.zeros(n.shape))
+    positive = _positive(n)
+    weight = np.where(positive, np.maximum(LONG(1) / (count + 1), 1 - LONG(decay)), 0)
+    log, learned = n.put(~positive, 1).each(np.log), np.where(positive, YES, NO)
+    change = log - mean
+    mean = either(learned, mean * (1 - weight) + log * weight, mean)
+    variance = either(learned, (variance + change.square() * weight) * (1 - weight), variance)
+    bound = larger(variance, exact(1e-8, n.precision)).sqrt() * z
+    given.thresholds = [(mean + bound).each(lambda x: np.exp(np.minimum(x, 11000)))]
+    spike = given.decided(np.where(positive, above(log - mean, bound), NO))
+    return either(spike, mean.each(np.exp), unlimited(n)), (mean, variance, count + positive)
 
 
 def _rolling(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
@@ -503,14 +447,11 @@ def _rolling(spec: Spec, norms: list[Span], state: State, given: Given) -> Answe
     limits = [_threshold(history, z, warmup, n) for history, n in zip(histories, norms, strict=True)]
     given.thresholds = limits
     if given.loss is not None:
-        with np.errstate(over="ignore"):
-            loss = exact(np.float32(given.loss), given.single)
-        bound = _threshold(losses, z, warmup, loss)
-        calm = np.asarray(YES if len(losses) < warmup else NO)
-        if np.isfinite(loss.lo) and len(losses) >= warmup:
-            calm = within(loss, bound)
-        limits = [either(np.broadcast_to(calm, n.shape), limit, n * 0) for n, limit in zip(norms, limits, strict=True)]
-        losses = [loss, *losses][:window] if np.isfinite(loss.lo) else losses
+        loss, known = exact(np.float32(given.loss), given.single), np.isfinite(given.loss)
+        spike = above(loss.put(not known, math.inf), _threshold(losses, z, warmup, loss))
+        pairs = zip(norms, limits, strict=True)
+        limits = [either(np.broadcast_to(spike, n.shape), n * 0, limit) for n, limit in pairs]
+        losses = [loss, *losses][:window] if known else losses
     return limits, ([[n, *old][:window] for n, old in zip(norms, histories, strict=True)], losses)
 
 
@@ -521,42 +462,36 @@ def _threshold(history: list[Span], z: float, warmup: int, like: Span) -> Span:
     top = np.maximum.reduce([np.maximum(np.abs(n.lo), np.abs(n.hi)) for n in history])
     unit = np.exp2(np.floor(np.log2(np.where(top > 0, top, 1))))
     scaled = [Span(n.lo / unit, n.hi / unit, n.precision) for n in history]
-    mean = _divided(total(scaled), len(history))
+    mean = total(scaled).each(lambda x: x / len(history), ROUNDINGS)  # losses may be negative
     square = total([(n - mean).square() for n in scaled]) / (len(history) - 1)
     # What rounding may make of the mean of equal norms is no deviation: count·eps·|mean| is allowed.
     bound = mean + square.sqrt() * z + mean.size() * (len(history) * 2 * mean.precision.ulp)
     return Span(bound.lo * unit, bound.hi * unit, bound.precision).rounded(1)
 
 
-def _divided(span: Span, by: int) -> Span:
-    return Span(span.lo / by, span.hi / by, span.precision).rounded()  # losses may be negative
-
-
-_STEPS: dict[str, Callable[[Spec, list[Span], State, Given], Answer]] = {
-    "constant": lambda spec, norms, state, given: (
-        [constant(spec[1], n.precision, given.widest) for n in norms],
-        state,
-    ),
-    "schedule": _schedule,
-    "relative": _relative,
-    "trust": _trust,
-    "split": _split,
-    "per group": _per_group,
-    "percentile": _percentile,
-    "percentile of all": _percentile_of_all,
-    "quantile": _quantile,
-    "ema": _ema,
-    "second moment": _second_moment,
-    "mean over rms": _mean_over_rms,
-    "z-score": _z_score,
+_OF_ONE: dict[str, Callable[[Spec, Span, State, Given], AnswerForOne]] = {
+    "constant": _constant, "schedule": _schedule, "percentile": _percentile, "percentile of all": _percentile_of_all,
+    "quantile": _quantile, "second moment": _second_moment, "mean over rms": _mean_over_rms, "z-score": _z_score,
     "log z-score": _log_z_score,
+}  # fmt: skip
+_OF_ALL: dict[str, Callable[[Spec, list[Span], State, Given], Answer]] = {
+    "relative": _relative, "trust": _trust, "split": _split, "per group": _per_group, "ema": _ema,
     "rolling z-score": _rolling,
-}
+}  # fmt: skip
 
 
 def step(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
     """Return the limits of norms, and the state after a step that was finite; ``None`` is the one before the first."""
-    return _STEPS[spec[0]](spec, norms, state, given)
+    if spec[0] in _OF_ONE:
+        return apart([spec] * len(norms), norms, state, given)
+    return _OF_ALL[spec[0]](spec, norms, state, given)
+
+
+def _for_one(spec: Spec, n: Span, state: State, given: Given) -> AnswerForOne:
+    if spec[0] in _OF_ONE:
+        return _OF_ONE[spec[0]](spec, n, state, given)
+    (limit,), new = _OF_ALL[spec[0]](spec, [n], state, given)
+    return limit, new
 
 
 # Rules.
@@ -638,10 +573,10 @@ class Scope:
     axis: int | None = None
     label: Callable[[Path, Any], Any] | None = None
 
-    def covered(self, ndim: int, machine: Machine) -> tuple[int, ...] | None:
-        """Return the axes that a norm covers, ``None`` for all."""
+    def covered(self, ndim: int, machine: Machine) -> tuple[int, ...]:
+        """Return the axes that a norm covers."""
         if self.kind in {"all", "leaf", "groups"}:
-            return None
+            return tuple(range(ndim))
         if self.kind == "entry":
             return ()
         if self.kind == "axes":
@@ -729,9 +664,8 @@ class Step:
 
 def clip(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     """Take a step; ``None`` is the state before the first."""
-    return {"rule": _rule, "value": _value, "halve": _halve, "chain": _chain, "masked": _masked}[plan.kind](
-        plan, leaves, state, given
-    )
+    kinds = {"rule": _rule, "value": _value, "halve": _halve, "chain": _chain, "masked": _masked}
+    return kinds[plan.kind](plan, leaves, state, given)
 
 
 # Rules.
@@ -742,30 +676,18 @@ def _value(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome
     new = []
     for leaf in leaves:
         bounds, unit = [_cast(bound, leaf.dtype) for bound in plan.bounds], leaf.parts.precision
-        ends = [
-            np.clip(np.where(leaf.signs == 0, end[..., 0], leaf.signs * np.inf), *bounds)
-            for end in (leaf.parts.lo, leaf.parts.hi)
-        ]
-        zero = np.asarray((leaf.parts.lo[..., 0] == 0) & np.bool_(0 in bounds))  # its sign may be that of the bound
-        inside = (ends[0] == leaf.parts.lo[..., 0]) & (ends[1] == leaf.parts.hi[..., 0]) & ~leaf.bad & ~zero
-        ends = _flushed(ends, leaf, bounds) if given.machine.flush else ends
-        endless = np.isinf(ends[0])
-        parts = Span(*(np.where(endless, 0, end)[..., None] for end in ends), unit)
+        small = [(np.abs(one) < unit.tiny) & (one != 0) for one in (leaf.parts.lo, leaf.parts.hi, *bounds)]
+        if given.machine.flush and any(one.any() for one in small):
+            raise Inconclusive("a subnormal number, which a comparison may take for 0")
+        old = leaf.parts[..., 0]
+        new_ = old.put(leaf.signs != 0, leaf.signs * np.inf).each(lambda end: np.clip(end, *bounds), times=0)
+        zero = np.asarray((old.lo == 0) & np.bool_(0 in bounds))  # its sign may be that of the bound
+        inside = (new_.lo == old.lo) & (new_.hi == old.hi) & ~leaf.bad & ~zero
+        endless = np.isinf(new_.lo)
+        parts = new_.put(endless, 0)[..., None]
         bad = leaf.bad & ((leaf.signs == 0) | endless)
         new.append(replace(leaf, parts=parts, bad=bad, signs=leaf.signs * endless, same=leaf.same & (inside | bad)))
     return Outcome(new, state)
-
-
-def _flushed(ends: list[Array], leaf: Leaf, bounds: list[Array]) -> list[Array]:
-    """Allow 0, the entry and the bounds where these are subnormal: a comparison takes them for equal."""
-    tiny = leaf.parts.precision.tiny
-    near = (np.abs(ends[0]) < tiny) & (np.abs(ends[1]) < tiny)
-    some = [leaf.parts.lo[..., 0], leaf.parts.hi[..., 0], *ends, *(one for one in bounds if abs(one) < tiny)]
-    some = np.broadcast_arrays(*[np.where(np.abs(one) < tiny, one, 0) for one in some])
-    return [
-        np.where(near, np.minimum.reduce(some), ends[0]),
-        np.where(near, np.maximum.reduce(some), ends[1]),
-    ]
 
 
 def _cast(bound: float, dtype: str) -> Array:
@@ -810,8 +732,7 @@ def _in_range(leaf: Leaf) -> Leaf:
     if not gone.any():
         return leaf
     signs = np.where(gone[..., 0], np.sign(leaf.parts.lo[..., 0]), leaf.signs)
-    parts = Span(*(np.where(gone, 0, end) for end in (leaf.parts.lo, leaf.parts.hi)), leaf.parts.precision)
-    return replace(leaf, parts=parts, bad=leaf.bad | gone[..., 0], signs=signs)
+    return replace(leaf, parts=leaf.parts.put(gone, 0), bad=leaf.bad | gone[..., 0], signs=signs)
 
 
 def _masked(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
@@ -839,39 +760,26 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     norms, broken, sizes = norms_of(plan, own, machine)
     widest = machine.of_norm([leaf.dtype for leaf in leaves])
     finite = sound and not any(bad.any() for bad in broken)
-    out = Outcome(
-        list(leaves),
-        state,
-        True,
-        norms,
-        broken,
-        finite=finite,
-        widest=widest,
-        skips=plan.policy == "skip" or plan.curve == "reject",
-    )
+    out = Outcome(list(leaves), state, True, norms, broken, finite=finite, widest=widest)
+    out.skips = plan.policy == "skip" or plan.curve == "reject"
     groups = plan.scope.groups(leaves)
     out.labels = [label for label, _ in groups] if plan.scope.kind == "groups" else None
     out.limits, new_state = _limits(plan, groups, leaves, out, sizes, state, given)
-    out.state = new_state if finite else state
+    out.state = new_state if finite and plan.remembers else state
     measures = plan.limit == ("constant", math.inf)
-    changed: list[bool | None] = []
     for number, ((_, numbers), *pair, bad) in enumerate(zip(groups, norms, out.limits, broken, strict=True)):
-        n, limit = (Span(one.lo, one.hi, _free(one.precision)) for one in pair)
+        n, limit = (one.within(_free(one.precision)) for one in pair)
         seen = None if given.seen is None else given.seen[1][number]
         factor = _factor(plan, n, limit, norms[number].precision.largest, seen)
         nothing = (bad & (plan.policy == "zero")) | (plan.policy == "skip" and not finite)
         factor = either(np.where(nothing, YES, NO), factor * 0, factor)
         spoiled = bad & (plan.policy in {"propagate", "raise"}) & (not measures)
-        factor = Span(np.where(spoiled, np.nan, factor.lo), np.where(spoiled, np.nan, factor.hi), factor.precision)
-        out.factors.append(factor)
-        changed += [_differs(factor)]
+        out.factors.append(factor.put(spoiled, np.nan))
         for one in numbers:
             axes = plan.scope.covered(len(leaves[one].shape), machine)
-            out.leaves[one] = _scaled(own[one], factor, axes)
-            if plan.policy == "zero":
-                kept = ~leaves[one].bad & out.leaves[one].same
-                out.leaves[one] = replace(out.leaves[one], same=kept)
-    out.clipped = _any(changed)
+            new = _scaled(own[one], out.factors[-1], axes)
+            out.leaves[one] = replace(new, same=new.same & ~leaves[one].bad) if plan.policy == "zero" else new
+    out.clipped = _any([_differs(factor) for factor in out.factors])
     out.skipped = _left_out(plan, out)
     return out
 
@@ -880,10 +788,7 @@ def _limits(
     plan: Plan, groups: Any, leaves: list[Leaf], out: Outcome, sizes: list[Array], state: State, given: Step
 ) -> tuple[list[Span], State]:
     """Ask the limit; in place of a norm that is not finite it sees 1."""
-    calm = [
-        Span(np.where(bad, 1, n.lo), np.where(bad, 1, n.hi), n.precision)
-        for n, bad in zip(out.norms, out.broken, strict=True)
-    ]
+    calm = [n.put(bad, 1) for n, bad in zip(out.norms, out.broken, strict=True)]
     if plan.remembers and not leaves:
         return [unlimited(n) for n in calm], state
     ask = Given(
@@ -895,16 +800,12 @@ def _limits(
     )  # fmt: skip
     if not plan.rows_apart or plan.scope.kind == "all":
         limits, state = step(plan.limit, calm, state, ask)
-        out.thresholds = ask.thresholds
-        return limits, state
-    known, limits, thresholds = dict(state or {}), [], []
-    for number, (norm, leaf) in enumerate(zip(calm, leaves, strict=True)):
-        own = ask.only(number)
-        (limit,), known[leaf.path] = step(plan.limit, [norm], known.get(leaf.path), own)
-        limits.append(limit)
-        thresholds += own.thresholds or []
-    out.thresholds = thresholds or None
-    return limits, known
+    else:
+        paths, state = [leaf.path for leaf in leaves], state or {}
+        limits, new = apart([plan.limit] * len(calm), calm, [state.get(path) for path in paths], ask)
+        state = state | dict(zip(paths, new, strict=True))
+    out.thresholds = ask.thresholds
+    return limits, state
 
 
 def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None) -> Span:
@@ -913,12 +814,10 @@ def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None
     A limit as large as the largest number of its norm's dtype limits nothing.
     """
     endless = np.where(limit.lo >= largest, YES, np.where(limit.hi >= largest, MAYBE, NO))
-    held = Span(*(np.where(endless == YES, 1, end) for end in (limit.lo, limit.hi)), limit.precision)
-    held = Span(*np.broadcast_arrays(held.lo, held.hi, n.lo)[:2], held.precision)
+    held = limit.put(endless == YES, 1).each(lambda end: np.broadcast_to(end, n.shape), times=0)
     factor = either(endless, exact(np.ones(n.shape), n.precision), _curve(plan.curve, n, held))
     if plan.curve == "reject" and seen is not None:
-        unsure = (factor.lo < factor.hi) & ((seen == 0) | (seen == 1))
-        factor = Span(np.where(unsure, seen, factor.lo), np.where(unsure, seen, factor.hi), factor.precision)
+        factor = factor.put((factor.lo < factor.hi) & ((seen == 0) | (seen == 1)), seen)
     return factor
 
 
@@ -954,30 +853,16 @@ def _free(unit: Precision) -> Precision:
     return Precision(unit.ulp, 0.0, math.inf)
 
 
-def _scaled(leaf: Leaf, factor: Span, axes: tuple[int, ...] | None) -> Leaf:
+def _scaled(leaf: Leaf, factor: Span, axes: tuple[int, ...]) -> Leaf:
     """Multiply; where the factor is NaN, all is."""
-    factor = in_reach(factor, leaf.dtype)
-    kept = Span(*(np.expand_dims(end, axes or ())[..., None] for end in (factor.lo, factor.hi)), factor.precision)
-    if axes is None:
-        kept = factor
-    spoiled = np.broadcast_to(np.isnan(kept.lo), leaf.parts.shape)[..., 0]
-    ones = np.broadcast_to((kept.lo == 1) & (kept.hi == 1), leaf.parts.shape)[..., 0]
-    zeros = np.broadcast_to(kept.hi == 0, leaf.parts.shape)[..., 0]
-    calm = Span(np.where(np.isnan(kept.lo), 0, kept.lo), np.where(np.isnan(kept.hi), 0, kept.hi), kept.precision)
-    unit = leaf.parts.precision
-    product = Span(leaf.parts.lo, leaf.parts.hi, _free(unit)) * calm
-    rounded = Span(product.lo, product.hi, unit._replace(largest=math.inf)).rounded()
-    parts = Span(
-        np.where(ones[..., None], leaf.parts.lo, rounded.lo), np.where(ones[..., None], leaf.parts.hi, rounded.hi), unit
-    )
-    return replace(
-        leaf,
-        parts=parts,
-        bad=(leaf.bad & ~zeros) | spoiled,
-        signs=leaf.signs * ones,
-        same=leaf.same & ones,
-        integer=None,
-    )
+    kept, unit = in_reach(factor, leaf.dtype), leaf.parts.precision
+    kept = kept.each(lambda end: np.broadcast_to(np.expand_dims(end, axes), leaf.shape), times=0)
+    spoiled, ones = np.isnan(kept.lo), (kept.lo == 1) & (kept.hi == 1)
+    product = leaf.parts.within(_free(unit)) * kept.put(spoiled, 0)[..., None]
+    rounded = product.within(unit._replace(largest=math.inf)).rounded().within(unit)
+    parts = either(np.where(ones, YES, NO)[..., None], leaf.parts, rounded)
+    bad = (leaf.bad & (kept.hi != 0)) | spoiled
+    return replace(leaf, parts=parts, bad=bad, signs=leaf.signs * ones, same=leaf.same & ones, integer=None)
 
 
 def summed(plan: Plan, leaves: list[Leaf], given: Step) -> Outcome:
@@ -986,12 +871,12 @@ def summed(plan: Plan, leaves: list[Leaf], given: Step) -> Outcome:
     new = []
     for leaf in out.leaves:
         parts = leaf.parts
-        sizes = np.maximum(np.abs(parts.lo), np.abs(parts.hi)).sum(axis=0)
-        if (sizes > np.finfo(np.float64 if BITS[leaf.dtype] > 24 else np.float32).max).any():
+        sizes, added = parts.size().hi.sum(axis=0), np.finfo(np.float64 if BITS[leaf.dtype] > 24 else np.float32)
+        if (sizes > added.max).any():
             raise Inconclusive("a sum near the largest number")  # of which ∞ - ∞ is made
-        slack = (len(leaf.bad) + 2) * sizes * LONG(2.0**-52 if BITS[leaf.dtype] > 24 else 2.0**-23)
-        ends = Span(parts.lo.sum(axis=0) - slack, parts.hi.sum(axis=0) + slack, parts.precision)
-        ends = Span(ends.lo, ends.hi, parts.precision._replace(largest=math.inf)).rounded()
+        slack = (len(leaf.bad) + 2) * sizes * LONG(added.eps)
+        unit = parts.precision._replace(largest=math.inf)
+        ends = Span(parts.lo.sum(axis=0) - slack, parts.hi.sum(axis=0) + slack, unit).rounded()
         new.append(replace(leaf, parts=ends, bad=leaf.bad.any(axis=0), same=np.bool_(False)))
     return replace(out, leaves=new)
 
@@ -1012,8 +897,7 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
     for _, numbers in plan.scope.groups(leaves):
         members = [leaves[number] for number in numbers]
         unit = machine.of_norm([leaf.dtype for leaf in members])
-        axes = [plan.scope.covered(len(leaf.shape), machine) for leaf in members]
-        over = [tuple(range(len(leaf.shape))) if one is None else one for leaf, one in zip(members, axes, strict=True)]
+        over = [plan.scope.covered(len(leaf.shape), machine) for leaf in members]
         size = LONG(sum(math.prod(leaf.shape[a] for a in one) for leaf, one in zip(members, over, strict=True)))
         norm = _norm(plan.p, members, over, unit, machine)
         norm = norm if not plan.power else (norm / max(size, 1) ** LONG(plan.power)).rounded(16)
@@ -1078,14 +962,12 @@ def _is_exact(p: float, members: list[Leaf], over: list[tuple[int, ...]], norm: 
 def _curve(curve: Any, n: Span, limit: Span) -> Span:
     """Return the factor of norms that are limited."""
     one, zero = exact(np.ones(n.shape), n.precision), exact(np.zeros(n.shape), n.precision)
-    below, nothing = within(n, limit), np.where(n.hi <= 0, YES, np.where(n.lo > 0, NO, MAYBE))
     if curve == "hard":
-        factor = limit / n
-        return either(below, one, Span(np.minimum(factor.lo, 1), np.minimum(factor.hi, 1), n.precision))
+        return either(above(n, limit), smaller(limit / n, one).within(n.precision), one)
     if curve == "reject":
-        return either(below, one, zero)
+        return either(above(n, limit), zero, one)
     if curve == "normalize":
-        return either(nothing, one, limit / n)
+        return either(above(n, zero), limit / n, one)
     if curve == "root":
         inner, lost = _curve("hard", n, limit), 2.0**-1022 if n.precision.ulp < 2**-30 else 2.0**-126
         return Span(np.maximum(inner.lo - lost, 0), inner.hi + lost * (inner.hi < 1), inner.precision).sqrt()
@@ -1099,6 +981,5 @@ def _curve(curve: Any, n: Span, limit: Span) -> Span:
         "smooth": lambda x: np.where(x > 1e30, 1, x / np.sqrt(1 + np.where(x > 1e30, 0, x) ** 2)),
         "tanh": lambda x: np.where(x > 1e15, 1, x * np.tanh(1 / np.where((x > 0) & (x < 1e15), x, 1))),
     }
-    factor = ratio.each(functions[curve])
-    factor = Span(np.maximum(factor.lo, 0), np.minimum(factor.hi, 1), n.precision)
-    return either(nothing, one, factor)
+    factor = ratio.each(functions[curve]).each(lambda x: np.clip(x, 0, 1), times=0).within(n.precision)
+    return either(above(n, zero), factor, one)
