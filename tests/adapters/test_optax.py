@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import uniclip as uc
-from adapters.contract import kinds, variants
-from kit.training import MOMENTUM, RATE, Arrays, Batch, ByHand, batches, parts, weights
+from adapters.contract import Adapter, variants
+from kit.training import MOMENTUM, RATE, Arrays, Batch, parts, weights
 from uniclip.integrations.optax import from_dict, scalars, to_dict, to_optax
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -41,13 +40,10 @@ def loss_of(model: Any, batch: Batch) -> Any:
     return (errors**2).mean()
 
 
-class Optax:
+class Optax(Adapter):
     """A rule around an optimizer, in a step under jit that gives its buffers away."""
 
     takes = frozenset({"loss", "scalars", "save", "memory", "micro", "bits"})
-    optimizer = "momentum"
-    left_out = frozenset[str]()
-    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
         """Begin with the first weights."""
@@ -79,6 +75,7 @@ class Optax:
         """Train on a batch."""
         for part in parts(batch, self.micro):
             self.model, self.state = self.once(self.model, self.state, part)
+        assert self.once._cache_size() == 1  # so a state keeps its dtypes and shapes, as a scan demands
 
     def weights(self) -> Arrays:
         """Return the weights."""
@@ -133,38 +130,6 @@ class Chained(Optax):
         self.state = (self.state[0], rest)
 
 
-class InTrainState(Optax):
-    """Flax's train state, in files of Orbax."""
-
-    takes = frozenset({"scalars", "save"})
-
-    def begin(self) -> None:
-        """Make the train state, and the step."""
-        self.held = TrainState.create(apply_fn=None, params=self.model, tx=self.transformation)
-        self.state = self.held.opt_state
-        self.once = jax.jit(lambda held, batch: held.apply_gradients(grads=jax.grad(loss_of)(held.params, batch)))
-
-    def step(self, batch: Batch) -> None:
-        """Train on a batch."""
-        self.held = self.once(self.held, batch)
-        self.model, self.state = self.held.params, self.held.opt_state
-
-    def scalars(self) -> dict[str, float]:
-        """Return the scalars, of the train state as it is."""
-        return {name: float(value) for name, value in scalars(self.held).items()}
-
-    def save(self, folder: Path) -> None:
-        """Write the train state."""
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / "state", self.held)
-
-    def load(self, folder: Path) -> None:
-        """Read the train state."""
-        with ocp.StandardCheckpointer() as checkpointer:
-            self.held = checkpointer.restore(folder / "state", self.held)
-        self.model, self.state = self.held.params, self.held.opt_state
-
-
 class Leaf(nnx.Module):
     """A module of NNX, whose gradients are variables."""
 
@@ -184,28 +149,20 @@ class InNNX(Optax):
         """Make the module, its optimizer, and the step."""
         self.module = Leaf(self.model)
         self.wrapped = nnx.Optimizer(self.module, self.transformation, wrt=nnx.Param)
+        self.state = self.wrapped.opt_state
 
         @nnx.jit
-        def once(module: Any, wrapped: Any, batch: Batch) -> Any:
+        def once(module: Any, wrapped: Any, batch: Batch) -> None:
             loss, grads = nnx.value_and_grad(loss_of)(module, batch)
             wrapped.update(module, grads, value=loss)
-            return scalars(wrapped.opt_state)
 
         self.once = once
 
     def step(self, batch: Batch) -> None:
         """Train on a batch."""
-        self.seen = self.once(self.module, self.wrapped, batch)
+        self.once(self.module, self.wrapped, batch)
         self.model = {name: self.module[name] for name in weights()}
-
-    def inner(self) -> list[np.ndarray]:
-        """Return all that the optimizer holds of the shapes of the matrices."""
-        held = jax.tree.leaves(nnx.as_pure(nnx.state(self.wrapped)))
-        return [np.array(leaf) for leaf in held if leaf.shape in {(5, 3), (3, 2)}]
-
-    def scalars(self) -> dict[str, float]:
-        """Return the scalars of the last step."""
-        return {name: float(value) for name, value in self.seen.items()}
+        self.state = self.wrapped.opt_state
 
 
 class Model(eqx.Module):
@@ -243,9 +200,8 @@ class InEquinox(Optax):
 
 
 VARIANTS: dict[type[Optax], tuple[str, ...] | None] = {
-    Optax: None,
+    Optax: ("by_global_norm", "agc", "autoclip", "adagc", "skip", "zero", "skip_spikes", "chain"),
     Chained: ("adagc",),
-    InTrainState: ("adagc",),
     InNNX: ("skip_spikes",),
     InEquinox: ("skip",),
 }
@@ -260,12 +216,6 @@ def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3), "absent": None}
 LARGE = {"w": 3 * PARAMS["w"], "b": 4 * PARAMS["b"], "absent": None}
 NORM = np.sqrt(6 * 9 + 3 * 16)
-SOME = {name: kinds(uc)[name].rule for name in ("skip", "adagc", "skip_spikes", "chain")}
-
-
-def outline(tree: Any) -> Any:
-    """Return structure, shapes, dtypes and whether dtypes are weak."""
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), tree)
 
 
 def times(size: Any, tree: Any) -> Any:
@@ -278,33 +228,6 @@ def equal(one: Any, other: Any, rtol: float = 1e-6) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), one, other)
 
 
-def test_a_compiled_loop() -> None:
-    """Steps in one scan, of several rules, are those by hand; states keep their dtypes, of whatever arrays they are."""
-    optimizers = {name: to_optax(rule, optax.sgd(RATE, MOMENTUM)) for name, rule in SOME.items()}
-    model = {name: jnp.asarray(array) for name, array in weights().items()}
-
-    def step(carry: Any, batch: Batch) -> Any:
-        after, seen = {}, {}
-        for name, (now, before) in carry.items():
-            loss, grads = jax.value_and_grad(loss_of)(now, batch)
-            updates, state = optimizers[name].update(grads, before, now, value=loss)
-            after[name], seen[name] = (optax.apply_updates(now, updates), state), scalars(state)
-        return after, seen
-
-    init = lambda model: {name: (model, one.init(model)) for name, one in optimizers.items()}
-    begin = jax.jit(init)(model)
-    assert outline(jax.eval_shape(init, weights())) == outline(begin)
-    steps = Batch(*map(np.stack, zip(*batches()[:-2], strict=True)))
-    after, seen = jax.lax.scan(step, begin, steps)
-    for name, rule in SOME.items():
-        hand = ByHand(uc, rule)
-        for number, batch in enumerate(batches()[:-2]):
-            hand.step(batch)
-            np.testing.assert_allclose(seen[name]["clip/norm"][number], hand.scalars()["clip/norm"], rtol=5e-4)
-        for leaf, array in hand.weights.items():
-            np.testing.assert_allclose(after[name][0][leaf], array, rtol=2e-4, atol=2e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_dtypes(dtype: str) -> None:
     """Updates keep the dtype of the gradients; what is logged is float32."""
@@ -312,78 +235,55 @@ def test_dtypes(dtype: str) -> None:
     optimizer = to_optax(uc.autoclip(nonfinite="skip"))
     state = optimizer.init(grads)
     updates, after = optimizer.update(grads, state)
-    assert outline(after) == outline(state)
-    assert outline(updates) == outline(grads)
+    assert jax.tree.map(jax.typeof, (updates, after)) == jax.tree.map(jax.typeof, (grads, state))
     assert {value.dtype for value in scalars(after).values()} == {np.dtype("float32")}
     np.testing.assert_allclose(scalars(after)["clip/norm"], NORM, rtol=1e-6)
 
 
-BARE = [uc.zclip(), uc.by_value(-1.0, 1.0), uc.chain(uc.zclip()), uc.masked(uc.zclip(), lambda *_: True)]
-
-
-@pytest.mark.parametrize("rule", BARE, ids=lambda rule: type(rule).__name__)
-def test_a_rule_is_no_transformation(rule: Any) -> None:
+def test_a_rule_is_no_transformation() -> None:
     """Optax and Flax take whatever has ``init`` and ``update``: the rule says what to write instead."""
-    for make in (
-        optax.chain(rule, optax.adam(0.1)).init,
-        optax.MultiSteps(rule, 2).init,
-        lambda params: TrainState.create(apply_fn=None, params=params, tx=rule),
-        jax.jit(optax.masked(rule, {"w": True}).init),
-    ):
-        with pytest.raises(TypeError, match=r"to_optax\("):
-            make({"w": PARAMS["w"]})
+    for rule in (uc.zclip(), uc.by_value(-1.0, 1.0), uc.chain(uc.zclip()), uc.masked(uc.zclip(), lambda *_: True)):
+        for make in (
+            optax.chain(rule, optax.adam(0.1)).init,
+            lambda params: TrainState.create(apply_fn=None, params=params, tx=rule),
+            optax.masked(rule, {"w": True}).init,
+        ):
+            with pytest.raises(TypeError, match=r"to_optax\("):
+                make({"w": PARAMS["w"]})
 
 
 def test_copies_of_the_parameters() -> None:
     """Only the optimizer inside has any in its state, so sharding specs come out right."""
     optimizer = to_optax(uc.chain(uc.by_norm(1.0), uc.autoclip()), optax.trace(0.9))
-    told = optax.tree_map_params(
-        optimizer, lambda _: "copy", optimizer.init(PARAMS), transform_non_params=lambda _: "other"
-    )
+    state = optimizer.init(PARAMS)
+    told = optax.tree_map_params(optimizer, lambda _: "copy", state, transform_non_params=lambda _: "other")
     assert jax.tree.leaves(told).count("copy") == 2
     assert "other" in jax.tree.leaves(told)
 
 
 def test_limits_that_optax_injects() -> None:
-    """They change by a schedule without compiling again, and can be set by hand."""
+    """They change by a schedule without compiling again."""
     make = optax.inject_hyperparams(lambda max_norm: to_optax(uc.by_global_norm(max_norm)))
-    scheduled, fixed = make(max_norm=lambda step: 2.0 + step), make(max_norm=1.0)
+    scheduled = make(max_norm=lambda step: 2.0 + step)
     update, state = jax.jit(scheduled.update), scheduled.init(PARAMS)
     for step in range(3):
         updates, state = update(LARGE, state, PARAMS)
-        np.testing.assert_allclose(scalars(state)["clip/limit"], 2.0 + step)
-        np.testing.assert_allclose(optax.tree.norm(updates), 2.0 + step, rtol=1e-6)
+        np.testing.assert_allclose([scalars(state)["clip/limit"], optax.tree.norm(updates)], 2.0 + step, rtol=1e-6)
     assert update._cache_size() == 1
-    state = fixed.init(PARAMS)
-    state.hyperparams["max_norm"] = 0.5
-    updates, _ = jax.jit(fixed.update)(LARGE, state, PARAMS)
-    np.testing.assert_allclose(optax.tree.norm(updates), 0.5, rtol=1e-6)
 
 
 def test_parts_of_a_tree() -> None:
-    """Under ``optax.partition`` each part has a norm, one without parameters none; ``masked`` leaves others out."""
-    by_parts = optax.partition(
-        {
-            "w": to_optax(uc.by_global_norm(1.0)),
-            "b": to_optax(uc.by_norm(2.0, nonfinite="skip")),
-            "unused": to_optax(uc.masked(uc.autoclip(), lambda path, _: path[0] == "w")),
-        },
-        {"w": "w", "b": "b", "absent": None},
-    )
-    masked = optax.masked(to_optax(uc.agc(0.1)), {"w": True, "b": False, "absent": None})
-    ours = to_optax(uc.masked(uc.agc(0.1), lambda path, _: path[0] == "w"))
-
-    @jax.jit
-    def update(states: Any) -> Any:
-        return [one.update(LARGE, state, PARAMS) for one, state in zip((by_parts, masked, ours), states, strict=True)]
-
-    (parted, state), (wanted, _), (found, _) = update([one.init(PARAMS) for one in (by_parts, masked, ours)])
-    equal(parted, {"w": jnp.full((3, 2), 1 / np.sqrt(6)), "b": jnp.full(3, 2 / np.sqrt(3)), "absent": None})
+    """Under ``optax.partition`` each part has a norm, and one without parameters 0."""
+    parts = {
+        "w": to_optax(uc.by_global_norm(1.0)),
+        "b": to_optax(uc.by_norm(2.0, nonfinite="skip")),
+        "unused": to_optax(uc.autoclip()),
+    }
+    optimizer = optax.partition(parts, {"w": "w", "b": "b", "absent": None})
+    updates, state = jax.jit(optimizer.update)(LARGE, optimizer.init(PARAMS))
+    equal(updates, {"w": jnp.full((3, 2), 1 / np.sqrt(6)), "b": jnp.full(3, 2 / np.sqrt(3)), "absent": None})
     norms = sorted(float(value) for name, value in scalars(state).items() if name.startswith("clip/norm/"))
-    np.testing.assert_allclose(norms, [np.sqrt(48), np.sqrt(54)], rtol=1e-6)
-    equal(found, wanted, rtol=0)
-    np.testing.assert_array_equal(found["b"], LARGE["b"])
-    np.testing.assert_allclose(jnp.linalg.norm(found["w"]), 0.1 * np.sqrt(6), rtol=1e-6)
+    np.testing.assert_allclose(norms, [0, np.sqrt(48), np.sqrt(54)], rtol=1e-6)
 
 
 def test_apply_if_finite() -> None:
@@ -398,39 +298,17 @@ def test_apply_if_finite() -> None:
 def test_many_models_at_once() -> None:
     """Under vmap each of several models has norms and a state of its own."""
     optimizer = to_optax(uc.autoclip(50, window=4, nonfinite="skip"), optax.trace(0.9))
-    sizes = jnp.asarray([1.0, 2.0, jnp.nan])
-    many = jax.tree.map(lambda g: sizes.reshape(3, *[1] * g.ndim) * g, LARGE)
-    update, one = jax.jit(jax.vmap(optimizer.update)), jax.jit(optimizer.update)
-    first = jax.jit(optimizer.init)(PARAMS)
-    states = jax.vmap(lambda _: first)(sizes)
-    _, states = update(many, states)
-    _, states = update(many, states)
+    sizes, first = jnp.asarray([1.0, 2.0, jnp.nan]), optimizer.init(PARAMS)
+    update = lambda size: optimizer.update(times(size, LARGE), optimizer.update(times(0.5 * size, LARGE), first)[1])
+    together, alone = jax.jit(jax.vmap(update))(sizes), jax.jit(update)
     for number, size in enumerate(sizes):
-        _, state = one(times(size, LARGE), first)
-        _, state = one(times(size, LARGE), state)
-        equal(jax.tree.map(lambda array: array[number], states), state)
-
-
-def test_parts_on_devices() -> None:
-    """Arrays that lie on two devices are whole to the rule: same steps, and they stay where they are."""
-    mesh = jax.make_mesh((2,), ("part",), devices=jax.devices()[:2])
-    place = jax.NamedSharding(mesh, jax.P(None, "part"))
-    optimizer = to_optax(uc.by_norm(2.0), optax.trace(0.9))
-    params, grads = {"w": jnp.ones((3, 2))}, {"w": jnp.arange(6.0).reshape(3, 2)}
-    update = jax.jit(optimizer.update)
-    wanted, state = update(grads, optimizer.init(params), params)
-    params, grads = jax.device_put((params, grads), place)
-    updates, after = update(grads, optimizer.init(params), params)
-    equal(updates, wanted)
-    equal(scalars(after), scalars(state))
-    assert updates["w"].sharding.is_equivalent_to(place, 2)
-    assert all(value.sharding.is_fully_replicated for value in scalars(after).values())
+        equal(jax.tree.map(lambda array: array[number], together), alone(size))
 
 
 def test_scalars_of_several_and_of_none() -> None:
     """Those of several are numbered; a rule without norms has none, and an optimizer without a rule is an error."""
     two = optax.chain(to_optax(uc.by_global_norm(1.0)), to_optax(uc.by_global_norm(2.0)), optax.sgd(0.1))
-    seen = scalars(two.init(PARAMS))
+    seen = scalars(TrainState.create(apply_fn=None, params=PARAMS, tx=two))
     assert {"clip/norm/0", "clip/norm/1", "clip/limit/0", "clip/limit/1"} <= set(seen)
     assert scalars(to_optax(uc.by_value(-1.0, 1.0)).init(PARAMS)) == {}
     with pytest.raises(ValueError, match=r"to_optax\(rule\)"):
@@ -438,21 +316,17 @@ def test_scalars_of_several_and_of_none() -> None:
 
 
 def test_a_skipped_step_keeps_the_inner_state() -> None:
-    """Counts, schedules and random keys stay bit for bit, and the updates are zeros; the loss reaches the inside."""
-    inner = optax.chain(
-        optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.polyak_sgd(1.0), optax.scale_by_schedule(lambda n: -n)
-    )
-    optimizer = to_optax(uc.by_global_norm(1.0, nonfinite="skip"), inner)
+    """The updates are zeros, and the next ones those without it: of counts, schedules, random keys and the loss."""
+    schedule, noise = optax.scale_by_schedule(lambda n: -n), optax.add_noise(0.1, 0.5, key=jax.random.key(0))
+    optimizer = to_optax(uc.by_global_norm(1.0, nonfinite="skip"), optax.chain(noise, optax.polyak_sgd(1.0), schedule))
     update = jax.jit(lambda grads, state: optimizer.update(grads, state, PARAMS, value=1.0))
-    plain = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     _, before = update(LARGE, optimizer.init(PARAMS))
     updates, after = update(times(jnp.nan, LARGE), before)
-    equal(jax.tree.map(plain, after.inner), jax.tree.map(plain, before.inner), rtol=0)
     equal(updates, times(0.0, LARGE), rtol=0)
-    assert scalars(after)["clip/skipped"] == 1
-    updates, after = update(LARGE, after)
-    assert scalars(after)["clip/skipped"] == 0
-    assert any(np.count_nonzero(leaf) for leaf in jax.tree.leaves(updates))
+    (updates, last), (wanted, _) = update(LARGE, after), update(LARGE, before)
+    equal(updates, wanted, rtol=0)
+    assert np.count_nonzero(updates["w"])
+    assert (scalars(after)["clip/skipped"], scalars(last)["clip/skipped"]) == (1, 0)
 
 
 @pytest.mark.parametrize("grads", [{}, {"w": None}], ids=["no leaves", "no gradient"])
@@ -467,9 +341,6 @@ def test_a_tree_without_gradients(grads: Any) -> None:
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "swapped": (lambda: to_optax(optax.adam(0.1), uc.by_norm(1.0)), TypeError, "to_optax"),
-    "number": (lambda: to_optax(1.0), TypeError, "uc.by_global_norm"),
-    "clipper": (lambda: to_optax(uc.Clipper(uc.by_norm(1.0))), TypeError, "uc.Clipper"),
-    "limit": (lambda: to_optax(uc.autoclip().limit), TypeError, r"uc\.Rule\("),
     "not called": (lambda: to_optax(uc.by_norm), TypeError, "call it"),
     "a rate": (lambda: to_optax(uc.by_norm(1.0), 0.1), TypeError, "optax.adam"),
     "an optimizer not called": (lambda: to_optax(uc.by_norm(1.0), optax.adam), TypeError, "optax.adam"),
@@ -485,17 +356,15 @@ def test_wrong_arguments(name: str) -> None:
 
 
 def test_wrong_steps() -> None:
-    """Missing parameters, other states and values that nobody can read in a trace are refused, and named."""
+    """Missing parameters, another state and values that nobody can read in a trace are refused, and named."""
     relative = optax.chain(to_optax(uc.agc()), optax.sgd(0.1))
     with pytest.raises(ValueError, match="params="):
         jax.jit(relative.update)(LARGE, relative.init(PARAMS))
-    skipping = to_optax(uc.by_global_norm(1.0, nonfinite="skip"))
-    for other in (to_optax(uc.autoclip()).init(PARAMS), optax.sgd(0.1).init(PARAMS)):
-        with pytest.raises((ValueError, TypeError), match="init"):
-            jax.jit(skipping.update)(LARGE, other)
     raising = to_optax(uc.by_global_norm(1.0, nonfinite="raise"))
+    with pytest.raises((ValueError, TypeError), match="init"):
+        jax.jit(raising.update)(LARGE, to_optax(uc.autoclip()).init(PARAMS))
     bad = {**LARGE, "b": LARGE["b"] * jnp.nan}
     with pytest.raises(FloatingPointError, match=r"grads\['b'\]"):
-        raising.update(bad, raising.init(PARAMS), PARAMS)
+        raising.update(bad, raising.init(PARAMS))
     with pytest.raises(TypeError, match="'skip'"):
-        jax.jit(raising.update)(bad, raising.init(PARAMS), PARAMS)
+        jax.jit(raising.update)(bad, raising.init(PARAMS))
