@@ -111,8 +111,8 @@ class OneProcess:
     spoilt = "down.weight"
     """The leaf whose last entry is spoilt in some cases."""
 
-    def __init__(self) -> None:
-        self.rank = distributed.get_rank()
+    def __init__(self, **options: Any) -> None:
+        self.rank, self.options = distributed.get_rank(), options
         self.net: Any = self.made(Net(self.experts))
 
     def made(self, net: Any) -> Any:
@@ -175,13 +175,13 @@ class OneProcess:
         """Whether a tensor is a part of a larger one."""
         return isinstance(tensor, DTensor)
 
-    def weights_in_parts(self) -> dict[str, Any]:
+    def whole_parts(self) -> dict[str, Any]:
         """Return the whole of what the optimizers have."""
         return self.gathered(self.named())
 
     def weights(self) -> dict[str, Any]:
         """Return the whole weights by their own names."""
-        return self.weights_in_parts()
+        return self.whole_parts()
 
 
 class DataParallel(OneProcess):
@@ -362,7 +362,7 @@ class Flat(OneProcess):
         self.all_reduce = distributed.group.WORLD
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # FSDP1 is deprecated
-            return fsdp.FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+            return fsdp.FullyShardedDataParallel(net, device_id=torch.device("cpu"), **self.options)
 
     def shares(self) -> list[int]:
         return [self.rank]

@@ -1,26 +1,24 @@
 """Processes that run checks together: started once, and again where one hangs or crashes.
 
-The tests' process sends a line of JSON to one that has imported PyTorch, which forks the workers; each worker answers
-with a traceback or ``None``. A check is a function of a module that is imported there, called in every process.
+The tests' process passes tasks to one that has imported PyTorch, which forks the workers; each worker answers with a
+traceback or ``None``. A check is a function of a module that is imported there, called in every process.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 RANKS = 4
@@ -32,37 +30,44 @@ CHECKS = "kit.joined"
 """The module that has the checks, or imports them."""
 
 
+def launched(*command: str, **environ: str) -> list[str]:
+    """Return what two processes print that know of each other, as from a launcher, and end as they should."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", **environ}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    some = [subprocess.Popen([sys.executable, *command], env=common | {"RANK": rank}, **pipes) for rank in "01"]
+    try:
+        outputs = [one.communicate(timeout=240) for one in some]
+    finally:
+        for one in some:
+            one.kill()
+            one.wait()
+    assert [one.returncode for one in some] == [0, 0], outputs
+    return [output for output, _ in outputs]
+
+
 class Pool:
     """The side of the tests."""
 
-    def __init__(self, folder: Path) -> None:
-        self._errors = folder / "stderr"
-        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kit.pool"],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=serve, args=(there,))
+        self._process.start()
+        there.close()
 
     def run(self, check: str, ranks: int = RANKS, **args: Any) -> None:
         """Run a check in so many processes; fail with what went wrong in each of them."""
-        to, back = self._process.stdin, self._process.stdout
-        assert to is not None
-        assert back is not None
-        to.write(json.dumps({"check": check, "args": args, "ranks": ranks}) + "\n")
-        to.flush()
-        line = back.readline()
-        assert line, f"{check}: the processes have ended\n{self._errors.read_text()[-4000:]}"
-        texts = [f"process {rank}: {text}" for rank, text in enumerate(json.loads(line)) if text]
+        self._pipe.send((check, args, ranks))
+        texts = [f"process {rank}: {text}" for rank, text in enumerate(self._pipe.recv()) if text]
         assert not texts, "\n".join([f"{check}({args}) in {ranks} processes", *texts])
 
     def close(self) -> None:
         """End the processes."""
-        self._process.communicate()
+        self._pipe.close()
+        self._process.join()
 
 
 def answer(pipe: Any) -> str | None:
@@ -95,14 +100,13 @@ class Workers:
                 self._processes.append(process)
                 self._pipes.append(here)
 
-    def run(self, task: dict[str, Any]) -> list[str | None]:
+    def run(self, check: str, args: dict[str, Any], ranks: int) -> list[str | None]:
         """Return what went wrong in each process of a check."""
         self.start()
         self._groups += 1
-        task["store"] = os.path.join(self._folder.name, str(self._groups))  # noqa: PTH118 - a text for JSON
-        pipes, end = self._pipes[: task["ranks"]], time.monotonic() + LIMIT
+        pipes, end = self._pipes[:ranks], time.monotonic() + LIMIT
         for pipe in pipes:
-            pipe.send(task)
+            pipe.send((check, args, ranks, os.path.join(self._folder.name, str(self._groups))))  # noqa: PTH118
         found: dict[Any, str | None] = {}
         while len(found) < len(pipes):
             ready = wait([pipe for pipe in pipes if pipe not in found], max(0.0, end - time.monotonic()))
@@ -143,28 +147,23 @@ def work(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     module = importlib.import_module(CHECKS)
     while True:
-        task = pipe.recv()
-        check: Callable[..., Any] = getattr(module, task["check"])
+        check, args, ranks, store = pipe.recv()
         error = None
         try:
-            with group(rank, task["ranks"], task["store"]):
-                check(**task["args"])
+            with group(rank, ranks, store):
+                getattr(module, check)(**args)
         except BaseException:  # noqa: BLE001 - the test shows it
             error = traceback.format_exc()
         pipe.send(error)
 
 
-def main() -> None:
+def serve(pipe: Connection) -> None:
     """Fork workers, and pass on checks and answers, until there are no more."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what checks print is no answer
     importlib.import_module(CHECKS)
     gc.freeze()
     workers = Workers()
-    for line in sys.stdin:
-        print(json.dumps(workers.run(json.loads(line))), file=answers, flush=True)
-    workers.stop()
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        while True:
+            pipe.send(workers.run(*pipe.recv()))
+    except EOFError:
+        workers.stop()

@@ -16,11 +16,8 @@ from kit.trees import walk
 from uniclip.integrations.torch import attach
 
 LOSSES = (1.0, 1.1, 0.9, 1.0, 9.0)
-STEPS = {
-    "values": ((1.0, None), (1.2, math.nan), (0.9, math.inf), (0.8, None), (6.0, None)),
-    "none": ((1.0, None), (1.2, "none"), (0.9, None), (0.8, "none"), (6.0, None)),
-}
-"""The steps of a case: by what gradients are multiplied, and what one process has in them; the last one is a spike."""
+STEPS = ((1.0, None), (1.2, math.nan), (0.9, "none"), (0.8, math.inf), (6.0, None))
+"""By what the gradients of a step are multiplied, and what one process has in them; the last one is a spike."""
 CLOSE = 1e-6
 
 
@@ -55,10 +52,17 @@ def stepped(rule: Any, steps: list[Any], params: Any, loss: bool, **joins: Any) 
     return found
 
 
+class Still(torch.optim.SGD):
+    """An optimizer that changes no weights, nor by NaN."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Change nothing."""
+
+
 def stepped_by_optimizer(laid: OneProcess, kind: Kind, steps: list[Any]) -> list[tuple[Any, Any]]:
-    """Return the same by an attached rule, whose optimizer changes no weights."""
+    """Return the same by an attached rule."""
     named, found = laid.named(), []
-    optimizer = laid.optimizer(laid.trained(), lr=0.0)
+    optimizer = Still(laid.trained())
     handle = attach(optimizer, kind.rule, **laid.joins())
     for grads, said in zip(steps, LOSSES, strict=True):
         for key, p in named.items():
@@ -69,10 +73,10 @@ def stepped_by_optimizer(laid: OneProcess, kind: Kind, steps: list[Any]) -> list
     return found
 
 
-def spoilt(laid: OneProcess, case: str) -> tuple[list[Any], list[Any]]:
-    """Return the gradients of the steps of a case as this process has them, and as one process would."""
-    every, steps, alone = laid.weights_in_parts(), [], []
-    for size, one in STEPS[case]:
+def spoilt(laid: OneProcess) -> tuple[list[Any], list[Any]]:
+    """Return the gradients of the steps as this process has them, and as one process would."""
+    every, steps, alone = laid.whole_parts(), [], []
+    for size, one in STEPS:
         steps.append({key: size * p.grad for key, p in laid.named().items()})
         filled = dict(steps[-1])
         if one == "none":
@@ -84,20 +88,20 @@ def spoilt(laid: OneProcess, case: str) -> tuple[list[Any], list[Any]]:
     return steps, alone
 
 
-def layout(name: str, case: str) -> None:
+def layout(name: str) -> None:
     """Apply all rules to the gradients of a layout, and in one process to the same ones: they find the same."""
     laid = LAYOUTS[name]()
     laid.backward(0)
-    params, every = {key: p.detach() for key, p in laid.named().items()}, laid.weights_in_parts()
+    params, every = {key: p.detach() for key, p in laid.named().items()}, laid.whole_parts()
     entries = {key: laid.entries(p.grad) for key, p in laid.named().items() if not summed(p.grad)}
-    steps, alone = spoilt(laid, case)
-    attaches = case == "none" and any(isinstance(p, DTensor) for p in params.values())
+    steps, alone = spoilt(laid)
     seen: dict[Any, Any] = {}
     for title, kind in RULES.items():
         # With all_reduce= a row that nobody has still learns; over different leaves such rules are to be refused.
-        if title in laid.refused or (title == "adagc" and case == "none" and laid.all_reduce is not None):
+        if title in laid.refused or (title == "adagc" and laid.all_reduce is not None):
             continue
-        if attaches:
+        # By themselves, rules with params= hang where one process has no gradient of a DTensor.
+        if any(isinstance(p, DTensor) for p in params.values()):
             mine = stepped_by_optimizer(laid, kind, steps)
         else:
             mine = stepped(kind.rule, steps, params, kind.loss, **laid.joins())
@@ -136,15 +140,11 @@ def norms_of(report: Any, named: dict[str, Any]) -> dict[str, Any]:
     return {names[key] if isinstance(key := last(path), int) else key: norm for path, norm in walk(report.norms)}
 
 
-def one_of_each(name: str) -> list[str]:
-    """Return a rule of each kind that a layout takes: with one norm, with several, one that remembers them."""
-    refused = LAYOUTS[name].refused
-    return ["spikes", *(title for title in ("groups", "adagc") if title not in refused)]
-
-
 def attached(name: str) -> None:
     """Train with an attached rule: the weights are those of one process that clips by hand."""
-    for title in one_of_each(name):
+    for title in ("spikes", "adagc"):
+        if title in LAYOUTS[name].refused:
+            continue
         laid, (_, rule, _, with_loss) = LAYOUTS[name](), RULES[title]
         optimizer = laid.optimizer(laid.trained(), lr=0.1, momentum=0.9)
         handle = attach(optimizer, rule, **laid.joins())
@@ -167,6 +167,8 @@ def attached(name: str) -> None:
             if not skipped[-1]:
                 by_hand.step()
             assert flags(handle.report) == flags(clipper.report), (title, step)
+        if title == "spikes":
+            alike({path: repr(value) for path, value in walk(handle.numbers())}, "what they remember")
         for key, weight in laid.weights().items():
             close(weight, named[key].detach(), f"{title}, {key}", torch.ones(1))
         assert skipped[3] == (True if title == "spikes" else None), skipped
