@@ -14,8 +14,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 
 import uniclip as uc
-from adapters.contract import contract
-from adapters.trainers import Handled, Net, near, sgd, tensors
+from adapters.contract import variants
+from adapters.trainers import Handled, Net, sgd, tensors
 from kit.training import Batch, batches, parts
 from uniclip.integrations.torch import attach
 
@@ -86,31 +86,10 @@ class Scaled(Accelerated):
         self.inside.step()
 
 
-@pytest.mark.parametrize("check", contract(Accelerated))
-def test_contract(check: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("make", "check"), variants({Accelerated: None, Scaled: ()}))
+def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
     """The loop keeps the contract of all adapters."""
-    check(Accelerated, uc, tmp_path)
-
-
-@pytest.mark.parametrize("check", contract(Scaled, ()))
-def test_scaled(check: Any, tmp_path: Path) -> None:
-    """Norms are those of the unscaled gradients, and a step that the scaler leaves out is none."""
-    check(Scaled, uc, tmp_path)
-
-
-def test_own_function() -> None:
-    """50 steps clipped by ``accelerator.clip_grad_norm_`` lead to the same weights; it divides by the norm + 1e-6."""
-    ours, theirs = Accelerated(), Accelerated()
-    ours.start(uc, uc.by_global_norm(0.5))
-    theirs.start(uc, None)
-    some = batches()[:5]
-    for number in range(50):
-        ours.step(some[number % 5])
-        theirs.accelerator.backward(theirs.net(**tensors(some[number % 5]))["loss"])
-        theirs.accelerator.clip_grad_norm_(theirs.net.parameters(), 0.5)
-        theirs.inside.step()
-        theirs.inside.zero_grad()
-    near(ours.weights(), theirs.weights())
+    check(make, uc, tmp_path)
 
 
 def test_attached_twice() -> None:

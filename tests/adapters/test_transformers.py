@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -110,7 +111,9 @@ class Trained(Looping):
 def _end(tmp_path: Path) -> Iterator[None]:
     """End the trainings that a check leaves, and undo what Accelerate keeps for the whole process."""
     Trained.folder = tmp_path / "trainer"
+    gc.freeze()  # the Trainer collects garbage at the end, which takes longer than all its steps
     yield
+    gc.unfreeze()
     Trained.end_all()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -133,23 +136,15 @@ def test_other_rules(tmp_path: Path) -> None:
         train(tmp_path, BATCHES, ClipGradients(uc.by_norm(1.0, nonfinite="zero")))
 
 
-def test_own_option(tmp_path: Path) -> None:
-    """50 steps with ``max_grad_norm`` lead to the same weights, and to others without; beside a rule it is not used."""
-    of, rule = BATCHES[:5] * 10, uc.by_global_norm(0.5)
-    ours, theirs, plain = (
-        train(tmp_path, of, *callbacks, max_grad_norm=own, logging_steps=50).model.arrays()
-        for callbacks, own in (([ClipGradients(rule)], 1.0), ([], 0.5), ([], 0.0))
-    )
-    near(ours, theirs)
-    with pytest.raises(AssertionError):
-        near(ours, plain, 1e-2)
-    for own in (0.1, 0.0, None):
-        seen = Seeing()
-        with pytest.warns(UserWarning, match="max_grad_norm=0.1") if own else nullcontext():
-            made = train(tmp_path, BATCHES, ClipGradients(rule), seen, max_grad_norm=own)
-        near(made.model.arrays(), by_hand(rule, BATCHES)[0].weights)
-        assert set(seen.own) == {0.0}
-        assert made.args.max_grad_norm == own
+@pytest.mark.parametrize("own", [0.1, None])
+def test_own_option(own: float | None, tmp_path: Path) -> None:
+    """Beside a rule the Trainer's own clipping is not used, which a warning says."""
+    rule, seen = uc.by_global_norm(0.5), Seeing()
+    with pytest.warns(UserWarning, match="max_grad_norm=0.1") if own else nullcontext():
+        made = train(tmp_path, BATCHES, ClipGradients(rule), seen, max_grad_norm=own)
+    near(made.model.arrays(), by_hand(rule, BATCHES)[0].weights)
+    assert set(seen.own) == {0.0}
+    assert made.args.max_grad_norm == own
 
 
 class Seeing(TrainerCallback):
@@ -192,27 +187,20 @@ class Patient(EarlyStoppingCallback):
 def test_checkpoints(tmp_path: Path) -> None:
     """A run goes on to the bit, with other callbacks' states and its record; what is not the rule's state is said."""
     rule, again = uc.chain(uc.autoclip(50, window=8), uc.adagc(warmup=2)), tmp_path / "checkpoint-3"
-    saved = {"save_strategy": "steps", "save_steps": 3, "metric_for_best_model": "loss"}
-    saved |= {"restore_callback_states_from_checkpoint": True}
-    with insight.Recorder(tmp_path / "run.jsonl", every=2) as record:
-        whole = train(tmp_path, BATCHES[:6], ClipGradients(rule, record=record), Patient(), **saved)
-    given = {"resume": again, "max_steps": 6}
-    with insight.Recorder(tmp_path / "run.jsonl", every=2) as record:
-        rest = train(tmp_path, BATCHES[3:6], ClipGradients(rule, record=record), Patient(), **given, **saved)
-    near(rest.model.arrays(), whole.model.arrays(), 0.0)
-    assert insight.read(tmp_path / "run.jsonl").steps.tolist() == [1, 2, 3, 4, 5, 6]
-    other = ClipGradients(uc.zclip())
-    trainer = Feeding(tmp_path, [tensors(batch) for batch in BATCHES[3:6]], other)
+    saved = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": True}
+    for of, more in ((BATCHES[:6], {}), (BATCHES[3:6], {"resume": again, "max_steps": 6})):
+        with insight.Recorder(tmp_path / "run.jsonl", every=2) as record:
+            callbacks = ClipGradients(rule, record=record), Patient()
+            made = train(tmp_path, of, *callbacks, metric_for_best_model="loss", **saved, **more)
+        near(made.model.arrays(), by_hand(rule, BATCHES[:6])[0].weights)
+        assert insight.read(tmp_path / "run.jsonl").steps.tolist() == [1, 2, 3, 4, 5, 6]
+    trainer = Feeding(tmp_path, [tensors(batch) for batch in BATCHES[3:6]], ClipGradients(uc.zclip()))
     with pytest.raises(ValueError, match="another rule"):
         trainer.train(resume_from_checkpoint=again)
     trainer.train()  # the optimizer is free again
-    train(tmp_path / "without", BATCHES[:3], save_strategy="steps", save_steps=3)
+    train(tmp_path / "without", BATCHES[:3], **saved)
     with pytest.warns(UserWarning, match="no state of"):
-        lost = train(
-            tmp_path, BATCHES[3:6], ClipGradients(rule), **given | {"resume": tmp_path / "without" / "checkpoint-3"}
-        )
-    with pytest.raises(AssertionError):
-        near(lost.model.arrays(), whole.model.arrays(), 1e-3)
+        train(tmp_path, BATCHES[3:6], ClipGradients(rule), resume=tmp_path / "without" / "checkpoint-3", max_steps=6)
 
 
 def test_train_again(tmp_path: Path) -> None:
@@ -225,15 +213,10 @@ def test_train_again(tmp_path: Path) -> None:
     trainer.loader = [tensors(batch) for batch in BATCHES[:3]]
     trainer.train()
     assert trainer.args.max_grad_norm == 1.0
-    hand, _ = by_hand(rule, BATCHES[:2])
-    hand.clipper.load_state_dict({})
-    for batch in BATCHES[:3]:
-        hand.step(batch)
-    remembers(callback.state_dict(), hand)
-    for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
-        assert other.handle is None
+    for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback)), callback):
+        assert other is callback or other.handle is None
         train(tmp_path, BATCHES[:4], other)
-        remembers(other.state_dict(), by_hand(rule, BATCHES[:4])[0])
+        remembers(other.state_dict(), by_hand(rule, BATCHES[:4])[0].clipper)
     attach(trainer.optimizer.optimizer, uc.by_norm(1.0))
     with pytest.raises(ValueError, match="clipped already"):
         trainer.train()
@@ -253,14 +236,13 @@ def test_refused(tmp_path: Path) -> None:
     for wrong in (1.0, uc.Clipper(uc.by_norm(1.0)), uc.Rule):
         with pytest.raises(TypeError, match="rule"):
             ClipGradients(wrong)
+    callback = ClipGradients(uc.by_norm(1.0))
     with pytest.raises(RuntimeError, match="InBackward"):
-        train(tmp_path, BATCHES, ClipGradients(uc.by_norm(1.0)), make=InBackward)
+        train(tmp_path, BATCHES, callback, make=InBackward)
     for kind in ("DEEPSPEED", "MEGATRON_LM"):
         state = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
         with pytest.raises(ValueError, match=kind):
-            ClipGradients(uc.by_norm(1.0)).on_train_begin(
-                None, None, None, optimizer=SimpleNamespace(accelerator_state=state)
-            )
+            callback.on_train_begin(None, None, None, optimizer=SimpleNamespace(accelerator_state=state))
 
 
 @pytest.mark.parametrize("options", [{"optim": "adafactor"}, {"optim": "adamw_torch_fused"}, {"bf16": True}], ids=str)

@@ -1,11 +1,10 @@
-"""What the tests of the trainers share: the small model in PyTorch, and trainings that wait for each batch."""
+"""What the tests of the trainers share: the small model in PyTorch, and trainers that wait for each batch."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,56 +77,19 @@ class Fed:
                 yield batch
 
 
-class Training:
-    """A training in a thread of its own, which goes from batch to batch."""
-
-    def __init__(self, train: Callable[[Fed], Any]) -> None:
-        self.fed, self.error = Fed(), None
-        self.thread = threading.Thread(target=self._run, args=(train,), daemon=True)
-        self.thread.start()
-        self._wait()
-
-    def _run(self, train: Callable[[Fed], Any]) -> None:
-        try:
-            train(self.fed)
-        except BaseException as error:  # noqa: BLE001 - raised where the training is waited for
-            self.error = error
-        finally:
-            self.fed.asked.release()
-
-    def _wait(self) -> None:
-        assert self.fed.asked.acquire(timeout=SECONDS), "the trainer asks for no more batches"
-        if self.error is not None:
-            raise self.error
-
-    def step(self, *some: Batch) -> None:
-        """Train on some batches."""
-        for batch in some:
-            self.fed.given.put(tensors(batch))
-            self._wait()
-
-    def end(self) -> None:
-        """Let the training find no more batches."""
-        self.fed.given.put(None)
-        self.thread.join(SECONDS)
-        assert not self.thread.is_alive(), "the trainer does not end"
-        if self.error is not None:
-            raise self.error
-
-
 class Handled:
     """What adapters have that train the model by a handle of ``attach``: ``net``, ``inside`` and ``handle``."""
 
     optimizer = "momentum"
     left_out = frozenset[str]()
-    own_clipping: ClassVar[MappingProxyType[str, Any]] = MappingProxyType({})
+    own_clipping: ClassVar[dict[str, Any]] = {}
     net: Net
     inside: Any
     handle: Any
 
     def weights(self) -> Arrays:
         """Return the weights."""
-        return {name: p.detach().numpy().copy() for name, p in self.net.named_parameters()}
+        return self.net.arrays()
 
     def inner(self) -> list[np.ndarray]:
         """Return what the optimizer remembers, without what uniclip adds."""
@@ -147,38 +109,59 @@ class Handled:
 
 
 class Looping(Handled):
-    """What adapters have whose trainers loop by themselves: ``train`` is given a loader, and where to begin."""
+    """What adapters have whose trainers loop by themselves: in a thread of its own, which goes from batch to batch."""
 
-    alive: ClassVar[list[Training]] = []
-    """What has not ended."""
-    training: Training | None = None
+    alive: ClassVar[list[Looping]] = []
+    """Those whose training has not ended."""
+    train: Callable[[Fed, Any], Any]
+    """Trains to the end, given a loader, and where to begin."""
+    fed: Fed | None = None
+    error: BaseException | None = None
     micro = 1
-
-    def train(self, fed: Fed, start: Any) -> None:
-        """Train to the end."""
-        raise NotImplementedError
 
     def begin(self, start: Any = None) -> None:
         """Begin to train."""
-        self.training = Training(lambda fed: self.train(fed, start))
-        self.alive.append(self.training)
+        self.fed = Fed()
+        self.thread = threading.Thread(target=self._run, args=(start,), daemon=True)
+        self.thread.start()
+        self._wait()
+        self.alive.append(self)
+
+    def _run(self, start: Any) -> None:
+        try:
+            self.train(self.fed, start)
+        except BaseException as error:  # noqa: BLE001 - raised where the training is waited for
+            self.error = error
+        finally:
+            self.fed.asked.release()
+
+    def _wait(self) -> None:
+        assert self.fed.asked.acquire(timeout=SECONDS), "the trainer asks for no more batches"
+        if self.error is not None:
+            raise self.error
 
     def step(self, batch: Batch) -> None:
         """Train on a batch."""
-        if self.training is None:
+        if self.fed is None:
             self.begin()
-        self.training.step(*parts(batch, self.micro))
+        for part in parts(batch, self.micro):
+            self.fed.given.put(tensors(part))
+            self._wait()
 
     def finish(self) -> None:
-        """End the training."""
-        self.alive.remove(self.training)
-        self.training.end()
+        """Let the training find no more batches, and end."""
+        self.alive.remove(self)
+        self.fed.given.put(None)
+        self.thread.join(SECONDS)
+        assert not self.thread.is_alive(), "the trainer does not end"
+        if self.error is not None:
+            raise self.error
 
     @classmethod
     def end_all(cls) -> None:
         """End what a check leaves."""
         while cls.alive:
-            cls.alive.pop().end()
+            cls.alive[-1].finish()
 
 
 def by_hand(rule: Any, of: list[Batch]) -> tuple[ByHand, list[dict[str, float]]]:
@@ -190,9 +173,9 @@ def by_hand(rule: Any, of: list[Batch]) -> tuple[ByHand, list[dict[str, float]]]
     return hand, seen
 
 
-def remembers(saved: dict[str, Any], hand: ByHand) -> None:
-    """Require a memory to be that of the training by hand."""
-    for name, value in hand.clipper.state_dict()["state"].items():
+def remembers(saved: dict[str, Any], clipper: uc.Clipper) -> None:
+    """Require a memory to be that of a `Clipper`."""
+    for name, value in clipper.state_dict()["state"].items():
         np.testing.assert_allclose(saved["state"][name], value, rtol=1e-4, err_msg=name)
 
 

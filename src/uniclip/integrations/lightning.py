@@ -24,6 +24,8 @@ _ENGINES = {"DeepSpeedStrategy"}
 """The strategies that shard gradients into plain tensors; pytorch_lightning has others with these names."""
 _KEY = "uniclip"
 """The key of the states of the rules in a checkpoint, by optimizer, if its optimizers omit them."""
+_OF_MODULE = {"log", "log_dict"}
+"""The methods of the module that Lightning sets on each callback when it fits; the whole model hangs on them."""
 
 
 class ClipGradients(Callback):
@@ -110,7 +112,8 @@ class ClipGradients(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rules, without hooks in optimizers."""
-        return vars(self) | {"handles": [], "_numbers": [], "_names": [], "_logged": [], "_loaded": {}}
+        kept = {name: value for name, value in vars(self).items() if name not in _OF_MODULE}
+        return kept | {"handles": [], "_numbers": [], "_names": [], "_logged": [], "_loaded": {}}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizers, which exist by now but are not yet loaded."""
