@@ -10,7 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-COMMIT = "76a9b8a64215f9194282cb456e176ef9c0af86e0"
+COMMIT = "9ea1dcb30a39c4a359721b0c3a95432f2b2b7eb3"
 """What the package of today is compared with."""
 LEFT_OUT = {"integrations", "insight"}
 SOURCE = "src/uniclip"

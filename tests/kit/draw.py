@@ -7,7 +7,6 @@ Whatever makes a rule takes the package as ``uc``: the same case can be made wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -64,15 +63,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.way} {self.rule!r} of {self.tree!r} in {len(self.steps)} steps"
-
-
-def replaced(tree: Any, leaf_of: Callable[[Slot], Any]) -> Any:
-    """Return the tree with something else in place of each slot."""
-    if isinstance(tree, dict):
-        return {key: replaced(inner, leaf_of) for key, inner in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([replaced(inner, leaf_of) for inner in tree])
-    return leaf_of(tree) if isinstance(tree, Slot) else tree
 
 
 def chance(rng: Rng, share: float) -> bool:
