@@ -275,7 +275,7 @@ def _(uc: Any) -> dict[str, Any]:
     return clipping(uc, clip)
 
 
-@fault("an error comes after the first array is changed", "… and an error")
+@fault("an error comes after the first array is changed", "any error")
 def _(uc: Any) -> dict[str, Any]:
     def clip_(grads: Any, rule: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(grads, list) and isinstance(grads[0], np.ndarray):
