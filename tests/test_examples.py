@@ -16,7 +16,7 @@ NEEDS = {
     "torch_lstm.py": ["torch"],
     "tensorflow1_rnn.py": ["tensorflow"],
     "optax_nnx.py": ["optax"],
-    "keras_digits.py --backend tensorflow --epochs 1": ["keras"],
+    "keras_digits.py --backend tensorflow --epochs 2": ["keras"],
     "lightning_digits.py": ["trainers"],
     "hugging_face_gpt2.py": ["trainers"],
 }
