@@ -2,12 +2,12 @@
 
 Whatever makes a rule takes the package as ``uc``: the same case can be made with another one.
 """
-# ruff: noqa: C901, PLR0911, PLR0912 - a choice among many returns many
+# ruff: noqa: C901, PLR0911 - a choice among many returns many
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -156,11 +156,8 @@ def drawn_fixed(uc: ModuleType, rng: Rng, size: float) -> Made:
     """Return a preset with a limit that is given."""
     c, policy = drawn_limit(rng, size), one_of(rng, *POLICIES)
     limit, more = ("constant", float(c)), {"nonfinite": policy}
-    order, axis, label = (
-        one_of(rng, 1, 1.5, 2, 2, 3, math.inf),
-        one_of(rng, 0, -1, (0, 1)),
-        one_of(rng, by_depth, by_first),
-    )
+    order, axis = one_of(rng, 1, 1.5, 2, 2, 3, math.inf), one_of(rng, 0, -1, (0, 1))
+    label = one_of(rng, by_depth, by_first)
     curve = one_of(rng, "hard", "soft", "smooth", "tanh")
     axes = axis if isinstance(axis, tuple) else (axis,)
     match one_of(
@@ -267,15 +264,14 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
             warm, joint = int(rng.integers(0, 6)), size * logarithmic(rng, 0.1, 10)
             joint = min(joint, 1e37)
             limit = ("ema", ratio, decay, warm, joint)
-            own = Plan(scope=Scope("leaf"), limit=limit, policy=policy)
-            if ratio < 1:  # which the preset refuses
-                return uc.Rule(uc.limits.Ema(ratio, decay, warm, joint), scope=uc.scopes.each_leaf, **more), own
-            return uc.adagc(ratio, decay, warm, joint, **more), own
+            rule = uc.adagc(max(ratio, 1), decay, warm, joint, **more)
+            rule = replace(rule, limit=uc.limits.Ema(*limit[1:])) if ratio < 1 else rule  # which the preset refuses
+            return rule, Plan(scope=Scope("leaf"), limit=limit, policy=policy)
         case "growth":
-            own = Plan(scope=Scope("leaf"), limit=("ema", ratio, 0.0, 0, 1.0), policy=policy)
-            if ratio < 1:
-                return uc.Rule(uc.limits.Ema(ratio, 0.0), scope=uc.scopes.each_leaf, **more), own
-            return uc.norm_growth(ratio, **more), own
+            limit = ("ema", ratio, 0.0, 0, 1.0)
+            rule = uc.norm_growth(max(ratio, 1), **more)
+            rule = replace(rule, limit=uc.limits.Ema(*limit[1:])) if ratio < 1 else rule
+            return rule, Plan(scope=Scope("leaf"), limit=limit, policy=policy)
         case "spikes":
             policy = one_of(rng, "skip", "skip", "propagate", "zero")
             limit = ("rolling z-score", z, window, min(warmup, window))
@@ -288,9 +284,8 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
         case "adagn":
             slow = one_of(rng, 0.0, 0.7, 0.9)
             limit = ("mean over rms", slow, decay)
-            return uc.adagn(slow, decay, **more), Plan(
-                scope=Scope("leaf"), limit=limit, curve="normalize", policy=policy
-            )
+            own = Plan(scope=Scope("leaf"), limit=limit, curve="normalize", policy=policy)
+            return uc.adagn(slow, decay, **more), own
         case "quantile":
             start = max(min(size * logarithmic(rng, 0.1, 10), 1e37), 1e-37)
             quantile, rate = one_of(rng, 0.5, 0.5, 0.9, 0.0), one_of(rng, 0.2, 0.2, 1.0)
@@ -514,10 +509,8 @@ def drawn_case(
         case.processes = [-2 if slot.shape and chance(rng, 0.8) else -1 for slot in slots]
         if plan.scope.kind == "all" and len(slots) > 1:
             count = min(len(slots), int(rng.integers(2, 4)))  # each of them holds one
-            case.processes = [*range(count), *rng.integers(-2, count, len(slots) - count).tolist()]
-            case.processes = [
-                -1 if one == -2 and not slot.shape else one for one, slot in zip(case.processes, slots, strict=True)
-            ]
+            drawn = [*range(count), *rng.integers(-2, count, len(slots) - count).tolist()]
+            case.processes = [one if slot.shape else max(one, -1) for one, slot in zip(drawn, slots, strict=True)]
     return case
 
 
@@ -531,6 +524,7 @@ def fitting(case: Case) -> set[str]:
     own_axis = any(part.scope.kind == "unit" and part.scope.axis is None for part in plans)
     rule, kind = plan.kind == "rule", plan.scope.kind
     joined = rule and kind in {"all", "leaf", "groups"} and plan.policy != "raise"
+    joined = joined and full and "None" not in str(case.tree)
     fits = {
         "plain": True,
         "in place": not ints,
@@ -539,11 +533,6 @@ def fitting(case: Case) -> set[str]:
         "renamed": held and rule and kind != "groups" and case.saved,
         "moved": held and plan.remembers and case.saved and not (ints or own_axis or case.boxed),
         "summed": rule and kind in {"row", "example"} and not plan.remembers and alike,
-        "parts": joined
-        and slots
-        and full
-        and "None" not in str(case.tree)
-        and len({BITS.get(slot.dtype, 0) > 24 for slot in slots}) == 1
-        and not ints,
+        "parts": joined and not ints and len({BITS[slot.dtype] > 24 for slot in slots}) == 1,
     }
     return {way for way, fit in fits.items() if fit}
