@@ -1,4 +1,4 @@
-"""Rules: each formula by hand or by its paper's numbers, the four choices, rules of rules, and one's own."""
+"""Rules: the numbers of their papers, rules of rules, and what is one's own; drawn rules are those of the fuzz."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -17,7 +17,7 @@ from record import taken
 
 import uniclip as uc
 from kit.frameworks import Framework
-from kit.rules import LOSSES, double, every_rule, falling, first_key, half, kinds, only_w, params, root, steps
+from kit.rules import LOSSES, double, every_rule, falling, first_key, half, only_w, params, root, steps
 from kit.trees import EPS, close, close_trees, leaves, mapped
 from uniclip.config import from_config, to_config
 
@@ -45,9 +45,6 @@ def once(uc: ModuleType) -> dict[str, Once]:
     examples = [[0.0, -0.5], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]], [[0.0], [5.0], [-3.0], [0.0]]
     sizes = [1.0, math.sqrt(50), math.sqrt(70), 1.0]
     return {
-        "by_global_norm": Once(uc.by_global_norm(6.5), [[3.0, 4.0], [12.0]], [[1.5, 2.0], [6.0]]),
-        "by_average_norm": Once(uc.by_average_norm(1.0), [[3.0, 4.0]], [[1.2, 1.6]]),
-        "by_block_rms": Once(uc.by_block_rms(1.0), [[3.0, 4.0]], [[3 / 3.535534, 4 / 3.535534]]),
         "smooth, SPECTRA": Once(
             uc.by_global_norm(10.0, curve=uc.curves.smooth), [[6.0, 8.0]], [[0.6 * 7.07107, 0.8 * 7.07107]]
         ),
@@ -116,8 +113,9 @@ def many(uc: ModuleType) -> dict[str, Steps]:
     }
 
 
-def check_once(framework: Framework, uc: ModuleType, name: str) -> None:
-    """Require a rule without memory to do what its paper says."""
+@pytest.mark.parametrize("name", once(uc))
+def test_numbers_of_papers(framework: Framework, name: str) -> None:
+    """Rules without memory, by numbers that were computed by hand."""
     rule, grads, wanted, weights = once(uc)[name]
     make = lambda some: None if some is None else [framework.array(leaf) for leaf in some]
     clipped, _ = uc.clip(make(grads), rule, params=make(weights))
@@ -125,8 +123,9 @@ def check_once(framework: Framework, uc: ModuleType, name: str) -> None:
         np.testing.assert_allclose(framework.numpy(found), leaf, rtol=CLOSE)
 
 
-def check_many(framework: Framework, uc: ModuleType, name: str) -> None:
-    """Require a rule with memory to do what its paper says."""
+@pytest.mark.parametrize("name", many(uc))
+def test_numbers_of_papers_for_many_steps(framework: Framework, name: str) -> None:
+    """Rules with memory, by numbers that were computed by hand."""
     rule, norms, wanted = many(uc)[name]
     state, found = rule.init(framework.array([[1.0]])), []
     for norm in norms:
@@ -135,21 +134,11 @@ def check_many(framework: Framework, uc: ModuleType, name: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=CLOSE)
 
 
-@pytest.mark.parametrize("name", once(uc))
-def test_numbers_of_papers(framework: Framework, name: str) -> None:
-    """Rules without memory, by numbers that were computed by hand."""
-    check_once(framework, uc, name)
-
-
-@pytest.mark.parametrize("name", many(uc))
-def test_numbers_of_papers_for_many_steps(framework: Framework, name: str) -> None:
-    """Rules with memory, by numbers that were computed by hand."""
-    check_many(framework, uc, name)
-
-
-def check_as_on_numpy(framework: Framework, rule: Any) -> None:
-    """Require a rule to clip the gradients of twelve steps as on NumPy, whose results are compared with records."""
-    make = lambda tree: mapped(framework.array, tree)
+@pytest.mark.only("strict", "mlx", "torch", "tensorflow")
+@pytest.mark.parametrize("name", [name for name in RULES if name != "agc, units"])
+def test_every_rule_does_what_it_does_on_numpy(framework: Framework, name: str) -> None:
+    """Twelve steps, of a spike, NaN and zeros too, whose results on NumPy are on record; units differ in PyTorch."""
+    make, rule = lambda tree: mapped(framework.array, tree), RULES[name]
     weights = make(params("float32"))
     state = rule.init(weights)
     for grads, loss, wanted in zip(steps("float32"), LOSSES, taken(rule, "float32"), strict=True):
@@ -158,64 +147,7 @@ def check_as_on_numpy(framework: Framework, rule: Any) -> None:
         np.testing.assert_allclose(found, wanted["gradients"], rtol=64 * EPS["float32"])
 
 
-@pytest.mark.only("strict", "mlx", "torch", "tensorflow")
-@pytest.mark.parametrize("name", [name for name in RULES if name != "agc, units"])
-def test_every_rule_does_what_it_does_on_numpy(framework: Framework, name: str) -> None:
-    """Gradients of twelve steps, with a spike, NaN and zeros among them; units are another axis in PyTorch."""
-    check_as_on_numpy(framework, RULES[name])
-
-
-@pytest.mark.only("jax")
-@pytest.mark.parametrize("name", [name for name in kinds(uc) if name != "agc"])
-def test_each_kind_of_rule_does_what_it_does_on_numpy(framework: Framework, name: str) -> None:
-    """The same where every shape is compiled."""
-    check_as_on_numpy(framework, kinds(uc)[name].rule)
-
-
 # --- The four choices
-
-SCOPES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...] | None]] = {
-    "each_entry": (uc.scopes.each_entry, (), ()),
-    "each_leaf": (uc.scopes.each_leaf, (0, 1), (0,)),
-    "axes(0)": (uc.scopes.axes(0), (0,), (0,)),
-    "axes(-1)": (uc.scopes.axes(-1), (1,), (0,)),
-    "unit(0)": (uc.scopes.unit(0), (1,), (0,)),
-    "unit(-1)": (uc.scopes.unit(-1), (0,), (0,)),
-    "each_row": (uc.scopes.each_row, (1,), ()),
-    "each_example": (uc.scopes.each_example, (1,), None),
-    "all_leaves": (uc.scopes.all_leaves, (0, 1), None),
-    "groups": (uc.scopes.groups(lambda path, leaf: "one"), (0, 1), None),
-}
-"""Scopes with the axes that a norm covers of a matrix and of a vector; ``None`` where both share their norms."""
-NORMS = [*map(uc.Norm, (1, 1.5, 2, 3, math.inf)), uc.norms.RMS, uc.norms.MEAN, uc.Norm(2, size_power=1)]
-
-
-def by_hand(leaf: np.ndarray, axes: tuple[int, ...], norm: Any, limit: float) -> np.ndarray:
-    """Return a leaf that is clipped along axes: g · min(1, limit / norm)."""
-    count = math.prod(leaf.shape[axis] for axis in axes)
-    size = np.linalg.norm(np.moveaxis(leaf, axes, range(len(axes))).reshape(count, -1), norm.ord, axis=0)
-    kept = [1 if axis in axes else length for axis, length in enumerate(leaf.shape)]
-    return leaf * np.minimum(1, limit * count**norm.size_power / size.reshape(kept))
-
-
-@on_numpy
-@pytest.mark.parametrize("norm", NORMS, ids=repr)
-@pytest.mark.parametrize("name", SCOPES)
-def test_every_scope_with_every_norm(name: str, norm: Any) -> None:
-    """A matrix and a vector are clipped as by hand, by a limit that half of the norms are above."""
-    (scope, of_matrix, of_vector), rng = SCOPES[name], np.random.default_rng(1)
-    matrix, vector = rng.standard_normal((4, 3)), rng.standard_normal(4)
-    both = np.concatenate([matrix, vector[:, None]], axis=1)
-    _, report = uc.clip([matrix, vector], uc.Rule(math.inf, scope=scope, norm=norm))
-    limit = float(np.median(np.concatenate([np.reshape(one, -1) for one in leaves([report.norms])]))) * 0.99
-    clipped, _ = uc.clip([matrix, vector], uc.Rule(limit, scope=scope, norm=norm))
-    joint = by_hand(both, of_matrix, norm, limit)
-    wanted = (joint[:, :3], joint[:, 3]) if of_vector is None else (
-        by_hand(matrix, of_matrix, norm, limit), by_hand(vector, of_vector, norm, limit)
-    )  # fmt: skip
-    assert not all(map(np.array_equal, wanted, (matrix, vector)))
-    for found, leaf in zip(clipped, wanted, strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=1e-14)
 
 
 def test_a_unit_follows_the_framework(framework: Framework) -> None:
@@ -223,45 +155,12 @@ def test_a_unit_follows_the_framework(framework: Framework) -> None:
     matrix = np.random.default_rng(1).standard_normal((4, 3)).astype("float32")
     grads, axes = [framework.array(matrix), framework.array([3, 4])], (1,) if framework.family == "PyTorch" else (0,)
     [clipped, bias], _ = uc.clip(grads, uc.Rule(0.3, scope=uc.scopes.unit()))
-    close(framework, clipped, by_hand(matrix, axes, uc.norms.L2, 0.3), ulps=8)
+    sizes = np.linalg.norm(matrix, axis=axes, keepdims=True)
+    close(framework, clipped, matrix * np.minimum(1, 0.3 / sizes), ulps=8)
     close(framework, bias, [0.18, 0.24], ulps=8)
     [clipped], _ = uc.clip(grads[:1], uc.agc(0.1), params=grads[:1])
     [wanted], _ = uc.clip(grads[:1], uc.agc(0.1, axis=axes), params=grads[:1])
     close(framework, clipped, framework.numpy(wanted))
-
-
-CURVES: dict[str, tuple[Callable[[ModuleType], Any], Callable[[float, float], float]]] = {
-    "hard": (lambda uc: uc.curves.hard, lambda n, c: min(1.0, c / n)),
-    "soft": (lambda uc: uc.curves.soft, lambda n, c: c / (c + n)),
-    "smooth": (lambda uc: uc.curves.smooth, lambda n, c: 1 / math.hypot(1, n / c)),
-    "tanh": (lambda uc: uc.curves.tanh, lambda n, c: math.tanh(n / c) * c / n),
-    "normalize": (lambda uc: uc.curves.normalize, lambda n, c: c / n),
-    "reject": (lambda uc: uc.curves.reject, lambda n, c: float(n <= c)),
-    "regularized": (lambda uc: uc.curves.Regularized(0.1), lambda n, c: c / (n + 0.1)),
-    "non-monotonic": (lambda uc: uc.curves.NonMonotonic(0.1), lambda n, c: c / (n + 0.1 / (n + 0.1))),
-}
-"""The curves, and their factors as formulas."""
-
-
-def check_curve(framework: Framework, uc: ModuleType, name: str) -> None:
-    """Require a curve to be its formula, as far as float32 reaches, and to give zeros for zeros."""
-    curve, formula = CURVES[name][0](uc), CURVES[name][1]
-    clip = lambda norm, limit: uc.clip(framework.array([norm]), uc.by_global_norm(limit, curve=curve))
-    for norm, limit in [(2.0, 1.0), (1.0, 1.0), (0.3, 1.0), (0.02, 7.0), (1e-3, 10.0), (1e15, 1e-3), (3e38, 1e18)]:
-        clipped, report = clip(norm, limit)
-        factor = formula(float(np.float32(norm)), float(np.float32(limit)))
-        np.testing.assert_allclose(framework.numpy(report.factors), factor, rtol=8 * EPS["float32"])
-        np.testing.assert_allclose(framework.numpy(clipped), [norm * factor], rtol=8 * EPS["float32"])
-    for norm, limit in [(0.0, 1.0), (0.0, 0.0), (5.0, 0.0)]:
-        assert framework.numpy(clip(norm, limit)[0]).item() == 0.0
-    clipped, report = clip(5.0, math.inf)
-    assert (framework.numpy(clipped).item(), float(framework.numpy(report.factors))) == (5.0, 1.0)
-
-
-@pytest.mark.parametrize("name", CURVES)
-def test_curves(framework: Framework, name: str) -> None:
-    """Each curve is its formula."""
-    check_curve(framework, uc, name)
 
 
 def test_groups(framework: Framework) -> None:
@@ -281,31 +180,24 @@ def test_groups(framework: Framework) -> None:
 
 
 def test_a_limit_for_each_norm(framework: Framework) -> None:
-    """A limit is one number or array, or one for each norm, of any real dtype; other shapes are not broadcast."""
+    """A limit is one number, of integers too, or one for each norm; other shapes are not broadcast."""
     grads = framework.array([[3.0, 4.0], [6.0, 8.0]])
     close(framework, uc.clip_by_norm(grads, framework.array([1.0, 2.0]), axis=1), [[0.6, 0.8], [1.2, 1.6]])
-    for limit in (5, np.float32(5), np.float64(5), framework.array(5, "int32"), framework.array(5.0)):
-        clipped, _ = uc.clip(grads[1, ...], uc.by_global_norm(limit))
-        close(framework, clipped, [3.0, 4.0])
+    close(framework, uc.clip(grads[1, ...], uc.by_global_norm(framework.array(5, "int32")))[0], [3.0, 4.0])
     with pytest.raises(ValueError, match=r"\(2,\)"):
         uc.clip_by_global_norm(grads, framework.array([1.0, 2.0]))
 
 
 def test_a_known_norm(framework: Framework) -> None:
-    """A norm that is known already is used as it is, and returned, though float32 cannot hold it."""
+    """A norm that is known already is used as it is, and returned; it is one number from 0 on."""
     grads = [framework.array([3.0, 4.0])]
     for known in (10.0, framework.array(10.0)):
         [clipped], norm = uc.clip_by_global_norm(grads, 1.0, norm=known)
         close(framework, clipped, [0.3, 0.4])
         assert float(framework.numpy(norm)) == 10.0
-
-
-@on_numpy
-@pytest.mark.parametrize("wrong", [-1.0, np.ones(2)], ids=["negative", "two"])
-def test_a_known_norm_is_one_number_from_0(wrong: Any) -> None:
-    """Another one is a mistake."""
-    with pytest.raises(ValueError, match="norm"):
-        uc.clip_by_global_norm([np.ones(2)], 1.0, norm=wrong)
+    for wrong in (framework.array([1.0, 1.0]), *([-1.0] if framework.raises else [])):
+        with pytest.raises(ValueError, match="norm"):
+            uc.clip_by_global_norm(grads, 1.0, norm=wrong)
 
 
 def test_bounds_of_entries(framework: Framework) -> None:
@@ -400,18 +292,9 @@ class Negate:
         return {key: grad if grad is None else -grad for key, grad in grads.items()}, state, uc.Report()
 
 
-class Negative(uc.Rule):
-    """A rule of one's own that does more than the rule it is made from."""
-
-    def update(self, *args: Any, **named: Any) -> Any:
-        """Clip, then negate."""
-        clipped, state, report = super().update(*args, **named)
-        return {key: grad if grad is None else -grad for key, grad in clipped.items()}, state, report
-
-
-@pytest.mark.parametrize("own", [Negate(), Negative(math.inf)], ids=["own", "subclass"])
-def test_own_rules_in_chains_and_masks(framework: Framework, own: Any) -> None:
+def test_own_rules_in_chains_and_masks(framework: Framework) -> None:
     """They get the gradients as they are, whatever ran before, and what they return goes on."""
+    own = Negate()
     grads, of_b = {"a": framework.array([3.0]), "b": framework.array([4.0])}, lambda path, leaf: path == ("b",)
     rule = uc.chain(uc.by_norm(9.0), own, uc.masked(own, of_b), uc.by_global_norm(1.0))
     clipped, report = uc.clip(grads, uc.chain(rule))
