@@ -81,6 +81,8 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:
         return False
     (grads, clipped, report), (own_grads, own_clipped, own_report) = there, here
     same_tree(clipped, own_clipped)
+    if case.way == "holder" and next(walk(grads), None) is None:
+        return True  # the old one kept the report of the step before
     views = list(zip(views_of(case.plan, report, fw), views_of(case.plan, own_report, fw), strict=True))
     remembers = any(plan.remembers or plan.limit[0] == "trust" for plan in plans_of(case.plan))
     decided, ordinary = True, True
