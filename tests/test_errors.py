@@ -86,11 +86,6 @@ ARGUMENTS: dict[str, tuple[type[Exception], Tokens, Callable[[], Any]]] = {
 """An argument that no rule can be made with: the error, and what it names."""
 
 
-def a_state(rule: Any, grads: Any) -> Any:
-    """Return the first state of a rule."""
-    return rule.init(grads)
-
-
 def of_other_leaves(grads: Any) -> Any:
     """Go on with other leaves than those before."""
     rule = uc.norm_growth()
@@ -105,7 +100,6 @@ CALLS: dict[str, tuple[type[Exception], Tokens, Callable[[Any], Any]]] = {
         ("uc.clip_and_sum(grads, rule)",),
         lambda g: uc.clip_and_sum(uc.by_example_norm(1.0), g),
     ),
-    "limit first": (TypeError, ("uc.clip_by_norm(grads, max_norm", "1.0"), lambda g: uc.clip_by_norm(1.0, g)),
     "limit first, joint": (TypeError, ("uc.clip_by_global_norm(grads",), lambda g: uc.clip_by_global_norm(1, g)),
     "bounds first": (TypeError, ("uc.clip_by_value(grads, min, max)",), lambda g: uc.clip_by_value(-1, 1, g)),
     "gradients for a rule": (TypeError, ("uc.Clipper(rule)(grads)", "dict of 2"), lambda g: uc.Clipper(g)),
@@ -122,23 +116,14 @@ CALLS: dict[str, tuple[type[Exception], Tokens, Callable[[Any], Any]]] = {
     "nothing for a rule": (TypeError, ("uc.by_global_norm(1.0)", "None"), lambda g: uc.Clipper(None)),
     "list of rules": (TypeError, ("list of 2",), lambda g: uc.clip(g, [uc.by_norm(1.0), uc.zclip()])),
     "text for gradients": (TypeError, ("grads",), lambda g: uc.clip({**g, "c": "text"}, uc.by_norm(1.0))),
-    "number in gradients": (TypeError, ("grads['c']", "float"), lambda g: uc.clip({**g, "c": 1.0}, uc.by_norm(1.0))),
     "spent iterator": (ValueError, ("iterator",), lambda g: uc.clip(iter(()), uc.by_norm(1.0))),
     "memory in a function": (ValueError, ("uc.Clipper(rule)",), lambda g: uc.clip(g, uc.autoclip())),
-    "no parameters": (ValueError, ("params=",), lambda g: uc.clip(g, uc.agc())),
     "text for parameters": (TypeError, ("params", "'text'"), lambda g: uc.clip(g, uc.agc(), "text")),
     "reduction for parameters": (TypeError, ("all_reduce=",), lambda g: uc.clip(g, uc.by_norm(1.0), lambda x, op: x)),
     "loss for parameters": (TypeError, ("loss=",), lambda g: uc.Clipper(uc.skip_spikes())(g, 0.5)),
     "missing parameter": (ValueError, ("grads['b']",), lambda g: uc.clip(g, uc.agc(), {"a": g["a"]})),
-    "parameter of another shape": (
-        ValueError,
-        ("grads['a']",),
-        lambda g: uc.clip(g, uc.larc(0.1), {"a": g["b"], "b": g["a"]}),
-    ),
     "counts of another shape": (ValueError, ("counts",), lambda g: uc.clip(g, uc.cowclip(np.ones(9)), params=g)),
-    "axis that is not there": (ValueError, ("grads['a']", "5"), lambda g: uc.clip(g, uc.by_norm(1.0, axis=5))),
     "axis named twice": (ValueError, ("grads", "twice"), lambda g: uc.clip_by_norm(g["b"], 1.0, axis=(1, -1))),
-    "limit of a shape": (ValueError, ("(3,)",), lambda g: uc.clip(g, uc.by_norm(np.ones(3)))),
     "group without a limit": (ValueError, ("'a'",), lambda g: uc.clip(g, uc.by_group_norm({"c": 1.0}, first_key))),
     "single number by example": (ValueError, ("grads",), lambda g: uc.clip(np.asarray(1.0), uc.by_example_norm(1.0))),
     "other number of examples": (ValueError, ("grads['b']",), lambda g: uc.clip(g, uc.by_example_norm(1.0))),
@@ -146,14 +131,11 @@ CALLS: dict[str, tuple[type[Exception], Tokens, Callable[[Any], Any]]] = {
     "sum without a norm": (TypeError, ("by_example_norm",), lambda g: uc.clip_and_sum(g, uc.by_value(-1.0, 1.0))),
     "function of no array": (TypeError, ("grads['a']",), lambda g: uc.clip(g, lambda array: "text")),
     "no state": (TypeError, ("rule.init(grads)",), lambda g: uc.norm_growth().update(g, None)),
-    "state first": (TypeError, ("rule.update(grads, state)",), lambda g: uc.zclip().update(a_state(uc.zclip(), g), g)),
-    "state of other leaves": (ValueError, ("state", "other gradients"), of_other_leaves),
+    "state first": (TypeError, ("rule.update(grads, state)",), lambda g: uc.zclip().update(uc.zclip().init(g), g)),
     "loss of a shape": (TypeError, ("loss", "(2,)"), lambda g: uc.Clipper(uc.skip_spikes())(g, loss=np.ones(2))),
     "no reduction": (TypeError, ("all_reduce", "'dp'"), lambda g: uc.clip(g, uc.by_norm(1.0), all_reduce="dp")),
     "shared, not joined": (ValueError, ("shared", "all_reduce"), lambda g: uc.clip(g, uc.by_norm(1.0), shared=len)),
     "bounds of a shape": (ValueError, ("(5,)",), lambda g: uc.clip_(g, uc.by_value(np.zeros(5), np.ones(5)))),
-    "fraction for integers": (TypeError, ("whole",), lambda g: uc.clip_by_value(np.asarray([1, 2]), -0.5, 0.5)),
-    "integers in place": (TypeError, ("grads['c']",), lambda g: uc.clip_({**g, "c": np.ones(2, int)}, uc.by_norm(1.0))),
     "what is not finite": (
         FloatingPointError,
         ("grads['c']",),

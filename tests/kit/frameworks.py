@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,7 @@ class Framework:
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
         """Return an array of the framework."""
-        return np.asarray(values, dtype=_numpy_dtype(dtype))
+        return np.array(values, dtype=_numpy_dtype(dtype))  # a copy, which a test may write into
 
     def numpy(self, array: Any) -> np.ndarray:
         """Return the values as NumPy's."""
@@ -46,7 +47,7 @@ class Framework:
 
     def dtype(self, array: Any) -> str:
         """Return the name of the array's dtype."""
-        return str(array.dtype)
+        return str(getattr(array.dtype, "name", array.dtype)).rpartition(".")[2]
 
     def owns(self, array: Any) -> bool:
         """Whether the array is the framework's own."""
@@ -63,10 +64,6 @@ class Framework:
     def outline(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return what has the dtypes and shapes of what the function returns; nothing is compiled if there is a way."""
         return self.run(function, *args)
-
-    def tracers(self) -> dict[str, Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]]:
-        """Return, by name, what records a function of arrays on an example, to call it with other values."""
-        return {self.name: lambda function, example: self.compiled(function)}
 
     def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the derivative of a scalar function by its first argument, to be called many times."""
@@ -96,11 +93,8 @@ class Framework:
 
 
 def _numpy_dtype(name: str) -> Any:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return ml_dtypes.bfloat16
-    return np.dtype(name)
+    """Return a dtype of NumPy; the one that is not NumPy's own comes from another package."""
+    return np.dtype(getattr(importlib.import_module("ml_dtypes"), name) if name == "bfloat16" else name)
 
 
 def _castable(values: Any, dtype: str) -> np.ndarray:
@@ -122,9 +116,6 @@ class Strict(Framework):
         import array_api_strict as xp
 
         return xp.asarray(np.asarray(values, dtype=dtype))
-
-    def dtype(self, array: Any) -> str:
-        return str(array.dtype).rpartition(".")[2]
 
     def owns(self, array: Any) -> bool:
         return type(array).__module__.startswith("array_api_strict")
@@ -150,9 +141,6 @@ class MLX(Framework):
         import mlx.core as mx
 
         return np.asarray(array.astype(mx.float32)) if array.dtype == mx.bfloat16 else np.asarray(array)
-
-    def dtype(self, array: Any) -> str:
-        return str(array.dtype).rpartition(".")[2]
 
     def owns(self, array: Any) -> bool:
         return type(array).__module__.startswith("mlx")
@@ -181,15 +169,13 @@ class Torch(Framework):
         array = array.detach()
         return (array.float() if array.dtype is torch.bfloat16 else array).numpy()
 
-    def dtype(self, array: Any) -> str:
-        return str(array.dtype).removeprefix("torch.")
-
     def owns(self, array: Any) -> bool:
         import torch
 
         return isinstance(array, torch.Tensor)
 
     def tracers(self) -> dict[str, Callable[[Callable[..., Any], list[Any]], Callable[..., Any]]]:
+        """Return, by name, what records a function of arrays on an example, to call it with other values."""
         import torch
         from functorch.compile import aot_function, nop
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -242,7 +228,6 @@ class TorchCompile(Torch):
     same_objects = False
     raises = False
     traced = True
-    tracers = Framework.tracers
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
@@ -266,9 +251,6 @@ class TensorFlow(Framework):
 
     def numpy(self, array: Any) -> np.ndarray:
         return array.numpy() if hasattr(array, "numpy") else np.asarray(array)
-
-    def dtype(self, array: Any) -> str:
-        return array.dtype.name
 
     def owns(self, array: Any) -> bool:
         import tensorflow as tf
