@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import chosen
 
 import uniclip
+from conftest import chosen
 from kit.contract import PROMISES, Promise
 from kit.frameworks import EAGER, Framework
 from kit.promise import run_eagerly

@@ -83,19 +83,17 @@ JOINT: dict[str, Any] = {
     "skip": uc.by_global_norm(0.5, nonfinite="skip"),
     "zero": uc.by_global_norm(0.5, nonfinite="zero"),
     "chain": uc.chain(uc.by_value(-2.0, 2.0), uc.by_global_norm(0.5)),
-    "masked": uc.masked(uc.by_global_norm(0.5), lambda path, leaf: path[0] != "b"),
 }
 """Rules whose processes may hold different leaves."""
 EACH: dict[str, Any] = {
+    **{name: rule for name, rule in JOINT.items() if name not in {"mean square", "relative"}},
     "leaf": uc.by_norm(0.5),
-    "mean square of each": uc.by_block_rms(0.1),
     "budget": uc.Rule(uc.limits.Split(1.0), scope=uc.scopes.each_leaf),
     "adagc": uc.adagc(warmup=1),
-    "rejects": uc.Rule(2.0, scope=uc.scopes.each_leaf, curve=uc.curves.reject),
     "zero of each": uc.by_norm(0.5, nonfinite="zero"),
-    "masked memory": uc.masked(uc.chain(uc.by_value(-2.0, 2.0), uc.adagc(warmup=1)), lambda path, leaf: path[0] != "b"),
+    "masked": uc.masked(uc.chain(uc.by_value(-2.0, 2.0), uc.adagc(warmup=1)), lambda path, leaf: path[0] != "b"),
 }
-"""Rules with a norm for each leaf, of which both processes have parts."""
+"""Rules for parts of the same leaves, whose gradients may be absent: what is absent has no size."""
 LOSSES = (1.0, 1.2, 9.0)
 STEPS = (0.5, 2.0, 3.0)
 
@@ -130,62 +128,55 @@ def alone(framework: Framework, rule: Any, trees: list[Any], params: Any) -> Any
     return mapped(lambda x: np.array(framework.numpy(x)), steps)
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf], ids=str)
-def test_stages(framework: Framework, bad: float | None) -> None:
-    """Processes with different leaves do what one with all of them does; NaN and ∞ in one are known to both."""
+@pytest.mark.parametrize(
+    ("held", "bad"),
+    [(HELD, None), (HELD, "a"), (HELD, "d"), ((("a", "b"), ("a", "c", "d")), None)],
+    ids=["finite", "inf", "nan", "copies"],
+)
+def test_stages(framework: Framework, held: Any, bad: str | None) -> None:
+    """Processes with different leaves, or copies, do what one with all does; NaN and ∞ in one are known to both."""
     trees, params = [values(by, number) for number, by in enumerate(STEPS)], values(0.3)
     if bad is not None:
-        trees[1]["d"][3] = bad
+        trees[1][bad].flat[3] = math.inf if bad == "a" else math.nan
     wanted = {name: alone(framework, rule, trees, params) for name, rule in JOINT.items()}
 
-    def run(held: Sequence[str], join: Any) -> Any:
-        grads, theirs = [arrays(framework, tree, held) for tree in trees], arrays(framework, params, held)
-        spread = tuple(loss + (0.3 if held == HELD[0] else -0.3) for loss in LOSSES)  # the mean is that of one process
-        how = {"all_reduce": join, "losses": spread}
+    def run(mine: Sequence[str], join: Any) -> Any:
+        grads, theirs = [arrays(framework, tree, mine) for tree in trees], arrays(framework, params, mine)
+        spread = tuple(loss + (0.3 if mine == held[0] else -0.3) for loss in LOSSES)  # the mean is that of one process
+        how = {"all_reduce": join, "losses": spread, "shared": is_a if held != HELD else None}
         return {name: three_steps(framework, rule, grads, theirs, **how) for name, rule in JOINT.items()}
 
-    for found in together(framework, HELD, run):
+    for found in together(framework, held, run):
         for name in JOINT:
             alike(found[name], wanted[name])
 
 
-@pytest.mark.parametrize("absent", [False, True])
-def test_halves(framework: Framework, absent: bool) -> None:
-    """Processes with parts of the same leaves do what one with the whole does; a gradient may be absent in one."""
+@pytest.mark.parametrize(
+    "absent",
+    [
+        (1,),
+        pytest.param((0, 1), marks=pytest.mark.xfail(raises=AssertionError, reason="its row learns a norm of 0")),
+    ],
+    ids=["in one", "in both"],
+)
+def test_halves(framework: Framework, absent: tuple[int, ...]) -> None:
+    """Processes with parts of the same leaves do what one with the whole does; a gradient is absent in one, or both."""
     trees, params = [values(by, number) for number, by in enumerate(STEPS)], values(0.3)
-    sized = {"mean square", "mean square of each", "relative"} if absent else set()  # what is absent has no size
-    rules = {name: rule for name, rule in (JOINT | EACH).items() if name not in sized}
-    if absent:
-        trees[1]["c"][:, 2:] = 0
-    half = lambda leaf, number: None if leaf is None else np.split(leaf, [2], axis=-1)[number]
-    wanted = {name: alone(framework, rule, trees, params) for name, rule in rules.items()}
+    trees[1]["c"][:, 2:] = 0
+    half = lambda leaf, number: np.split(leaf, [2], axis=-1)[number]
+    alone_trees = [trees[0], trees[1] | ({"c": None} if len(absent) == 2 else {}), trees[2]]
+    wanted = {name: alone(framework, rule, alone_trees, params) for name, rule in EACH.items()}
 
     def run(number: int, join: Any) -> Any:
-        mine = [{name: half(leaf, number) for name, leaf in tree.items()} for tree in (*trees, params)]
-        if absent and number == 1:
+        mine: Any = [{name: half(leaf, number) for name, leaf in tree.items()} for tree in (*trees, params)]
+        if number in absent:
             mine[1]["c"] = None
         *grads, theirs = (arrays(framework, tree) for tree in mine)
-        return {name: three_steps(framework, rule, grads, theirs, all_reduce=join) for name, rule in rules.items()}
+        return {name: three_steps(framework, rule, grads, theirs, all_reduce=join) for name, rule in EACH.items()}
 
     for number, found in enumerate(together(framework, range(2), run)):
-        for name in rules:
+        for name in EACH:
             alike(found[name], wanted[name], lambda _, leaf, number=number: half(leaf, number))
-
-
-def test_copies_count_once(framework: Framework) -> None:
-    """A leaf that both processes hold counts once, if it is said to be a copy."""
-    trees, params = [values(by, number) for number, by in enumerate(STEPS)], values(0.3)
-    rules = {name: JOINT[name] for name in ("global", "largest", "mean square", "named groups", "zclip", "skip")}
-    wanted = {name: alone(framework, rule, trees, params) for name, rule in rules.items()}
-
-    def run(held: Sequence[str], join: Any) -> Any:
-        grads, theirs = [arrays(framework, tree, held) for tree in trees], arrays(framework, params, held)
-        how = {"all_reduce": join, "shared": is_a}
-        return {name: three_steps(framework, rule, grads, theirs, **how) for name, rule in rules.items()}
-
-    for found in together(framework, (("a", "b"), ("a", "c", "d")), run):
-        for name in rules:
-            alike(found[name], wanted[name])
 
 
 def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
@@ -204,38 +195,28 @@ def test_a_sum_beyond_the_range(framework: Framework) -> None:
         np.testing.assert_allclose(norm, entry * math.sqrt(2), rtol=1e-6)
 
 
-REFUSED: dict[str, tuple[Sequence[Any], str]] = {
-    "two limits": ((uc.by_norm(0.5), uc.by_norm(0.25)), "rule"),
-    "two scopes": ((uc.by_norm(0.5), uc.by_global_norm(0.5)), "rule"),
-    "two rules with memory": ((uc.zclip(z=2.0), uc.zclip(z=3.0)), "rule"),
-    "an axis": ((uc.by_norm(0.5, axis=0), uc.by_norm(0.5, axis=0)), "all_reduce="),
-    "units": ((uc.agc(0.5), uc.agc(0.5)), "all_reduce="),
-    "rows": ((uc.Rule(1.0, scope=uc.scopes.each_row),) * 2, "all_reduce="),
+REFUSED: dict[str, tuple[Sequence[Any], Any, str]] = {
+    "two limits": ((uc.by_norm(0.5), uc.by_norm(0.25)), ValueError, "rule"),
+    "two scopes": ((uc.by_norm(0.5), uc.by_global_norm(0.5)), ValueError, "rule"),
+    "two rules with memory": ((uc.zclip(z=2.0), uc.zclip(z=3.0)), ValueError, "rule"),
+    "an axis": ((uc.by_norm(0.5, axis=0),) * 2, ValueError, "all_reduce="),
+    "units": ((uc.agc(0.5),) * 2, ValueError, "all_reduce="),
+    "rows": ((uc.Rule(1.0, scope=uc.scopes.each_row),) * 2, ValueError, "all_reduce="),
+    "NaN in one": ((uc.by_global_norm(1.0, nonfinite="raise"),) * 2, FloatingPointError, "finite|NaN"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_both(framework: Framework, case: str) -> None:
     """What one process may not do is an error in both, before anything is written, and none waits for the other."""
-    rules, token = REFUSED[case]
+    rules, error, token = REFUSED[case]
 
-    def run(rule: Any, join: Any) -> Any:
-        grads = {"a": framework.array(np.ones((2, 2)))}
-        with pytest.raises(ValueError, match=token):
+    def run(number: int, join: Any) -> Any:
+        rule = rules[number]
+        grads = {"a": framework.array(np.full((2, 2), math.nan if number and "NaN" in case else 1.0))}
+        with pytest.raises(error, match=token):
             rule.update(grads, rule.init(grads), grads, join, in_place=framework.writes)
         return leaves(grads)
 
-    for [grad] in together(framework, rules, run):
-        np.testing.assert_array_equal(grad, np.ones((2, 2)))
-
-
-def test_raised_in_both(framework: Framework) -> None:
-    """A NaN in one process is an error in both."""
-    rule = uc.by_global_norm(1.0, nonfinite="raise")
-
-    def run(value: float, join: Any) -> Any:
-        with pytest.raises(FloatingPointError):
-            uc.clip([framework.array([value])], rule, None, join)
-        return []
-
-    assert together(framework, (1.0, math.nan), run) == [[], []]
+    for number, [grad] in enumerate(together(framework, range(2), run)):
+        np.testing.assert_array_equal(grad, np.full((2, 2), math.nan if number and "NaN" in case else 1.0))

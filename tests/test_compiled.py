@@ -1,0 +1,680 @@
+"""Compiled and traced code does what NumPy does: all rules and promises, in few programs."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optree
+import pytest
+
+import uniclip as uc
+from conftest import chosen
+from kit import rules
+from kit.contract import PROMISES
+from kit.frameworks import COMPILED, Framework, JAXJit, JAXx64, TensorFlow, Torch, TorchCompile
+from kit.promise import Program
+from kit.trees import leaves, mapped, walk
+
+NUMPY = Framework()
+PARAMS, STEPS = rules.params("float32"), rules.steps("float32")
+FIELDS = ("norms", "limits", "factors", "thresholds", "finite", "clipped", "skipped")
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: family(uc) for name, family in rules.FAMILIES.items()},
+    "kinds": {name: kind.rule for name, kind in rules.kinds(uc).items()},
+}
+FAMILIES["relative"]["agc, units"] = FAMILIES["kinds"]["agc"] = uc.Rule(
+    uc.limits.Relative(0.05), scope=uc.scopes.unit(0)
+)
+"""Said outright: which axis counts the units is the convention of a framework."""
+FAMILIES["every"] = {name: rule for family in rules.FAMILIES for name, rule in FAMILIES[family].items()}
+EVERY, KINDS = FAMILIES["every"], FAMILIES["kinds"]
+PROGRAMS = {
+    "torch.compile": ("relative",),  # those that learn are Inductor's
+    "tf.function-xla": ("kinds",),
+    "tensorflow-graph": tuple(rules.FAMILIES),
+    "jax.jit": tuple(rules.FAMILIES),
+}
+"""What each compiler is given, one program for each family: what takes long to compile gets less."""
+FEW = {"ToTheLimit", "OnlyMeasures", "ZeroLimit", "Propagates", "Skips", "Zeroes", "RemembersNoNaN", "InPlace"}
+PROMISED = {
+    "torch.compile": {"Propagates", "Skips", "Zeroes"},
+    "tf.function": FEW,
+    "tf.function-xla": FEW,
+    "jax.jit": None,
+}
+"""The programs of promises that a compiler is given, if not all."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test each compiler of this run, and each program of it; what JAX does with 64 bits is traced only."""
+    ways = [way() for name in COMPILED if name in chosen(metafunc.config) for way in COMPILED[name]]
+    if "promised" in metafunc.fixturenames:
+        some = [pytest.param(way, id=way.name) for way in ways if way.name in PROMISED]
+        metafunc.parametrize("promised", some or [pytest.param(None, marks=pytest.mark.needs("none"))])
+    if "program" in metafunc.fixturenames:
+        cases = [(way, program) for way in ways for program in PROGRAMS.get(way.name, ())]
+        names = [f"{way.name}: {program}" for way, program in cases]
+        metafunc.parametrize(
+            ("way", "program"), cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))], ids=names or None
+        )
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Have XLA leave out most optimizations of machine code, where they take longest."""
+    jax = sys.modules.get("jax")
+    if jax:
+        jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    if jax:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def _quickly() -> Iterator[None]:
+    with quickly():
+        yield
+
+
+def step_of(some: dict[str, Any]) -> Callable[..., Any]:
+    """Return a function that takes a step of some rules, and returns all that they do and show."""
+
+    def step(grads: Any, states: Any, params: Any, loss: Any) -> Any:
+        found = {}
+        for name, rule in some.items():
+            clipped, state, report = rule.update(grads, states[name], params, loss=loss)
+            shown = {field: getattr(report, field) for field in FIELDS}
+            found[name] = {"clipped": clipped, "state": state, "report": shown, "scalars": report.scalars()}
+            if "example" in name and not rule.memory:
+                found[name]["sum"] = uc.clip_and_sum(grads, rule)[0]
+        return found
+
+    return step
+
+
+def trained(fw: Framework, some: dict[str, Any], step: Callable[..., Any], steps: list[Any] = STEPS) -> list[Any]:
+    """Return what each rule does and shows at each step."""
+    params, found = mapped(fw.array, PARAMS), []
+    states = {name: rule.init(params) for name, rule in some.items()}
+    for grads, loss in zip(steps, rules.LOSSES[: len(steps)], strict=True):
+        found.append(step(mapped(fw.array, grads), states, params, fw.array(loss)))
+        states = {name: result["state"] for name, result in found[-1].items()}
+    return found
+
+
+@cache
+def wanted(program: str) -> list[Any]:
+    """Return what NumPy does at each step."""
+    return trained(NUMPY, FAMILIES[program], step_of(FAMILIES[program]))
+
+
+def alike(found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the arrays of two results, which have the same paths, shapes and floats."""
+    there, here = dict(walk(found)), dict(walk(plain))
+    assert list(there) == list(here), where
+    for path, array in here.items():
+        one = there[path]
+        assert tuple(one.shape) == np.shape(array), f"{where}, {path}"
+        assert "float" not in dtype_of(one) or dtype_of(one) == str(array.dtype), f"{where}, {path}"
+        yield one, array
+
+
+def agree(fw: Framework, found: list[Any], program: str) -> None:
+    """Require all that some rules did at each step to be what they do in NumPy, but for rounding."""
+    for number, (result, plain) in enumerate(zip(found, wanted(program), strict=True)):
+        known = ["clipped", "state"] if math.isnan(rules.SIZES[number]) else ["clipped", "state", "report", "scalars"]
+        for name in result:
+            where = f"{name}, step {number}"
+            parts = [*known, *(["sum"] if "sum" in plain[name] else [])]
+            some, other = ({part: tree[name][part] for part in parts} for tree in (result, plain))
+            for one, array in alike(some, other, fw.dtype, where):
+                np.testing.assert_allclose(fw.numpy(one), array, rtol=2e-5, atol=1e-7, err_msg=where)
+
+
+@contextmanager
+def compiled_once(fw: Framework, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Compile a function, and require afterwards that it was compiled once, whatever it was called with."""
+    calls: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return function(*args)
+
+    if isinstance(fw, TorchCompile):
+        from torch._dynamo.utils import counters
+
+        counters.clear()
+        yield fw.compiled(function)
+        assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+    else:
+        yield fw.compiled(counted)
+        assert len(calls) == 1
+
+
+@pytest.mark.compiled
+@pytest.mark.usefixtures("_quickly")
+def test_rules(way: Framework, program: str) -> None:
+    """Step after step, gradients, states, reports and what loggers show are those of NumPy, compiled once."""
+    some = FAMILIES[program]
+    with way.context(), compiled_once(way, step_of(some)) as step:
+        agree(way, trained(way, some, step), program)
+
+
+def failures(program: Program, *args: Any) -> list[AssertionError]:
+    """Return what a program does not keep of its promise."""
+    try:
+        program.require(*args)
+    except AssertionError as error:
+        return [error]
+    return []
+
+
+def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
+    """Return which promises are broken where all their programs are traced as one."""
+    given = [program.arrays(fw) for _, program in programs]
+
+    def run(given: Any) -> Any:
+        return [program.run(uc, arrays) for (_, program), arrays in zip(programs, given, strict=True)]
+
+    found = fw.run(run, given)
+    return [
+        f"{case}: {error}"
+        for (case, program), arrays, result in zip(programs, given, found, strict=True)
+        for error in failures(program, fw, arrays, result)
+    ]
+
+
+@pytest.mark.compiled
+def test_promises(promised: Framework) -> None:
+    """Every promise that makes values is kept where all of them are traced as one program."""
+    with promised.context():
+        programs = [(promise.case, one) for promise in PROMISES for one in promise.programs_for(promised)]
+        if few := PROMISED[promised.name]:
+            programs = [(case, one) for case, one in programs if type(one).__name__ in few]
+        with quickly():
+            broken = kept(promised, [(case, one) for case, one in programs if not one.large])
+        if large := [(case, one) for case, one in programs if one.large]:
+            broken += kept(promised, large)
+    assert not broken
+
+
+def test_limits(compiler: Framework) -> None:
+    """Values and limits of any size go through one compiled program."""
+    with compiled_once(compiler, lambda grads, limit: uc.clip_by_global_norm(grads, limit)) as clip:
+        for by, limit in ((1.0, 1000.0), (1.0, 0.1), (0.0, 1.0), (1e30, 2e29), (1e-30, 2e-31)):
+            grads = [np.asarray([3.0 * by, 4.0 * by], "float32"), np.asarray([[12.0 * by]], "float32")]
+            plain = uc.clip_by_global_norm(grads, np.float32(limit))
+            found = clip(mapped(compiler.array, grads), compiler.array(limit))
+            for one, other in zip(leaves(found), leaves(plain), strict=True):
+                np.testing.assert_allclose(compiler.numpy(one), other, rtol=1e-6)
+
+
+# Shapes that are not known, exported programs, batches
+
+SOME = {
+    "global": uc.by_global_norm(0.5),
+    "each leaf": uc.by_norm(0.5),
+    "first axis": uc.by_norm(0.5, axis=0),
+    "agc": uc.agc(0.1, axis=-1),
+    "adagc": uc.adagc(warmup=1),
+}
+State = type(SOME["adagc"].init(PARAMS))
+"""A named tuple of arrays."""
+
+
+def rows(by: float, count: int) -> list[np.ndarray]:
+    """Return a matrix and a vector of some rows."""
+    rng = np.random.default_rng(0)
+    return [np.asarray(by * rng.standard_normal((4, *shape)), "float32")[:count] for shape in ((3,), ())]
+
+
+def first_state(fw: Framework) -> list[Any]:
+    """Return the arrays of the first state of the rule that learns."""
+    w, b = map(fw.array, rows(1.0, 4))
+    return list(SOME["adagc"].init({"w": w, "b": b}))
+
+
+def some_step(w: Any, b: Any, *state: Any) -> list[Any]:
+    """Clip by some rules, and learn: the last results are the arrays of the next state."""
+    grads, params = {"w": w, "b": b}, {"w": w * 0 + 0.5, "b": b * 0 + 0.5}
+    states = {name: rule.init(grads) for name, rule in SOME.items()}
+    states["adagc"] = State(*state)
+    results = [rule.update(grads, states[name], params) for name, rule in SOME.items()]
+    clipped = [leaf for new, _, _ in results for leaf in (new["w"], new["b"])]
+    return [*clipped, *results[-1][1]]
+
+
+def learns_any_rows(fw: Framework, step: Callable[..., Any]) -> None:
+    """Require a step to learn as NumPy does, from gradients of any number of rows."""
+    known, plain = first_state(fw), first_state(NUMPY)
+    for by, count in ((1.0, 4), (0.5, 2), (30.0, 3), (1.0, 4)):
+        found, expected = step(*map(fw.array, rows(by, count)), *known), some_step(*rows(by, count), *plain)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(fw.numpy(one), other, rtol=5e-6, err_msg=f"{count} rows")
+        known, plain = list(found[2 * len(SOME) :]), expected[2 * len(SOME) :]
+
+
+@pytest.mark.compiled
+@pytest.mark.only("torch")
+def test_torch_takes_any_rows(framework: Framework) -> None:
+    """Compiled for dynamic shapes there is one graph; an exported program that was saved and loaded does the same."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    learns_any_rows(framework, torch.compile(some_step, fullgraph=True, backend="aot_eager", dynamic=True))
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+    class Step(torch.nn.Module):
+        def forward(self, w: Any, b: Any, state: tuple[Any, ...]) -> Any:
+            return some_step(w, b, *state)
+
+    example = (*map(framework.array, rows(1.0, 4)), tuple(first_state(framework)))
+    size, file = torch.export.Dim("rows", min=2, max=64), io.BytesIO()
+    dynamic = {"w": {0: size}, "b": {0: size}, "state": tuple(None for _ in example[2])}
+    torch.export.save(torch.export.export(Step(), example, dynamic_shapes=dynamic), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    learns_any_rows(framework, lambda w, b, *state: loaded(w, b, state))
+
+
+@pytest.mark.compiled
+@pytest.mark.only("tensorflow")
+def test_tensorflow_takes_any_rows(framework: Framework, tmp_path: Path) -> None:
+    """One trace takes any number of rows, so does a saved model of it, and rules without axes need no rank."""
+    import tensorflow as tf
+
+    kinds = [tf.TensorSpec(array.shape, array.dtype) for array in first_state(framework)]
+    module = tf.Module()
+    module.step = tf.function(some_step, input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None]), *kinds])
+    learns_any_rows(framework, module.step)
+    assert module.step.experimental_get_tracing_count() == 1
+    tf.saved_model.save(module, str(tmp_path))
+    learns_any_rows(framework, tf.saved_model.load(str(tmp_path)).step)
+
+    def without_axes(w: Any, limit: Any) -> list[Any]:
+        clipped = [uc.clip_by_norm(w, limit, ord=3), uc.clip_by_average_norm(w, limit), uc.clip_by_value(w, -limit, 1)]
+        return [*uc.clip_by_global_norm(w, limit), *clipped]
+
+    clip = tf.function(without_axes, input_signature=[tf.TensorSpec(None), tf.TensorSpec([])])
+    for array in (*rows(1.0, 4), np.ones((2, 1, 3), "float32"), np.zeros((0, 3), "float32")):
+        for one, other in zip(clip(array, 0.5), without_axes(array, np.float32(0.5)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert clip.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.compiled
+@pytest.mark.only("jax")
+@pytest.mark.usefixtures("_quickly")
+def test_jax_takes_any_rows(framework: Framework) -> None:
+    """A function that was exported for a symbolic number of rows, and serialized, learns from any number."""
+    import jax
+    from jax import export
+
+    [count] = export.symbolic_shape("rows")
+    looks = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((count, 3), (count,))]
+    looks += [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in first_state(framework)]
+    loaded = export.deserialize(export.export(jax.jit(some_step))(*looks).serialize())
+    learns_any_rows(framework, loaded.call)
+
+
+@pytest.mark.compiled
+@pytest.mark.only("torch", "tensorflow", "jax")
+@pytest.mark.usefixtures("_quickly")
+def test_batches(framework: Framework) -> None:
+    """A batch of one leaf beside another that is the same for all equals one call for each."""
+    single, state = framework.array(rows(1.0, 4)[1]), first_state(framework)
+    each = [rows(by, 4)[0] for by in (0.1, 1.0, 20.0)]
+    step = lambda w: some_step(w, single, *state)
+    if framework.name == "torch":
+        import torch
+
+        batched = torch.func.vmap(step)
+    elif framework.name == "jax":
+        import jax
+
+        batched = jax.jit(jax.vmap(step))
+    else:
+        import tensorflow as tf
+
+        batched = lambda w: tf.vectorized_map(step, w)
+    found = [framework.numpy(array) for array in batched(framework.array(np.stack(each)))]
+    for number, w in enumerate(each):
+        plain = some_step(w, rows(1.0, 4)[1], *first_state(NUMPY))
+        for one, other in zip(found, plain, strict=True):
+            np.testing.assert_allclose(one[number] if one.ndim > other.ndim else one, other, rtol=2e-6)
+
+
+# PyTorch
+
+
+class TorchInductor(TorchCompile):
+    """PyTorch as its users compile it: with code that Inductor generates."""
+
+    name = "torch.compile, Inductor"
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+        from torch._inductor import config
+
+        torch._dynamo.reset()
+        config.compile_threads, config.fx_graph_cache = 1, False
+        return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("torch")
+def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that Inductor generates for a rule of one norm, one of a norm for each leaf, and a chain."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    fw = TorchInductor()
+    some = {name: KINDS[name] for name in ("by_global_norm", "adagc", "chain")}
+    with compiled_once(fw, step_of(some)) as step:
+        agree(fw, trained(fw, some, step), "kinds")
+
+
+def recorded(trace: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of trees that a tracer, which takes arrays alone, records at its first call."""
+    known: dict[str, Any] = {}
+
+    def call(*args: Any) -> Any:
+        arrays, given = optree.tree_flatten(args)
+
+        def flat(*arrays: Any) -> tuple[Any, ...]:
+            found, known["result"] = optree.tree_flatten(function(*optree.tree_unflatten(given, arrays)))
+            return tuple(found)
+
+        if not known:
+            known["function"] = trace(flat, arrays)
+        found = known["function"](*arrays)
+        return optree.tree_unflatten(known["result"], found)
+
+    return call
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", ["make_fx", "make_fx, symbolic", "jit.trace", "aot_function"])
+def test_tracers(name: str) -> None:
+    """What a tracer records at the first step does at all others what NumPy does: no value is baked in."""
+    fw = Torch()
+    agree(fw, trained(fw, KINDS, recorded(fw.tracers()[name], step_of(KINDS))), "kinds")
+
+
+@pytest.mark.needs("torch")
+def test_meta() -> None:
+    """Every rule runs on tensors that have no values, and its results look like those that have some."""
+    import torch
+
+    class Meta(Torch):
+        def array(self, values: Any, dtype: str = "float32") -> Any:
+            return super().array(values, dtype).to("meta")
+
+    found = trained(Meta(), EVERY, step_of(EVERY), STEPS[:2])
+    for result, plain in zip(found, wanted("every"), strict=False):
+        for name in EVERY:
+            assert all(one.device.type == "meta" for one, _ in alike(result[name], plain[name], Torch().dtype, name))
+    with torch.device("meta"):  # the default device is not asked
+        clipped, norm = uc.clip_by_global_norm(torch.tensor([3.0, 4.0], device="cpu"), 1.0)
+    assert (clipped.tolist(), norm.item()) == (pytest.approx([0.6, 0.8]), 5)
+
+
+@pytest.mark.needs("torch")
+def test_tensors_that_a_graph_changes() -> None:
+    """A graph that was recorded on tensors that it changes, changes those that it is given."""
+    fw, example = Torch(), [Torch().array([0.3, 0.4]), Torch().array([[1.2]])]
+    for name, trace in fw.tracers().items():
+        graph = trace(lambda *given: uc.clip_(given, uc.by_global_norm(2.0)).norms, [leaf.clone() for leaf in example])
+        for by in (1.0, 10.0, 1e30, 0.0):
+            given = [by * leaf for leaf in example]
+            np.testing.assert_allclose(graph(*given), 1.3 * by, rtol=1e-6)
+            np.testing.assert_allclose(given[1], 1.2 * by * min(1, 2 / (1.3 * by or 1)), rtol=2e-6, err_msg=name)
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("torch")
+def test_python_numbers_as_limits() -> None:
+    """A limit that is a number of Python's is a constant at first, and from its first change on an argument."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    fw = TorchCompile()
+    counters.clear()
+    torch._dynamo.reset()
+    clip = torch.compile(lambda g, limit: uc.clip_by_global_norm(g, limit)[0], fullgraph=True, backend="aot_eager")
+    for limit in (0.5, 0.6, 0.7, 1000.0, 0.8):
+        np.testing.assert_allclose(clip(fw.array([3.0, 4.0]), limit), np.asarray([3, 4]) * min(1, limit / 5), rtol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+# JAX
+
+
+@pytest.mark.needs("jax")
+def test_nothing_becomes_double() -> None:
+    """Where JAX has 64 bits, what is single stays so: gradients, states, reports, what loggers show."""
+    fw = JAXx64()
+    with fw.context():
+        found = trained(fw, EVERY, lambda *args: fw.outline(step_of(EVERY), *args), STEPS[:2])
+        for program in [program for promise in PROMISES for program in promise.programs_for(fw)]:
+            assert fw.outline(partial(program.run, uc), program.arrays(fw)) is not None
+    for result, plain in zip(found, wanted("every"), strict=False):
+        for name in EVERY:
+            assert list(alike(result[name], plain[name], fw.dtype, name)), name
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("jax")
+@pytest.mark.usefixtures("_quickly")
+def test_scan_with_donated_states() -> None:
+    """States are the carry of `jax.lax.scan`, and can be donated: no two parts of them are one array."""
+    import jax
+    import jax.numpy as jnp
+
+    fw, some = JAXJit(), KINDS
+    params = mapped(fw.array, PARAMS)
+    steps = jax.tree.map(lambda *leaf: jnp.stack(leaf), *(mapped(fw.array, grads) for grads in STEPS))
+
+    def scanned(states: Any, steps: Any) -> Any:
+        def one(states: Any, given: Any) -> Any:
+            found = step_of(some)(given[0], states, params, given[1])
+            return {name: result["state"] for name, result in found.items()}, found
+
+        return jax.lax.scan(one, states, steps)
+
+    states = {name: rule.init(params) for name, rule in some.items()}
+    last, found = jax.jit(scanned, donate_argnums=0)(states, (steps, jnp.asarray(rules.LOSSES)))
+    agree(fw, [jax.tree.map(lambda leaf, i=i: leaf[i], found) for i in range(len(STEPS))], "kinds")
+    every = {name: rule.init(params) for name, rule in EVERY.items()}
+    looks = jax.tree.map(lambda leaf: leaf.shape, every)
+    assert jax.tree.map(jnp.shape, jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(every)) == looks
+    assert jax.tree.structure(last) == jax.tree.structure(states)
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("jax")
+@pytest.mark.usefixtures("_quickly")
+def test_control_flow_of_jax() -> None:
+    """Loops and branches can clip; an equal rule as a static argument compiles nothing anew."""
+    import jax
+
+    fw, traces = JAXJit(), []
+    halve = lambda x: uc.clip_by_norm(x, uc.global_norm(x) / 2)
+    ways = (lambda x: uc.clip_by_norm(x, 0.75), lambda x: uc.clip_by_value(x, -0.25, 0.25))
+
+    @jax.jit
+    def halved(x: Any) -> Any:
+        x = jax.lax.while_loop(lambda x: uc.global_norm(x) > 1, halve, x)
+        return jax.lax.cond(uc.global_norm(x) > 0.75, *ways, x)
+
+    for x in ([30.0, 40.0], [0.3, 0.4], [24.0, 32.0]):
+        plain = np.asarray(x, "float32")
+        while uc.global_norm(plain) > 1:
+            plain = halve(plain)
+        np.testing.assert_allclose(halved(fw.array(x)), ways[int(uc.global_norm(plain) <= 0.75)](plain), rtol=1e-6)
+    clip = jax.jit(lambda x, rule: traces.append(rule) or uc.clip(x, rule)[0], static_argnums=1)
+    for limit in (0.5, 0.5, 2.0, 0.5):
+        np.testing.assert_allclose(clip(fw.array([3.0, 4.0]), uc.by_norm(limit)), [0.6 * limit, 0.8 * limit], rtol=1e-6)
+    assert traces == [uc.by_norm(0.5), uc.by_norm(2.0)]
+    with jax.disable_jit():
+        assert uc.clip_by_global_norm(fw.array([3.0, 4.0]), 10.0)[1] == 5
+
+
+# TensorFlow
+
+
+@pytest.mark.compiled
+@pytest.mark.only("tensorflow")
+def test_control_flow_of_tensorflow(framework: Framework) -> None:
+    """AutoGraph converts loops and branches on tensors that clip and learn."""
+    import tensorflow as tf
+
+    rule = uc.zclip(z=1.0, warmup=2)
+
+    def looped(grads: Any, state: Any) -> Any:
+        clipped = grads
+        for number in tf.range(5):
+            clipped, state, _ = rule.update(grads * tf.cast(number, tf.float32) ** 3, state)
+        return clipped, state
+
+    def halved(x: Any) -> Any:
+        while uc.global_norm(x) > 1.0:
+            x = uc.clip_by_norm(x, uc.global_norm(x) / 2)
+        if uc.global_norm(x) > 0.75:
+            return uc.clip_by_norm(x, 0.75)
+        return uc.clip_by_value(x, -0.25, 0.25)
+
+    grads = framework.array([0.3, 0.4])
+    found, wanted = tf.function(looped)(grads, rule.init(grads)), looped(grads, rule.init(grads))
+    for one, other in zip(leaves(found), leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    for x in map(framework.array, ([30.0, 40.0], [0.3, 0.4], [24.0, 32.0])):
+        np.testing.assert_allclose(tf.function(halved)(x), halved(x), rtol=1e-6)
+
+
+TF1 = """
+import numpy as np
+import tensorflow as tf
+import uniclip as uc
+tf1 = tf.compat.v1
+tf1.disable_v2_behavior()
+x = tf1.placeholder(tf.float32, [None, 3])
+w = tf1.get_variable("w", [3, 1], initializer=tf1.zeros_initializer())
+table = tf1.get_variable("table", [5, 1], initializer=tf1.zeros_initializer())
+loss = tf.reduce_mean((x @ w + tf.reduce_sum(tf.gather(table, [1, 1, 4])) - 4.0) ** 2)
+opt = tf1.train.GradientDescentOptimizer(0.1)
+grads, variables = zip(*opt.compute_gradients(loss))
+clipped, norm = uc.clip_by_global_norm(grads, 1.0)
+train = opt.apply_gradients(zip(clipped, variables))
+native = tf.clip_by_norm(grads[0], 0.5), uc.clip_by_norm(grads[0], 0.5)
+feed = {x: np.random.default_rng(0).standard_normal((8, 3))}
+with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    np.testing.assert_allclose(*session.run(native, feed), rtol=1e-6)
+    np.testing.assert_allclose(session.run(uc.global_norm(clipped), feed), 1.0, rtol=1e-6)
+    losses = [session.run([loss, train], feed)[0] for _ in range(50)]
+print(losses[-1] < 0.1 * losses[0])
+"""
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("tensorflow")
+def test_tensorflow_without_its_second_version() -> None:
+    """With TensorFlow 2's behavior switched off for a whole process, a tutorial of TensorFlow 1 clips and learns."""
+    done = subprocess.run([sys.executable, "-c", TF1], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+# Debuggers that stop at NaN and ∞
+
+
+def healthy(by: float) -> Any:
+    """Return finite gradients: one leaf and one row are zeros."""
+    w = np.asarray(by * np.random.default_rng(0).standard_normal((3, 2)), "float32")
+    w[1] = 0
+    return {"b": np.zeros(3, "float32"), "none": None, "w": w}
+
+
+HEALTHY = [healthy(by) for by in (1.0, 0.0, 100.0)]
+
+
+def train_healthily(fw: Framework, some: dict[str, Any], step: Callable[..., Any]) -> None:
+    """Take steps whose gradients are finite, with parameters one of which is zero; what comes of them is finite."""
+    params = mapped(fw.array, {**PARAMS, "b": np.zeros(3)})
+    states = {name: rule.init(params) for name, rule in some.items()}
+    for grads in HEALTHY:
+        found = step(mapped(fw.array, grads), states, params, fw.array(1.0))
+        states = {name: result["state"] for name, result in found.items()}
+        for path, array in walk(found):
+            assert np.isfinite(fw.numpy(array)).all(), path
+
+
+@pytest.mark.needs("torch")
+def test_torch_detects_no_anomaly() -> None:
+    """Derivatives through all rules pass the search for NaN."""
+    fw, step = Torch(), step_of(EVERY)
+
+    def derived(grads: Any, states: Any, params: Any, loss: Any) -> Any:
+        for leaf in leaves(grads):
+            leaf.requires_grad_()
+        found = step(grads, states, params, loss)
+        outputs = [leaf for result in found.values() for leaf in leaves([result["clipped"], result["report"]["norms"]])]
+        sum(leaf.sum() for leaf in outputs if leaf.requires_grad).backward()
+        for leaf in leaves(grads):
+            assert leaf.grad.isfinite().all()
+        return found
+
+    with fw.debugged():
+        train_healthily(fw, EVERY, derived)
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("tensorflow")
+def test_tensorflow_checks_all_numbers() -> None:
+    """Each operation is looked at, also one whose result nobody uses: of all rules, of derivatives, and in a graph."""
+    import tensorflow as tf
+
+    fw = TensorFlow()
+
+    def derived(grads: Any, *others: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(leaves(grads))
+            found = step_of(KINDS)(grads, *others)
+            total = sum(tf.reduce_sum(leaf**2) for result in found.values() for leaf in leaves(result["clipped"]))
+        return {**found, "slopes": {"state": tape.gradient(total, leaves(grads))}}
+
+    with fw.debugged():
+        train_healthily(fw, KINDS, derived)
+        train_healthily(fw, KINDS, tf.function(step_of(KINDS), autograph=False))
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("jax")
+@pytest.mark.usefixtures("_quickly")
+def test_jax_finds_neither_nan_nor_infinity() -> None:
+    """What compiled code returns has none of them, and with `checkify` no operation inside makes NaN."""
+    import jax
+    from jax.experimental import checkify
+
+    fw = JAXJit()
+    with fw.debugged():
+        some = FAMILIES["choices"] | FAMILIES["relative"] | KINDS
+        train_healthily(fw, some, jax.jit(step_of(some)))
+    some = {name: KINDS[name] for name in ("agc", "zclip", "adagc", "skip_spikes")}
+    checked = jax.jit(checkify.checkify(step_of(some), errors=checkify.float_checks))
+
+    def step(*args: Any) -> Any:
+        error, found = checked(*args)
+        error.throw()
+        return found
+
+    train_healthily(fw, some, step)
