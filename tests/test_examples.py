@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS = {
-    "exploding_rnn.py --steps 5 --out plot.png": ["numpy"],
+    "exploding_rnn.py --steps 5 --out plot.png": ["torch"],
     "exploding_rnn.py --framework all --steps 5 --out plot.png": ["torch", "tensorflow", "jax"],
     "resume_training.py --framework torch --steps 200 --out plot.png": ["torch"],
     "torch_lstm.py": ["torch"],
