@@ -24,7 +24,7 @@ class _Memory:
         size = tensor.element_size()
         self.__array_interface__ = {
             "version": 3,
-            "data": (tensor.data_ptr(), True),
+            "data": (tensor.data_ptr() or 1, True),  # an empty one has no address, which NumPy up to 2.1 does not take
             "shape": tuple(tensor.shape),
             "strides": tuple(size * stride for stride in tensor.stride()),
             "typestr": f"|V{size}",
