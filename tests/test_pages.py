@@ -19,6 +19,7 @@ PARTS = {
 }
 """The modules and packages of uniclip, each with the modules in it."""
 QUIET = {
+    "COLUMNS": "100",
     "MPLBACKEND": "agg",
     "MLFLOW_TRACKING_URI": "mlruns",
     "MLFLOW_ALLOW_FILE_STORE": "true",

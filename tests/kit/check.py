@@ -13,6 +13,9 @@ from kit.frameworks import Framework
 from kit.oracle import LONG, Leaf, Machine, Outcome, Plan, Precision, Span, in_reach
 from kit.trees import walk
 
+SUBNORMAL = 1.2e-38
+"""Below it numbers of float32 may be taken for 0."""
+
 
 class Mismatch(AssertionError):
     """A result that is none of those the oracle allows."""
@@ -214,7 +217,9 @@ def _check_scalars(views: list[View], report: Any, fw: Framework) -> None:
     found = {name: float(numpy_of(value, fw)) for name, value in report.scalars().items()}
     exact = {name: 1e-5 if name in {"clip/share", "clip/factor"} else 0.0 for name in wanted}
     if set(found) != set(wanted) or not all(
-        np.isclose(found[name], float(value), rtol=exact[name], atol=1e-37 * (exact[name] > 0), equal_nan=True)
+        np.isclose(
+            found[name], float(value), rtol=exact[name], atol=1e-37 if exact[name] else SUBNORMAL, equal_nan=True
+        )
         for name, value in wanted.items()
     ):
         raise Mismatch("scalars", f"{found} instead of {wanted}")
