@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "old"), str(ROOT / "benchmarks")]
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
 import performance_figures  # noqa: E402 - needs the path above
