@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,21 @@ def _forget() -> Iterator[None]:
         jax.clear_caches()
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Have XLA leave out most optimizations of machine code, where they take longest."""
+    jax = sys.modules.get("jax")
+    if jax:
+        jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    if jax:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def _quickly() -> Iterator[None]:
+    """Compile a test's code in this way."""
+    with quickly():
+        yield

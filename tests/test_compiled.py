@@ -17,7 +17,7 @@ import optree
 import pytest
 
 import uniclip as uc
-from conftest import chosen
+from conftest import chosen, quickly
 from kit import rules
 from kit.contract import PROMISES
 from kit.frameworks import COMPILED, Framework, JAXJit, JAXx64, TensorFlow, Torch, TorchCompile
@@ -66,23 +66,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             ("way", "program"), cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))], ids=names or None
         )
-
-
-@contextmanager
-def quickly() -> Iterator[None]:
-    """Have XLA leave out most optimizations of machine code, where they take longest."""
-    jax = sys.modules.get("jax")
-    if jax:
-        jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    if jax:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def _quickly() -> Iterator[None]:
-    with quickly():
-        yield
 
 
 def step_of(some: dict[str, Any]) -> Callable[..., Any]:

@@ -6,8 +6,7 @@ Each case has a point of its own, a row of a matrix, so that one pass finds the 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -163,17 +162,6 @@ def right(fw: Framework, point: str, *found: Any, rtol: float = 1e-6) -> None:
             assert np.isfinite(row).all(), f"{name}, {point}"
             if known:
                 np.testing.assert_allclose(row, curvature, rtol=1e-4, atol=1e-4, err_msg=f"{name}, {point}")
-
-
-@pytest.fixture
-def _quickly() -> Iterator[None]:
-    """Have XLA leave out most optimizations of machine code, where they take longest."""
-    jax = sys.modules.get("jax")
-    if jax:
-        jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    if jax:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.needs("torch")
