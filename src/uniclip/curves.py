@@ -175,14 +175,8 @@ class NonMonotonic(Printed):
         return limit / (norm + self.r / (norm + self.r))
 
 
-RATIOS = (hard, normalize, soft, smooth, tanh)
-"""The curves whose factor approaches limit/norm where the norm is far above the limit."""
-LINEAR = (Regularized, NonMonotonic)
-"""The curves whose factor is proportional to the limit."""
 WITHIN = (hard, reject)
 """The curves whose factor is 1 up to the limit."""
-AT_MOST_ONE = (hard, reject, soft, smooth, tanh)
-"""The curves whose factor is at most 1."""
 
 
 _TINY = 1e-8

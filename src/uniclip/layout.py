@@ -140,6 +140,8 @@ class Block(NamedTuple):
     """The indices of the groups."""
     dtype: Any
     """The dtype of their norms."""
+    largest: float
+    """The largest number that all of their leaves can hold, as float32 or wider."""
     kept: int | None = 0
     """The number of kept axes of each norm; ``None`` if all its gradients are absent."""
 
@@ -264,8 +266,12 @@ def _made(given: Opened, scope: Scope, remembers: bool, joined: bool) -> Layout:
             kind = number if kind is None else kind
         alike.setdefault((dtypes[number], kind), []).append(number)
     firsts = [(tuple(some), some[0]) for some in alike.values()]
-    blocks = tuple(Block(some, dtypes[one], _axes_kept(given, axes, groups[one])) for some, one in firsts)
-    return Layout(scope, labels, groups, dtypes, axes, blocks)
+    most = [_largest(given, dtype, group) for dtype, group in zip(dtypes, groups, strict=True)]
+    blocks = [
+        Block(some, dtypes[one], min(most[group] for group in some), _axes_kept(given, axes, groups[one]))
+        for some, one in firsts
+    ]
+    return Layout(scope, labels, groups, dtypes, axes, tuple(blocks))
 
 
 def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[int]]:  # noqa: FBT001
@@ -343,3 +349,10 @@ def _norm_dtype(backend: Backend, arrays: list[Any]) -> Any:
     xp = backend.xp
     wide = reduce(xp.result_type, [xp.result_type(dtype, xp.float32) for dtype in {a.dtype for a in arrays}])
     return xp.abs(xp.asarray(0, dtype=wide)).dtype if xp.isdtype(wide, "complex floating") else wide
+
+
+def _largest(given: Opened, dtype: Any, group: Sequence[int]) -> float:
+    """Return the largest number that a norm and each leaf of its group can hold."""
+    one_of_each = {given.arrays[number].dtype: given.arrays[number] for number in group}.values()
+    dtypes = [dtype, *[_norm_dtype(given.backend, [array]) for array in one_of_each]]
+    return min(float(given.backend.xp.finfo(one).max) for one in dtypes)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.arrays import cast, finite_or_zero, rows_of, spread, upcast
-from uniclip.curves import AT_MOST_ONE, LINEAR, RATIOS, WITHIN, Curve, hard, normalize
+from uniclip.curves import WITHIN, Curve, hard
 from uniclip.layout import Block, Layout, Opened
 from uniclip.limits import Constant, Limit
 from uniclip.limits.base import Vectorized
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
 NUMBERS = (float, int, np.float32, np.bool_)
 """The types that are a limit by themselves (float64 is a float); longdouble is wider."""
-_FAR = (2.0**-126, 2.0**-1022)
-"""The largest ratio of norm and limit, in any dtype and in float64, for which a factor is a normal number."""
-_FLOAT32 = 3.5e38
-"""A number above the largest float32."""
 
 
 class Choices(Protocol):
@@ -55,34 +51,17 @@ class Choices(Protocol):
         """What happens to gradients with NaN or ∞."""
 
 
-class Factors(NamedTuple):
-    """The factor of a block of gradients: ``power``, a power of two, times ``rest``."""
-
-    power: Any
-    """``None`` if it is 1 everywhere."""
-    rest: Any
-
-    def product(self, xp: Any) -> Any:
-        """Return the product of both, the largest number where it overflows."""
-        if self.power is None:
-            return self.rest
-        largest = float(xp.finfo(self.rest.dtype).max) * xp.where(self.power > 1, 1 / self.power, 1.0)
-        return self.power * xp.where(self.rest > largest, largest, self.rest)
-
-    def parts(self) -> list[Any]:
-        """Return the rest, and the power if it is not 1."""
-        return [self.rest] if self.power is None else [self.rest, self.power]
-
-
-def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: Any, finite: Any) -> Factors:
+def factors_of(backend: Backend, rule: Choices, block: Block, norms: Any, limits: Any, fault: Any, finite: Any) -> Any:
     """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
+
+    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0.
 
     ``fault`` is 0, and NaN where a norm is not finite; ``finite`` is needed only for the policy "skip". A limit equal
     to the largest number of the norms' dtype limits nothing; a constant ∞ leaves even NaN alone.
     """
     xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
     if measures(rule.limit):
-        return Factors(None, _kept(backend, rule, norms, xp.ones_like(norms), finite))
+        return _kept(backend, rule, norms, xp.ones_like(norms), finite)
     unlimited: Any = None
     if isinstance(limits, NUMBERS):
         unlimited = bool(limits >= top)
@@ -97,16 +76,16 @@ def factors_of(backend: Backend, rule: Choices, norms: Any, limits: Any, fault: 
             # 0, or NaN for what is refused where it can be read.
             fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
     if unlimited is True:
-        power, rest = None, xp.ones_like(norms)
+        factors = xp.ones_like(norms)
     else:
-        power, rest = _curved(backend, rule.curve, norms, limits, top)
+        factors = xp.asarray(_asked(rule.curve, xp, norms, limits), dtype=norms.dtype)
+        factors = factors if rule.curve in WITHIN else xp.where(factors > block.largest, block.largest, factors)
     if not (unlimited is None or isinstance(unlimited, bool)):
-        power = None if power is None else xp.where(unlimited, 1.0, power)
-        rest = xp.where(unlimited, 1.0, rest)
-    rest = rest + fault
+        factors = xp.where(unlimited, 1.0, factors)
+    factors = factors + fault
     free = _measures_by_array(backend, rule.limit)
-    rest = rest if free is None else xp.where(backend.to_device_of(norms, free), 1.0, rest)
-    return Factors(power, _kept(backend, rule, norms, rest, finite))
+    factors = factors if free is None else xp.where(backend.to_device_of(norms, free), 1.0, factors)
+    return _kept(backend, rule, norms, factors, finite)
 
 
 def _kept(backend: Backend, rule: Choices, norms: Any, factors: Any, finite: Any) -> Any:
@@ -133,37 +112,6 @@ def _measures_by_array(backend: Backend, limit: Any) -> Any:
     return backend.xp.isinf(value) if backend.xp.isdtype(value.dtype, "real floating") else None
 
 
-def _curved(backend: Backend, curve: Curve, norms: Any, limits: Any, top: float) -> tuple[Any, Any]:
-    """Return the factors of a curve, as a power of two and the rest where the factor would overflow or underflow."""
-    xp, linear = backend.xp, isinstance(curve, LINEAR)
-    # An accelerator is given one factor, since it takes a pass over memory for each.
-    elsewhere = backend.accelerators and not backend.traced(norms) and not backend.readable(norms)
-    near = elsewhere or not (linear or curve in RATIOS)
-    if not near and isinstance(norms, np.ndarray):
-        near = bool(((norms * _FAR[0] <= limits) & (limits <= norms / _FAR[0])).all())
-    power = None if near else _power(xp, curve, norms, limits, top)
-    if power is None:
-        rest = _asked(curve, xp, norms, limits)
-    elif linear:
-        rest = _asked(curve, xp, norms, limits / power)
-    else:
-        far = xp.not_equal(power, 1.0)
-        ratio = limits / xp.where(far, norms * power, 1.0)
-        rest = xp.where(far, ratio, _asked(curve, xp, xp.where(far, limits, norms), limits))
-    rest = xp.asarray(rest, dtype=norms.dtype)
-    return power, rest if curve in AT_MOST_ONE else xp.where(rest > top, top, rest)
-
-
-def _power(xp: Any, curve: Curve, norms: Any, limits: Any, top: float) -> Any:
-    """Return 1, or the power of two that moves a norm toward a limit too far away for one factor."""
-    power = xp.ones_like(norms)
-    for far in _FAR if top > _FLOAT32 else _FAR[:1]:
-        power = xp.where((norms * far > limits) & (limits > 0), far, power)
-        if curve is normalize:
-            power = xp.where((limits * far > norms) & (norms > 0), 1 / far, power)
-    return power
-
-
 def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
     """Call a curve, and validate its factors."""
     factors = curve(xp, norms, limits)
@@ -174,27 +122,27 @@ def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
     raise TypeError(msg)
 
 
-def scaled(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Tree:
+def scaled(given: Opened, layout: Layout, factors: list[Any], *, skip: bool) -> Tree:
     """Multiply each group by its factor; return leaves whose factor is known to be 1 as they are."""
     backend, tree = given.backend, given.tree
     change = partial(_changed, given, layout, factors, skip)
     # Flags of many groups would be joined, and each leaf would wait for all of them.
     alone = len(layout.groups) == 1 and given.ways is None and not given.in_place and not given.clean
     alone = alone and given.parts is None
-    factor = factors[0].rest if alone else None
+    factor = factors[0] if alone else None
     if factor is None or isinstance(factor, np.ndarray) or backend.readable(factor):
         return tree.with_leaves(change())
     return tree.with_leaves(backend.unless_one(factor, tree.leaves, change))
 
 
-def _changed(given: Opened, layout: Layout, factors: list[Factors], skip: bool) -> list[Any]:  # noqa: FBT001
+def _changed(given: Opened, layout: Layout, factors: list[Any], skip: bool) -> list[Any]:  # noqa: FBT001
     """Return the leaves, each multiplied by its factor."""
     new: list[Any] = list(given.tree.leaves)
     left: list[tuple[int, int, int]] = []
-    if given.ways is None and not given.clean and all([_all_one(some.rest) for some in factors]):
+    if given.ways is None and not given.clean and all([_all_one(some) for some in factors]):
         return new
     for number, (block, some) in enumerate(zip(layout.blocks, factors, strict=True)):
-        known = _known(given.backend, some.rest)
+        known = _known(given.backend, some)
         for row, group in enumerate(block.groups):
             for leaf in layout.groups[group]:
                 if known is not None and known[row] and not given.clean:
@@ -234,33 +182,27 @@ def _known(backend: Backend, factors: Any) -> list[bool] | None:
 def _at_once(
     given: Opened,
     layout: Layout,
-    factors: list[Factors],
+    factors: list[Any],
     left: list[tuple[int, int, int]],
     skip: bool,  # noqa: FBT001
 ) -> list[Any] | None:
     """Return the products of arrays and factors by the backend's fast path; ``None`` if it has none."""
-    host = all(isinstance(some.rest, np.ndarray) for some in factors)
+    host = all(isinstance(some, np.ndarray) for some in factors)
     if given.ways is not None or given.clean or (not host and (skip or given.backend.traced(given.first))):
         return None
-    if skip and any([bool((some.rest == 0).any()) for some in factors]):
+    if skip and any([bool((some == 0).any()) for some in factors]):
         return None
-    powers = any([some.power is not None for some in factors])
-    along = layout.axes is not None
-    if (along and powers) or (powers and not host and not all([some.power is not None for some in factors])):
-        return None
-    # Factors may be too wide for a leaf, or complex ones needed, and a power beyond what the leaf can hold.
-    if (along or powers) and any([given.arrays[leaf].dtype != layout.blocks[n].dtype for leaf, n, _ in left]):
-        return None
-    arrays: Any = [given.arrays[leaf] for leaf, _, _ in left]
+    # Factors may be too wide for a leaf.
+    along, arrays = layout.axes is not None, [given.arrays[leaf] for leaf, _, _ in left]
     if along:
-        each = [rows_of(given.backend, some.rest) for some in factors]
+        if any([array.dtype != layout.blocks[n].dtype for array, (_, n, _) in zip(arrays, left, strict=True)]):
+            return None
+        each = [rows_of(given.backend, some) for some in factors]
         by = [_beside(given, layout, leaf, each[block][row]) for leaf, block, row in left]
-        return given.backend.scaled(arrays, by, in_place=given.in_place)
-    parts = [[part.tolist() if host else rows_of(given.backend, part) for part in some.parts()] for some in factors]
-    for part in (1, 0) if powers else (0,):  # the power first
-        by = [parts[number][part][row] if part < len(parts[number]) else 1.0 for _, number, row in left]
-        arrays = None if arrays is None else given.backend.scaled(arrays, by, in_place=given.in_place)
-    return arrays  # type: ignore[no-any-return]
+    else:
+        each = [some.tolist() if host else rows_of(given.backend, some) for some in factors]
+        by = [each[block][row] for _, block, row in left]
+    return given.backend.scaled(arrays, by, in_place=given.in_place)
 
 
 def _beside(given: Opened, layout: Layout, leaf: int, factors: Any) -> Any:
@@ -274,45 +216,43 @@ def _beside(given: Opened, layout: Layout, leaf: int, factors: Any) -> Any:
 def _one_by_one(
     given: Opened,
     layout: Layout,
-    factors: list[Factors],
+    factors: list[Any],
     left: list[tuple[int, int, int]],
     skip: bool,  # noqa: FBT001
 ) -> list[Any]:
     """Return the products of arrays and factors, one by one."""
-    function, own = partial(_times, given.backend, skip, given.clean), own_parts(given, layout, factors)
-    return [given.put(leaf, function, *operands(given, layout, own, leaf, block, row)) for leaf, block, row in left]
+    function, own = partial(_times, given.backend, skip, given.clean), own_factors(given, layout, factors)
+    return [given.put(leaf, function, operand(given, layout, own, leaf, block, row)) for leaf, block, row in left]
 
 
-def own_parts(given: Opened, layout: Layout, factors: list[Factors]) -> list[list[Any]]:
-    """Return the parts of factors as arrays of the gradients' framework; compilers compute many of them only once."""
+def own_factors(given: Opened, layout: Layout, factors: list[Any]) -> list[Any]:
+    """Return factors as arrays of the gradients' framework; compilers compute many of them only once."""
 
-    def own(block: Block, some: Factors) -> list[Any]:
-        parts = list(map(given.own, some.parts()))
-        return parts if len(block.groups) <= MANY else list(map(given.backend.barrier, parts))
+    def own(block: Block, some: Any) -> Any:
+        array = given.own(some)
+        return array if len(block.groups) <= MANY else given.backend.barrier(array)
 
     return [own(*pair) for pair in zip(layout.blocks, factors, strict=True)]
 
 
-def operands(given: Opened, layout: Layout, parts: list[list[Any]], leaf: int, block: int, row: int) -> list[Any]:
-    """Return the parts of a leaf's factor, with its dimensions and in a sufficient precision."""
-    dtype = layout.blocks[block].dtype if len(parts[block]) > 1 else None
+def operand(given: Opened, layout: Layout, factors: list[Any], leaf: int, block: int, row: int) -> Any:
+    """Return a leaf's factor, with its dimensions and in a sufficient precision."""
     array, axes, part = given.arrays[leaf], layout.axes_of(leaf), given.part(leaf)
-    rows = [some[row, ...] for some in parts[block]]
-    rows = rows if part is None else [part.own(one, axes) for one in rows]
-    return [spread(given.backend, one, array, axes, dtype) for one in rows]
+    factor = factors[block][row, ...]
+    return spread(given.backend, factor if part is None else part.own(factor, axes), array, axes)
 
 
-def reduced(given: Opened, layout: Layout, factors: list[Factors], *, skip: bool) -> Tree:
+def reduced(given: Opened, layout: Layout, factors: list[Any], *, skip: bool) -> Tree:
     """Return the sum of the gradients, each multiplied by its factor, along their first axis."""
-    backend, new, own = given.backend, list(given.tree.leaves), own_parts(given, layout, factors)
+    backend, new, own = given.backend, list(given.tree.leaves), own_factors(given, layout, factors)
     xp = backend.xp
     _refuse_reduced(given, layout)
     for number, block in enumerate(layout.blocks):
         for row, group in enumerate(block.groups):
             for leaf in layout.groups[group]:
                 original, array = given.tree.leaves[leaf], given.arrays[leaf]
-                by = operands(given, layout, own, leaf, number, row)
-                total = backend.sum(_times(backend, skip, given.clean, upcast(xp, array), *by), (0,))
+                by = operand(given, layout, own, leaf, number, row)
+                total = backend.sum(_times(backend, skip, given.clean, upcast(xp, array), by), (0,))
                 whole = xp.isdtype(original.dtype, "integral")
                 total = cast(xp, total, array.dtype if whole else original.dtype)
                 part = given.part(leaf)
@@ -338,14 +278,13 @@ def _refuse_reduced(given: Opened, layout: Layout) -> None:
             raise ValueError(msg)
 
 
-def _times(backend: Backend, skip: bool, clean: bool, array: Any, rest: Any, power: Any = None) -> Any:  # noqa: FBT001
-    """Return ``array · power · rest``; where the factor of a skipped step is 0, return 0 even for NaN and ∞."""
+def _times(backend: Backend, skip: bool, clean: bool, array: Any, factor: Any) -> Any:  # noqa: FBT001
+    """Return ``array · factor``; where the factor of a skipped step is 0, return 0 even for NaN and ∞."""
     xp = backend.xp
     wide = upcast(xp, finite_or_zero(xp, array) if clean else array)
     if skip:
-        wide = xp.where(xp.equal(rest, 0.0), 0.0, wide)
-    wide = wide if power is None else cast(xp, wide, rest.dtype)
-    product = (wide if power is None else backend.shifted(wide, power)) * rest
+        wide = xp.where(xp.equal(factor, 0.0), 0.0, wide)
+    product = wide * factor
     if xp.isdtype(wide.dtype, "complex floating"):  # a complex 1 changes the sign of a zero
-        product = xp.where(xp.equal(rest, 1.0), wide, product)
+        product = xp.where(xp.equal(factor, 1.0), wide, product)
     return cast(xp, product, array.dtype)

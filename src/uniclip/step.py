@@ -25,7 +25,7 @@ from uniclip.norms import L2
 from uniclip.processes import Joint, along_names
 from uniclip.report import Late, Made, Parts, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
-from uniclip.scale import Choices, Factors, factors_of, reduced, scaled
+from uniclip.scale import Choices, factors_of, reduced, scaled
 from uniclip.scopes import all_leaves, each_leaf, everything
 from uniclip.tree import Tree
 
@@ -47,7 +47,7 @@ class Decision(NamedTuple):
     """The backend of the arrays: NumPy's where the host can read them at no cost, else the gradients' own."""
     norms: list[Any]
     limits: list[Any]
-    factors: list[Factors]
+    factors: list[Any]
     sound: list[Any]
     """Whether all entries are finite, where that was checked."""
     skipped: Any
@@ -74,7 +74,7 @@ class Decision(NamedTuple):
         given, own = self.given, self.given.backend
         seen = _Seen(
             own, self.backend, self.layout, given.tree._replace(leaves=[]), own.device(given.first), self.norms,
-            self.limits, [some.product(self.backend.xp) for some in self.factors], self.sound, self.skipped,
+            self.limits, self.factors, self.sound, self.skipped,
             self.thresholds,
         )  # fmt: skip
         if given.tree.spec is None or own.traced(given.first):  # the way back may hold the gradients
@@ -165,7 +165,7 @@ class Single(NamedTuple):
         """Return the same in arrays."""
         norms, limits, factors = (np.asarray([one]) for one in (self.norms, self.limits, self.factors))
         layout = layout_of(self.given, rule.scope)
-        return Decision(self.given, layout, DEFAULT, [norms], [limits], [Factors(None, factors)], [], None, self.state)
+        return Decision(self.given, layout, DEFAULT, [norms], [limits], [factors], [], None, self.state)
 
     def total(self) -> Any:
         """Return the norm of the report."""
@@ -345,8 +345,8 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
     fine = finite(backend, sound, [*norms, *elsewhere]) if decided else None
     if rule.nonfinite == "raise":
         refuse(given, backend, fine)
-    measured = zip(norms, limits, faults, strict=True)
-    factors = [factors_of(backend, rule, n, limit, fault, fine) for n, limit, fault in measured]
+    measured = zip(layout.blocks, norms, limits, faults, strict=True)
+    factors = [factors_of(backend, rule, *some, fine) for some in measured]
     if rule.limit.memory:
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine, joint)
@@ -382,7 +382,7 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
 
 
 def _skipped(  # noqa: PLR0913, PLR0917
-    backend: Backend, rule: Choices, layout: Layout, factors: list[Factors], finite: Any, joint: Joint | None
+    backend: Backend, rule: Choices, layout: Layout, factors: list[Any], finite: Any, joint: Joint | None
 ) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     xp, skipped = backend.xp, None
@@ -391,7 +391,7 @@ def _skipped(  # noqa: PLR0913, PLR0917
     if rule.curve is reject:
         every, none = [], []
         for some, block in zip(factors, layout.blocks, strict=True):
-            gone = xp.equal(some.rest, 0.0)
+            gone = xp.equal(some, 0.0)
             joined = joint is not None and joint.reduce is not None
             here = [row for row, group in enumerate(block.groups) if joined or layout.groups[group]]
             rows = [gone] if len(here) == len(block.groups) else [gone[row, ...] for row in here]

@@ -66,6 +66,11 @@ PROMISES = [
         (programs.InRange(),),
     ),
     Promise(
+        "a factor beyond its dtype",
+        "is the largest number of the dtype, or 0, in all frameworks; entries of 0 stay 0",
+        (programs.FactorsOutOfRange(),),
+    ),
+    Promise(
         "finite gradients under a debugger",
         "no NaN and no ∞ on the way nor in reports and states: `tf.debugging.enable_check_numerics`, `jax_debug_nans`, "
         "`jax_debug_infs`, `detect_anomaly` let them pass; the limit of a norm that nothing limits is the largest "

@@ -336,6 +336,42 @@ class InRange(Program):
                     np.testing.assert_allclose(fw.numpy(new).astype(float), array.real, rtol=8 * EPS[dtype], atol=tiny)
 
 
+class FactorsOutOfRange(Program):
+    """Factors that their dtype cannot hold; entries of 0 stay 0."""
+
+    limits: ClassVar[dict[str, tuple[float, float, float]]] = {
+        "float32": (1e-30, 1e30, float(np.finfo(np.float32).max)),
+        "float64": (1e-200, 1e200, float(np.finfo(np.float64).max)),
+    }
+
+    def arrays(self, fw: Framework) -> Any:
+        leaf = lambda size, dtype: [fw.array([0.0, size], dtype)]
+        return {
+            dtype: [leaf(far / 8, dtype), leaf(near * 8, dtype)]
+            for dtype, (near, far, _) in self.limits.items()
+            if dtype in fw.dtypes
+        }
+
+    def run(self, uc: Any, given: Any) -> Any:
+        curves, found = uc.curves, {}
+        for dtype, (huge, small) in given.items():
+            near, far, _ = self.limits[dtype]
+            down = [uc.Rule(near, curve=one) for one in (curves.hard, curves.soft, curves.smooth, curves.tanh)]
+            up = [uc.to_global_norm(far), uc.Rule(far, curve=curves.Regularized(near))]
+            every = [uc.clip(huge, rule) for rule in down], [uc.clip(small, rule) for rule in up]
+            found[dtype] = [[[new[0], report.factors] for new, report in some] for some in every]
+        return found
+
+    def require(self, fw: Framework, given: Any, found: Any) -> None:
+        for dtype, (down, up) in found.items():
+            *_, largest = self.limits[dtype]
+            assert not any(array.any() for array in numbers(fw, down)), down
+            wanted = [0.0, float(fw.numpy(given[dtype][1][0])[1]) * largest]
+            for new, factor in up:
+                assert float(fw.numpy(factor)) == largest, factor
+                close(fw, new, wanted, dtype)
+
+
 class OnlyMeasures(Program):
     """An infinite limit changes nothing."""
 

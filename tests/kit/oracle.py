@@ -770,7 +770,7 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     for number, ((_, numbers), *pair, bad) in enumerate(zip(groups, norms, out.limits, broken, strict=True)):
         n, limit = (one.within(_free(one.precision)) for one in pair)
         seen = None if given.seen is None else given.seen[1][number]
-        factor = _factor(plan, n, limit, norms[number].precision.largest, seen)
+        factor = _in_reach(_factor(plan, n, limit, norms[number].precision.largest, seen), leaves)
         nothing = (bad & (plan.policy == "zero")) | (plan.policy == "skip" and not finite)
         factor = either(np.where(nothing, YES, NO), factor * 0, factor)
         spoiled = bad & (plan.policy in {"propagate", "raise"}) & (not measures)
@@ -821,14 +821,17 @@ def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None
     return factor
 
 
-def in_reach(factor: Span, dtype: str) -> Span:
-    """Return what a factor is at least: one beyond its dtype, which has that of its leaf or norm, is its last number.
+def _in_reach(factor: Span, leaves: list[Leaf]) -> Span:
+    """Return what a factor beyond its dtype is, which has that of its norm or of a leaf: the largest number, or 0.
 
     One below the normal numbers may be 0.
     """
-    largest, normal = (2.0**1023, 2.0**-1022) if BITS[dtype] > 24 else (2.0**127, 2.0**-126)
+    dtypes = {"float64" if BITS[leaf.dtype] > 24 else "float32" for leaf in leaves}
+    largest = min((float(np.finfo(dtype).max) for dtype in dtypes), default=math.inf)
+    normal = max((float(np.finfo(dtype).smallest_normal) for dtype in dtypes), default=0.0)
     lo = np.where(factor.lo < normal, 0 * factor.lo, np.minimum(factor.lo, largest))
-    return Span(lo, factor.hi + normal * 2.0**-23 * ((factor.hi < normal) & (factor.hi > 0)), factor.precision)
+    hi = np.minimum(factor.hi, largest if len(dtypes) == 1 else math.inf)
+    return Span(lo, hi + normal * 2.0**-23 * ((hi < normal) & (hi > 0)), factor.precision)
 
 
 def _differs(factor: Span) -> bool | None:
@@ -855,8 +858,8 @@ def _free(unit: Precision) -> Precision:
 
 def _scaled(leaf: Leaf, factor: Span, axes: tuple[int, ...]) -> Leaf:
     """Multiply; where the factor is NaN, all is."""
-    kept, unit = in_reach(factor, leaf.dtype), leaf.parts.precision
-    kept = kept.each(lambda end: np.broadcast_to(np.expand_dims(end, axes), leaf.shape), times=0)
+    unit = leaf.parts.precision
+    kept = factor.each(lambda end: np.broadcast_to(np.expand_dims(end, axes), leaf.shape), times=0)
     spoiled, ones = np.isnan(kept.lo), (kept.lo == 1) & (kept.hi == 1)
     product = leaf.parts.within(_free(unit)) * kept.put(spoiled, 0)[..., None]
     rounded = product.within(unit._replace(largest=math.inf)).rounded().within(unit)

@@ -198,10 +198,6 @@ class Backend:
         """Return an array as it is, computed once although every leaf uses it."""
         return array
 
-    def shifted(self, array: Array, power: Array) -> Array:
-        """Return ``array · power``, a power of two, nearly always 1; no compiler may merge it with a factor."""
-        return array * power
-
 
 @contextmanager
 def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:

@@ -290,14 +290,6 @@ class _TensorFlow(Backend):
             return super().size(leaf, axes)
         return tf.size(leaf, tf.int64) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf, tf.int64), axes))
 
-    def shifted(self, array: Array, power: Array) -> Array:
-        if not self.traced(array) or _in_xla():
-            return array * power
-        # Grappler would multiply the two factors first, but leaves conditionals and quotients alone.
-        if (array.shape.num_elements() or 0) > PIECE:
-            return tf.cond(tf.reduce_all(tf.equal(power, 1)), lambda: tf.identity(array), lambda: array * power)
-        return array / (1 / power)
-
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
             return super().cond(ok, usual, rare)

@@ -37,7 +37,7 @@ def at_once(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
     entries = replace(rule, scope=each_entry, norm=L2, nonfinite="propagate")
     decision = _decided(entries, opened([norms]), NoState(), None)
     limits = np.broadcast_to(decision.limits[0], norms.shape).astype(norms.dtype)
-    factors: Array = decision.factors[0].product(np)[0]
+    factors: Array = decision.factors[0][0]
     skipped = np.zeros(len(norms), bool)
     if rule.nonfinite == "skip":
         factors[~seen.finite], skipped = 0.0, ~seen.finite
@@ -66,7 +66,7 @@ def step_by_step(rule: Rule, seen: Measured) -> tuple[Array, Array, Array]:
         decision = _decided(rule, given, state, _loss(seen.losses[number]))
         if decision.limits:  # all leaves together have a norm without gradients, too
             some = here | (not here.any())
-            limits[number, some], factors[number, some] = decision.limits[0], decision.factors[0].product(np)
+            limits[number, some], factors[number, some] = decision.limits[0], decision.factors[0]
         skipped[number], state = bool(decision.skipped), decision.state
     return limits.reshape(seen.norms.shape), factors.reshape(seen.norms.shape), skipped
 
