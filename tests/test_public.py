@@ -87,23 +87,6 @@ def test_documentation_of_methods(method: Any) -> None:
     assert inspect.getdoc(method)
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [
-        ("tanh", "uniclip.curves.tanh"),
-        ("RMS", "uniclip.norms.RMS"),
-        ("attach", "uniclip.integrations.torch"),
-        ("to_optax", "uniclip.integrations.optax"),
-        ("clip_grad_norm", "clip_by_global_norm"),
-    ],
-)
-def test_a_name_that_is_elsewhere(name: str, where: str) -> None:
-    """The error says where it is; Python suggests a similar one itself if it knows the module."""
-    with pytest.raises(AttributeError, match=where) as error:
-        getattr(uc, name)
-    assert (error.value.name, error.value.obj) == (name, uc)
-
-
 # --- What importing loads
 
 

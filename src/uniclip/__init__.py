@@ -30,54 +30,20 @@ Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, 
     `uniclip.curves`    what happens above it?
 """
 
+import sys as _sys
 from typing import TYPE_CHECKING
 
-from uniclip import curves, limits, norms, scopes
-from uniclip._mistakes import hints as _hints
+from uniclip import curves, limits, norms, presets, scopes, verbs
 from uniclip._version import version as _version
 from uniclip.clipper import Clipper
 from uniclip.combine import chain, masked
 from uniclip.limits import Limit
 from uniclip.norms import Norm
-from uniclip.presets import (
-    adagc,
-    adagn,
-    agc,
-    auto_s,
-    autoclip,
-    by_average_norm,
-    by_block_rms,
-    by_example_layer_norm,
-    by_example_norm,
-    by_example_quantile,
-    by_global_norm,
-    by_group_norm,
-    by_norm,
-    by_value,
-    cowclip,
-    larc,
-    log_zscore,
-    norm_growth,
-    percentile_clipping,
-    psac,
-    skip_spikes,
-    spam,
-    to_global_norm,
-    zclip,
-)
+from uniclip.presets import *  # noqa: F403 - where they are listed
 from uniclip.report import Report
 from uniclip.rules import Rule
 from uniclip.scopes import Scope
-from uniclip.verbs import (
-    clip,
-    clip_,
-    clip_and_sum,
-    clip_by_average_norm,
-    clip_by_global_norm,
-    clip_by_norm,
-    clip_by_value,
-    global_norm,
-)
+from uniclip.verbs import *  # noqa: F403
 
 __all__ = [
     "Clipper",
@@ -86,45 +52,15 @@ __all__ = [
     "Report",
     "Rule",
     "Scope",
-    "adagc",
-    "adagn",
-    "agc",
-    "auto_s",
-    "autoclip",
-    "by_average_norm",
-    "by_block_rms",
-    "by_example_layer_norm",
-    "by_example_norm",
-    "by_example_quantile",
-    "by_global_norm",
-    "by_group_norm",
-    "by_norm",
-    "by_value",
     "chain",
-    "clip",
-    "clip_",
-    "clip_and_sum",
-    "clip_by_average_norm",
-    "clip_by_global_norm",
-    "clip_by_norm",
-    "clip_by_value",
-    "cowclip",
     "curves",
-    "global_norm",
-    "larc",
     "limits",
-    "log_zscore",
     "masked",
-    "norm_growth",
     "norms",
-    "percentile_clipping",
-    "psac",
     "scopes",
-    "skip_spikes",
-    "spam",
-    "to_global_norm",
-    "zclip",
 ]
+__all__ += presets.__all__
+__all__ += verbs.__all__
 
 
 def __dir__() -> list[str]:
@@ -137,5 +73,8 @@ if TYPE_CHECKING:
 else:  # for which every name would be there
 
     def __getattr__(name: str) -> str:
-        """Look the version up when asked (PEP 562), and say where another name is, or what it is called."""
-        return _version() if name == "__version__" else _hints(__name__)(name)
+        """Look the version up when asked (PEP 562)."""
+        if name == "__version__":
+            return _version()
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg, name=name, obj=_sys.modules[__name__])

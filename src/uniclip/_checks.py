@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from uniclip._repr import holds_arrays, short
+from uniclip._repr import short
 from uniclip.backends import DEFAULT, backend_of, compiling
 
 LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
@@ -33,14 +33,6 @@ def settle(choice: object, **values: object) -> None:
     """Set fields of a frozen dataclass."""
     for name, value in values.items():
         object.__setattr__(choice, name, value)
-
-
-def in_order(call: str, first: object, *others: object) -> None:
-    """Refuse swapped arguments: a number where gradients belong, and gradients where a number belongs."""
-    misplaced = isinstance(first, (Real, str)) or first is None or getattr(first, "shape", None) == ()
-    if misplaced and any(map(holds_arrays, others)):
-        msg = f"the gradients come first, but the first argument is {short(first)}: write {call}"
-        raise TypeError(msg)
 
 
 def nonnegative(name: str, value: Any, hint: str = "") -> Any:

@@ -9,7 +9,6 @@ from numbers import Real
 from typing import Any
 
 from uniclip._checks import real, settle
-from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import describe, short
 from uniclip._types import Array, Number
 from uniclip.ask import Step
@@ -31,7 +30,6 @@ class EachArray(BaseRule):
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""
-        refuse_as_transformation(self)
         return NoState()
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Tree, Any, Report]:

@@ -12,7 +12,6 @@ from typing import Any
 import optree
 
 from uniclip._checks import check
-from uniclip._mistakes import refuse_as_transformation
 from uniclip._repr import holds_arrays
 from uniclip.absent import unknown
 from uniclip.ask import Step
@@ -111,7 +110,6 @@ class Chain(BaseRule):
 
     def init(self, grads: Any) -> tuple[Any, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
-        refuse_as_transformation(self)
         return tuple(rule.init(grads) for rule in self.rules)
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
@@ -158,7 +156,6 @@ class Masked(BaseRule):
 
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
-        refuse_as_transformation(self)
         tree = flatten(grads)
         chosen = self.chosen(tree)
         return self.rule.init(closed(tree.some(chosen))) if chosen else NoState()

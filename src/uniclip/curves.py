@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from uniclip._checks import positive, settle
-from uniclip._mistakes import hints
 from uniclip._repr import Printed
 
 __all__ = ["NonMonotonic", "Regularized", "hard", "normalize", "reject", "smooth", "soft", "tanh"]
@@ -193,7 +192,3 @@ def _ratio(xp: Any, norm: Any, limit: Any) -> tuple[Any, Any]:
 def __dir__() -> list[str]:
     """Return the public names."""
     return __all__
-
-
-if not TYPE_CHECKING:  # for which every name would be there
-    __getattr__ = hints(__name__)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from uniclip._checks import number, settle
-from uniclip._mistakes import hints
 from uniclip._repr import Printed, short
 
 if TYPE_CHECKING:
@@ -148,7 +147,3 @@ MEAN = Norm(1, size_power=1)
 def __dir__() -> list[str]:
     """Return the public names."""
     return __all__
-
-
-if not TYPE_CHECKING:  # for which every name would be there
-    __getattr__ = hints(__name__)

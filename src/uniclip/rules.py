@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from uniclip._checks import check, one_of, refuse_in_step, settle
-from uniclip._mistakes import is_rule, own_module, refuse_as_rule, refuse_as_transformation
+from uniclip._repr import holds_arrays, short
 from uniclip._types import Array, T
 from uniclip.absent import Filled, filled
 from uniclip.agree import refuse_kept_axes, telling
@@ -145,7 +145,6 @@ class Rule(BaseRule):
         -------
         state : tree of arrays
         """
-        refuse_as_transformation(self)
         if not self.memory:
             return NoState()
         given = opened(grads, name="params")
@@ -305,8 +304,16 @@ def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
 
 def as_rule(rule: AnyRule) -> RuleLike:
     """Return a rule as it is, a function of one gradient array as a rule."""
-    if is_rule(rule):
-        return rule  # type: ignore[return-value]  # checked by is_rule
-    if callable(rule) and not isinstance(rule, type) and not hasattr(rule, "load_state_dict") and not own_module(rule):
+    known: Any = rule
+    if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):
+        return known  # type: ignore[no-any-return]
+    home = "" if compiling() else getattr(known, "__module__", None) or ""  # compilers know those of classes only
+    if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
         return Function(rule)
-    return refuse_as_rule(rule)
+    advice, hint = "such as uc.by_global_norm(1.0), or a function of one array", ""
+    if home.startswith(("uniclip.combine", "uniclip.presets", "uniclip.rules")):
+        advice = f"and uc.{known.__name__} makes one: call it, uc.{known.__name__}(...), as in uc.by_global_norm(1.0)"
+    elif holds_arrays(known):
+        hint = "; gradients are clipped by uc.clip(grads, rule), or by uc.Clipper(rule)(grads)"
+    msg = f"rule must be a rule, {advice}, got {short(known)}{hint}"
+    raise TypeError(msg)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from uniclip._checks import check, settle, whole
-from uniclip._mistakes import hints
 from uniclip._repr import Printed
 
 __all__ = ["Scope", "all_leaves", "axes", "each_entry", "each_example", "each_leaf", "each_row", "groups", "unit"]
@@ -223,7 +222,3 @@ def groups(label: Label) -> Scope:
 def __dir__() -> list[str]:
     """Return the public names."""
     return __all__
-
-
-if not TYPE_CHECKING:  # for which every name would be there
-    __getattr__ = hints(__name__)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import optree
 
-from uniclip._mistakes import refuse_as_grads
 from uniclip._repr import describe, printed
 from uniclip.backends import DEFAULT, Backend, backend_of, plain_backend_of
 from uniclip.backends.base import unchanged
@@ -85,14 +84,11 @@ def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tr
 
     Raises
     ------
-    TypeError
-        If it is a rule, or a rule's state.
     ValueError
         If an iterator in the tree is empty or exhausted.
     """
     if isinstance(tree, Tree):
         return tree if tree.plain else tree._replace(plain=plain_backend_of(tree.leaves))
-    refuse_as_grads(tree, name)
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     plain = plain_backend_of(leaves)
     if plain or all(leaf is None or backend_of(leaf) for leaf in leaves):

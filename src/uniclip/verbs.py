@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from uniclip._checks import LIMIT, in_order, nonnegatives, real
-from uniclip._mistakes import keywords_known, refuse_swapped
+from uniclip._checks import LIMIT, nonnegatives, real
 from uniclip._repr import short
 from uniclip._types import Number, T
 from uniclip.absent import Filled
@@ -25,8 +24,12 @@ from uniclip.scopes import all_leaves
 from uniclip.step import Decision, Single
 from uniclip.tree import closed
 
+__all__ = [
+    "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm", "clip_by_value",
+    "global_norm",
+]  # fmt: skip
 
-@keywords_known
+
 def clip(
     grads: T, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
 ) -> tuple[T, Report]:
@@ -81,7 +84,6 @@ def clip(
     return _clip(grads, rule, params, joining(all_reduce, shared), in_place=False)
 
 
-@keywords_known
 def clip_(
     grads: Any, rule: AnyRule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
 ) -> Report:
@@ -122,7 +124,6 @@ def clip_(
     return _clip(grads, rule, params, joining(all_reduce, shared), in_place=True)[1]
 
 
-@keywords_known
 def clip_and_sum(
     grads: T, rule: Rule, params: Any = None, all_reduce: AllReduce | None = None, shared: Shared | None = None
 ) -> tuple[T, Report]:
@@ -162,7 +163,6 @@ def clip_and_sum(
     >>> uc.clip_and_sum(grads, uc.by_example_norm(6.5))[0]
     [array([1.8, 2.4]), array([6.])]
     """
-    refuse_swapped(grads, rule, "uc.clip_and_sum(grads, rule)")
     if not isinstance(rule, Rule):
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
@@ -174,7 +174,6 @@ def clip_and_sum(
     return taken(rule, grads, NoState(), Step(params, joining(all_reduce, shared)), finish)  # type: ignore[no-any-return]
 
 
-@keywords_known
 def clip_by_value(grads: T, min: Number, max: Number) -> T:
     """Clip each entry into ``[min, max]``.
 
@@ -206,11 +205,9 @@ def clip_by_value(grads: T, min: Number, max: Number) -> T:
     >>> uc.clip_by_value({"w": np.asarray([-3.0, 0.5]), "b": None}, -1, 1)
     {'w': array([-1. ,  0.5]), 'b': None}
     """
-    in_order("uc.clip_by_value(grads, min, max)", grads, min, max)
     return clip(grads, ByValue(min, max))[0]
 
 
-@keywords_known
 def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | None = None, ord: float = 2) -> T:
     """Scale each leaf to a norm of at most ``max_norm``: ``g · min(1, max_norm/‖g‖)``.
 
@@ -242,11 +239,9 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    in_order("uc.clip_by_norm(grads, max_norm)", grads, max_norm)
     return clip(grads, _by_norm(max_norm, axis, ord))[0]
 
 
-@keywords_known
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries.
 
@@ -276,11 +271,9 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    in_order("uc.clip_by_average_norm(grads, max_norm)", grads, max_norm)
     return clip(grads, by_average_norm(nonnegatives("max_norm", max_norm, LIMIT)))[0]
 
 
-@keywords_known
 def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Number | None = None) -> tuple[T, Any]:
     """Scale all leaves by one factor, ``min(1, max_norm/‖grads‖)``, which keeps the direction.
 
@@ -320,13 +313,11 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    in_order("uc.clip_by_global_norm(grads, max_norm)", grads, max_norm)
     return clip_known(
         _by_global_norm(max_norm, ord), grads, norm if norm is None else real("norm", norm, "a number or a 0-d array")
     )
 
 
-@keywords_known
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
     """Return the norm of all leaves together, ``(Σ|g|ᵖ)^(1/p)``.
 
@@ -368,7 +359,6 @@ def _by_global_norm(max_norm: Any, ord: Any) -> Rule:
 
 
 def _clip(grads: T, rule: AnyRule, params: Any, all_reduce: Any, *, in_place: bool) -> tuple[T, Report]:
-    refuse_swapped(grads, rule, "uc.clip_(grads, rule)" if in_place else "uc.clip(grads, rule)")
     rule = as_rule(rule)
     _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")
     clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)

@@ -240,18 +240,6 @@ def test_dtypes(dtype: str) -> None:
     np.testing.assert_allclose(scalars(after)["clip/norm"], NORM, rtol=1e-6)
 
 
-def test_a_rule_is_no_transformation() -> None:
-    """Optax and Flax take whatever has ``init`` and ``update``: the rule says what to write instead."""
-    for rule in (uc.zclip(), uc.by_value(-1.0, 1.0), uc.chain(uc.zclip()), uc.masked(uc.zclip(), lambda *_: True)):
-        for make in (
-            optax.chain(rule, optax.adam(0.1)).init,
-            lambda params: TrainState.create(apply_fn=None, params=params, tx=rule),
-            optax.masked(rule, {"w": True}).init,
-        ):
-            with pytest.raises(TypeError, match=r"to_optax\("):
-                make({"w": PARAMS["w"]})
-
-
 def test_copies_of_the_parameters() -> None:
     """Only the optimizer inside has any in its state, so sharding specs come out right."""
     optimizer = to_optax(uc.chain(uc.by_norm(1.0), uc.autoclip()), optax.trace(0.9))

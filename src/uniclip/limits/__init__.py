@@ -12,9 +12,6 @@ module          limits
 ==============  =====================================================================
 """
 
-from typing import TYPE_CHECKING
-
-from uniclip._mistakes import hints
 from uniclip.limits.averages import Ema, MeanOverRms, SecondMoment
 from uniclip.limits.base import Context, Limit, NoState
 from uniclip.limits.fixed import Constant, PerGroup, Relative, Schedule, Split, TrustRatio
@@ -46,7 +43,3 @@ __all__ = [
 def __dir__() -> list[str]:
     """Return the public names."""
     return __all__
-
-
-if not TYPE_CHECKING:  # for which every name would be there
-    __getattr__ = hints(__name__)

@@ -11,52 +11,14 @@ module       rules
 ===========  ===========================================================================
 """
 
-from uniclip.presets.adaptive import (
-    adagc,
-    adagn,
-    autoclip,
-    log_zscore,
-    norm_growth,
-    percentile_clipping,
-    skip_spikes,
-    spam,
-    zclip,
-)
-from uniclip.presets.examples import auto_s, by_example_layer_norm, by_example_norm, by_example_quantile, psac
-from uniclip.presets.fixed import (
-    by_average_norm,
-    by_block_rms,
-    by_global_norm,
-    by_group_norm,
-    by_norm,
-    by_value,
-    to_global_norm,
-)
-from uniclip.presets.relative import agc, cowclip, larc
+from uniclip.presets import adaptive, examples, fixed, relative
+from uniclip.presets.adaptive import *  # noqa: F403 - each module lists its rules
+from uniclip.presets.examples import *  # noqa: F403
+from uniclip.presets.fixed import *  # noqa: F403
+from uniclip.presets.relative import *  # noqa: F403
 
-__all__ = [
-    "adagc",
-    "adagn",
-    "agc",
-    "auto_s",
-    "autoclip",
-    "by_average_norm",
-    "by_block_rms",
-    "by_example_layer_norm",
-    "by_example_norm",
-    "by_example_quantile",
-    "by_global_norm",
-    "by_group_norm",
-    "by_norm",
-    "by_value",
-    "cowclip",
-    "larc",
-    "log_zscore",
-    "norm_growth",
-    "percentile_clipping",
-    "psac",
-    "skip_spikes",
-    "spam",
-    "to_global_norm",
-    "zclip",
-]
+__all__: list[str] = []
+__all__ += fixed.__all__
+__all__ += relative.__all__
+__all__ += adaptive.__all__
+__all__ += examples.__all__

@@ -10,7 +10,6 @@ import math
 from numbers import Real
 
 from uniclip._checks import number, whole, within
-from uniclip._mistakes import keywords_known
 from uniclip.curves import normalize, reject
 from uniclip.limits import (
     Ema,
@@ -27,8 +26,19 @@ from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_entry, each_leaf
 
+__all__ = [
+    "adagc",
+    "adagn",
+    "autoclip",
+    "log_zscore",
+    "norm_growth",
+    "percentile_clipping",
+    "skip_spikes",
+    "spam",
+    "zclip",
+]
 
-@keywords_known
+
 def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip all leaves to a percentile of the global norms so far, this step's included.
 
@@ -87,7 +97,6 @@ def _at_least_one(ratio: float) -> None:
         within("ratio", ratio, 1, math.inf, hint if share > 0 else "")
 
 
-@keywords_known
 def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each leaf to a percentile of its own last ``window`` norms, this step's included.
 
@@ -121,7 +130,6 @@ def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: No
     return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
 
 
-@keywords_known
 def zclip(  # noqa: PLR0913 - as many options as the published code has
     z: float = 2.5,
     decay: float = 0.97,
@@ -180,7 +188,6 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     return Rule(limit, scope=all_leaves, nonfinite=nonfinite)
 
 
-@keywords_known
 def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip all leaves to the usual global norm where its logarithm is ``z`` standard deviations above the mean.
 
@@ -217,7 +224,6 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
     return Rule(LogZScore(z, decay), scope=all_leaves, nonfinite=nonfinite)
 
 
-@keywords_known
 def adagc(
     ratio: float = 1.05,
     decay: float = 0.98,
@@ -264,7 +270,6 @@ def adagc(
     return Rule(Ema(ratio, decay, warmup, warmup_norm), scope=each_leaf, nonfinite=nonfinite)
 
 
-@keywords_known
 def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each leaf to ``ratio`` times its clipped norm of the step before.
 
@@ -297,7 +302,6 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
 
 
-@keywords_known
 def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *, nonfinite: NonFinite = "skip") -> Rule:
     """Set all gradients to 0 where their global norm, or the loss, is ``z`` standard deviations above its rolling mean.
 
@@ -340,7 +344,6 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
     return Rule(RollingZScore(z, window, enough), scope=all_leaves, curve=reject, nonfinite=nonfinite)
 
 
-@keywords_known
 def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each entry to ``±√(factor · v)``, v the running mean of its squares after clipping.
 
@@ -377,7 +380,6 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
     return Rule(SecondMoment(factor, decay, warmup), scope=each_entry, nonfinite=nonfinite)
 
 
-@keywords_known
 def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Normalize each leaf to the running mean of its norms divided by their running root mean square, about 1.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-from uniclip._mistakes import keywords_known
 from uniclip._types import Number
 from uniclip.curves import Curve, NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
@@ -17,8 +16,9 @@ from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
 from uniclip.scopes import each_example, each_row
 
+__all__ = ["auto_s", "by_example_layer_norm", "by_example_norm", "by_example_quantile", "psac"]
 
-@keywords_known
+
 def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient, over all leaves, to a norm of at most ``max_norm``.
 
@@ -51,7 +51,6 @@ def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFin
     return Rule(max_norm, scope=each_example, curve=curve, nonfinite=nonfinite)
 
 
-@keywords_known
 def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient leaf by leaf, so that its norm over all leaves is at most ``max_norm``.
 
@@ -83,7 +82,6 @@ def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite:
     return Rule(Split(max_norm, by_size), scope=each_row, nonfinite=nonfinite)
 
 
-@keywords_known
 def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rule has
     quantile: float = 0.5,
     rate: float = 0.2,
@@ -131,7 +129,6 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
     return Rule(TrackedQuantile(quantile, rate, start, min, max), scope=each_example, nonfinite=nonfinite)
 
 
-@keywords_known
 def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``, which needs no tuned limit.
 
@@ -160,7 +157,6 @@ def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite
     return Rule(max_norm, scope=each_example, curve=Regularized(gamma), nonfinite=nonfinite)
 
 
-@keywords_known
 def psac(max_norm: MaxNorm = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``, which keeps tiny gradients small.
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uniclip._mistakes import keywords_known
 from uniclip._types import Number
 from uniclip.arraywise import ByValue
 from uniclip.curves import Curve, hard, normalize
@@ -17,8 +16,17 @@ from uniclip.norms import RMS, Norm
 from uniclip.rules import Rule
 from uniclip.scopes import Label, all_leaves, along, each_leaf, groups
 
+__all__ = [
+    "by_average_norm",
+    "by_block_rms",
+    "by_global_norm",
+    "by_group_norm",
+    "by_norm",
+    "by_value",
+    "to_global_norm",
+]
 
-@keywords_known
+
 def by_value(min: Number, max: Number) -> ByValue:
     """Clip each entry into ``[min, max]``.
 
@@ -42,7 +50,6 @@ def by_value(min: Number, max: Number) -> ByValue:
     return ByValue(min, max)
 
 
-@keywords_known
 def by_norm(
     max_norm: MaxNorm,
     axis: int | tuple[int, ...] | None = None,
@@ -85,7 +92,6 @@ def by_norm(
     )
 
 
-@keywords_known
 def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
 
@@ -111,7 +117,6 @@ def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") ->
     return Rule(max_norm, scope=each_leaf, norm=Norm(2, size_power=1), nonfinite=nonfinite)
 
 
-@keywords_known
 def by_global_norm(
     max_norm: MaxNorm, ord: float = 2, *, curve: Curve = hard, nonfinite: NonFinite = "propagate"
 ) -> Rule:
@@ -143,7 +148,6 @@ def by_global_norm(
     return Rule(max_norm, scope=all_leaves, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
-@keywords_known
 def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to a root mean square of at most ``max_norm``: ``g · min(1, max_norm·√N/‖g‖₂)``.
 
@@ -169,7 +173,6 @@ def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Ru
     return Rule(max_norm, scope=each_leaf, norm=RMS, nonfinite=nonfinite)
 
 
-@keywords_known
 def by_group_norm(
     max_norm: Mapping[Any, MaxNorm], label: Label, ord: float = 2, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:
@@ -201,7 +204,6 @@ def by_group_norm(
     return Rule(PerGroup(max_norm), scope=groups(label), norm=Norm(ord), nonfinite=nonfinite)
 
 
-@keywords_known
 def to_global_norm(max_norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Normalize all leaves by one factor to global norm ``max_norm``, smaller gradients too: ``g · max_norm/‖g‖``.
 

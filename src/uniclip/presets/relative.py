@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from uniclip._mistakes import keywords_known
 from uniclip._types import Array, Number
 from uniclip.limits import Relative, TrustRatio
 from uniclip.nonfinite import NonFinite
@@ -11,8 +10,9 @@ from uniclip.norms import Norm
 from uniclip.rules import Rule
 from uniclip.scopes import along, each_leaf, each_row, unit
 
+__all__ = ["agc", "cowclip", "larc"]
 
-@keywords_known
+
 def agc(
     ratio: Number = 0.01,
     eps: float = 1e-3,
@@ -65,7 +65,6 @@ def agc(
     return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 
-@keywords_known
 def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each row of an embedding table's gradient to at most ``ratio · count · max(‖row‖, eps)``.
 
@@ -99,7 +98,6 @@ def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: 
     return Rule(Relative(ratio, eps, counts), scope=each_row, nonfinite=nonfinite)
 
 
-@keywords_known
 def larc(
     lr: Number, trust_coefficient: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:
