@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ import optree
 
 from uniclip._checks import real
 from uniclip._repr import short
-from uniclip.backends import DEFAULT
 from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.limits.base import Block
@@ -77,7 +75,7 @@ class Asked(NamedTuple):
         if limit.memory:
             if absent_everywhere:  # a step without gradients changes no state
                 return [math.inf] * len(norms), state, None
-            _check_state(rule, self.given, self.layout, state)
+            _check_state(rule, self.layout, state)
         states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
         contexts = self.contexts(norms)
         answers = [self._of_block(*pair) for pair in zip(contexts, states, strict=True)]
@@ -212,7 +210,7 @@ def refuse_shape(name: str, array: Any, norms: Any) -> None:
         raise ValueError(msg)
 
 
-def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> None:
+def _check_state(rule: Choices, layout: Layout, state: Any) -> None:
     """Validate a state: it must be of this rule, and for this number of norms."""
     limit = rule.limit
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
@@ -223,45 +221,14 @@ def _check_state(rule: Choices, given: Opened, layout: Layout, state: Any) -> No
         msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
         raise TypeError(msg)
     for part, block in zip(parts, layout.blocks, strict=True) if known else ():
-        if isinstance(limit, PerGroup):
-            rows = [len(part)]
-        else:
-            _refuse_unfit(rule, given, block, part)
-            rows = [array.shape[0] for array in part if len(array.shape)]
+        own = isinstance(limit, PerGroup)
+        rows = [len(part)] if own else [array.shape[0] for array in part if len(array.shape)]
         if rows and rows[0] != len(block.groups):
             msg = (
                 f"the state of {short(rule)} is for {rows[0]} norms, but there are {len(block.groups)}: it was made "
                 "for other gradients"
             )
             raise ValueError(msg)
-
-
-def _refuse_unfit(rule: Choices, given: Opened, block: Any, state: Any) -> None:
-    """Refuse a state whose fields or shapes do not fit the limit, outside of traced code."""
-    if given.backend.traced(given.first) or not rule.limit.host or block.kept is None:
-        return
-    dtype = np.float32 if block.dtype == given.backend.xp.float32 else np.float64
-    fields, wanted = _state_of(rule.limit, block.kept, dtype)
-    shapes = [tuple(array.shape) for array in state]
-    if state._fields != fields or not all(map(_fits, shapes, wanted)):
-        msg = (
-            f"the state has {', '.join(state._fields)} of shapes {shapes}, which is not a state of {short(rule)}: it "
-            "was made by another rule, or for other gradients"
-        )
-        raise ValueError(msg)
-
-
-@lru_cache(maxsize=256)
-def _state_of(limit: Any, kept: int, dtype: Any) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    """Return the fields of the state of one norm with a number of kept axes of length 1, and their shapes."""
-    context = Context(DEFAULT, [Block(np.zeros((1,) * (1 + kept), dtype), [None])], 0)
-    state = limit.init(context.norms, context)
-    return state._fields, [array.shape for array in state]
-
-
-def _fits(shape: tuple[Any, ...], of_one: tuple[int, ...]) -> bool:
-    """Whether a shape equals that for one norm, up to the number of norms and the lengths of axes."""
-    return len(shape) == len(of_one) and all(one in {1, n} for n, one in zip(shape, of_one, strict=True))
 
 
 def _with_absent(backend: Backend, limit: Any, new: list[Any], old: Sequence[Any]) -> list[Any]:

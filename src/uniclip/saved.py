@@ -24,7 +24,7 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip._values import array_like, array_of, field_of, to_lists
+from uniclip._values import array_like, array_of, to_lists
 from uniclip._version import version
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.labels import Leaves, identity, labels_of, leaves_of, parts_of, shown
@@ -90,7 +90,7 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     TypeError
         If ``saved`` is not a dict.
     ValueError
-        If it belongs to another rule, other leaves or other shapes, or holds anything but finite numbers.
+        If it belongs to another rule, other leaves or other shapes.
 
     Examples
     --------
@@ -178,25 +178,22 @@ def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
     Raises
     ------
     ValueError
-        If it has another format, lacks an entry, belongs to another rule, or a value is NaN or not a number.
+        If it has another format, lacks an entry, or belongs to another rule.
     """
     _refuse_format(saved, anew)
     if not isinstance(saved, dict) or not set(_ENTRIES) <= set(saved) or not isinstance(saved["state"], dict):
         msg = (
-            f"the saved state, {_outline(saved)}, does not say whose norms it holds: {anew}; or, "
+            f"the saved state, {short(saved)}, does not say whose norms it holds: {anew}; or, "
             "if it surely is of this rule and these leaves, load {'rule': None, 'leaves': None, 'state': {name: array}}"
         )
         raise ValueError(msg)
-    ours, theirs, leaves = identity(rule), saved["rule"], saved["leaves"]
-    if not (theirs is None or isinstance(theirs, str)) or not (leaves is None or _are_labels(leaves)):
-        msg = f"the saved state is damaged: its 'rule' has to be a text, its 'leaves' lists of texts; {anew}"
-        raise ValueError(msg)
+    ours, theirs = identity(rule), saved["rule"]
     if theirs not in (ours, None):
         msg = (
             f"the saved state is that of another rule than {short(rule)}: it is of {theirs}, this one of {ours}; {anew}"
         )
         raise ValueError(msg)
-    return Saved(_copied(saved["leaves"]), {name: array_of(name, value) for name, value in saved["state"].items()})
+    return Saved(_copied(saved["leaves"]), {name: array_of(value) for name, value in saved["state"].items()})
 
 
 def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: str) -> Any:
@@ -216,7 +213,7 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
     Raises
     ------
     ValueError
-        If it belongs to other leaves, or if an array is missing, has another shape, or cannot hold its values.
+        If it belongs to other leaves, or if an array is missing or has another shape.
     """
     numbers = saved.values
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
@@ -228,8 +225,7 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
         raise ValueError(msg)
     values = [numbers[name] for name in names]
     backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # a Python bool has no backend
-    every = zip(names, values, arrays, map(field_of, accessors), strict=True)
-    new = [array_like(backend, *one) for one in every]
+    new = [array_like(backend, *one) for one in zip(names, values, arrays, strict=True)]
     return optree.tree_unflatten(spec, new)
 
 
@@ -286,21 +282,6 @@ def of_others(rule: Any, theirs: list[str], ours: list[str], anew: str) -> str:
         f"{', and '.join(what) or 'their norms in another order'}; give the same leaves, or {anew} (if only their "
         "names have changed, give it the new ones by uniclip.saved.renamed)"
     )
-
-
-def _are_labels(leaves: Any) -> bool:
-    """Whether a value has the form that `leaves_of` returns, possibly read from a file."""
-    lists = isinstance(leaves, (list, tuple)) and all(
-        part is None or isinstance(part, (list, tuple)) for part in leaves
-    )
-    return lists and all(isinstance(label, str) for label in labels_of(leaves))
-
-
-def _outline(saved: Any) -> str:
-    """Describe an invalid saved state for an error, without its numbers."""
-    if not isinstance(saved, dict):
-        return f"a {type(saved).__name__}"
-    return f"of {sorted(map(str, saved))[:5]}"
 
 
 def _copied(leaves: Any) -> Any:
