@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from uniclip._repr import short
 from uniclip.agree import joint_of
 from uniclip.ask import Asked, Beside, Step, on_host, opened_params, refuse_shape
 from uniclip.backends import DEFAULT
-from uniclip.backends.arrays import all_of, cast, together
+from uniclip.backends.arrays import all_of, together
 from uniclip.curves import hard, reject
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.leaves import as_row, norm_of_row, row_of
@@ -407,39 +406,13 @@ def _skipped(  # noqa: PLR0913, PLR0917
 
 
 def _known(given: Opened, layout: Layout, step: Step) -> list[Any]:
-    """Return a given norm in the dtype that measuring would give it."""
-    backend = given.backend
-    home = zeros(given, layout)
-    known = [_as_known(backend, step.norm, zero) for zero in home]
-    norms = [cast(backend.xp, zero, norm.dtype) + norm for zero, norm in zip(home, known, strict=True)]
+    """Return a given norm as measuring would return it; refuse an invalid one."""
+    backend, norms = given.backend, []
+    for zero in zeros(given, layout):
+        norm = backend.xp.asarray(step.norm, dtype=zero.dtype)
+        refuse_shape("norm", norm, zero)
+        if backend.readable(norm) and bool(backend.xp.any(norm < 0)):  # NaN is a norm that was measured
+            msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
+            raise ValueError(msg)
+        norms.append(zero + norm)
     return together(backend, norms)
-
-
-def _as_known(backend: Backend, norm: Any, zero: Any) -> Any:
-    """Return a given norm in the dtype of a measured one, or a wider one if it needs that; refuse an invalid one.
-
-    It may be the norm of wider arrays.
-    """
-    array = _in_reach(backend, norm, zero.dtype)
-    refuse_shape("norm", array, zero)
-    if backend.readable(array) and bool(backend.xp.any(array < 0)):  # NaN is a norm that was measured
-        msg = f"norm must be 0 or more, got {short(array) if array.shape else array}"
-        raise ValueError(msg)
-    return array
-
-
-def _in_reach(backend: Backend, norm: Any, dtype: Any) -> Any:
-    """Return a given norm as an array of a dtype, or of a wider one if it needs that."""
-    xp = backend.xp
-    if hasattr(norm, "dtype"):
-        norm = xp.asarray(norm)
-        wide = xp.isdtype(norm.dtype, "real floating")
-        return cast(xp, norm, xp.result_type(dtype, norm.dtype) if wide else dtype)
-    largest = float(xp.finfo(dtype).max)
-    if not largest < norm < math.inf:
-        return xp.asarray(norm, dtype=dtype)
-    wide = xp.result_type(xp.float64, dtype)  # not always wider
-    if wide == dtype:
-        msg = f"norm must be within the range of {dtype}, up to {largest:.3g}, got {short(norm)}"
-        raise ValueError(msg)
-    return xp.asarray(norm, dtype=wide)
