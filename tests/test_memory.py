@@ -203,7 +203,7 @@ def test_a_step_that_is_not_finite(framework: Framework, nonfinite: Any) -> None
 
 
 @on_numpy
-@pytest.mark.parametrize("name", [name for name in RULES if name not in LABELLED])
+@pytest.mark.parametrize("name", RULES)
 def test_a_step_without_gradients(name: str) -> None:
     """It teaches nothing, first or later."""
     clipper, plain, nothing = uc.Clipper(RULES[name]), uc.Clipper(RULES[name]), {"b": None, "none": None, "w": None}
@@ -211,6 +211,26 @@ def test_a_step_without_gradients(name: str) -> None:
         same(train(NUMPY, clipper, [number]), train(NUMPY, plain, [number]))
         assert clipper(nothing) == nothing
     assert clipper.state_dict() == plain.state_dict()
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_gradients_that_are_absent_in_some_steps(framework: Framework, name: str) -> None:
+    """They leave their rows as they were, as in ``rule.update``; a state goes on at such a step, too."""
+    rule, weights = RULES[name], mapped(framework.array, params("float32"))
+    clipper, state = uc.Clipper(rule), rule.init(weights)
+    for number, absent in enumerate((None, "w", None, "b", "w", None)):
+        if number == 4:
+            clipper = loaded(rule, through_json(clipper.state_dict()))
+            if name in {"spam", "own limit", "masked adagc"}:  # which see nothing of the shapes, or nothing at all
+                clipper.init(weights)
+        grads = {key: None if key == absent else leaf for key, leaf in made(framework, number).items()}
+        wanted, state, _ = rule.update(grads, state, weights)
+        found = clipper(grads, weights)
+        assert [key for key in grads if found[key] is None] == [key for key in grads if wanted[key] is None]
+        same([numbers(framework, found)], [numbers(framework, wanted)])
+        assert clipper.state_dict()["state"] == to_dict(rule, state, weights)["state"]
+    with pytest.raises(ValueError, match=r"grads\['w'\]"):
+        clipper({"other" if key == "w" else key: leaf for key, leaf in grads.items()}, weights)
 
 
 def test_parameters_make_the_first_state(framework: Framework) -> None:

@@ -13,12 +13,12 @@ from uniclip._types import Number, T
 from uniclip._values import to_lists
 from uniclip.absent import unknown
 from uniclip.backends import backend_of
-from uniclip.labels import Leaves, labelled, leaves_of, refuse_changed
+from uniclip.labels import Leaves, joined, labelled, leaves_of
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.rules import AnyRule, as_rule
 from uniclip.saved import Saved, from_saved, restored, to_saved
-from uniclip.tree import flatten
+from uniclip.tree import Tree, closed, flatten
 
 _ANEW = "start over with load_state_dict({})"
 
@@ -30,6 +30,8 @@ class _Last(NamedTuple):
     report: Report | None = None
     leaves: Leaves | None = None
     """The leaves of the norms in the state; ``None`` if not known yet."""
+    spec: Any = None
+    """The structure of the gradients that they were read from."""
     loaded: Saved | None = None
     """The loaded state, until the first step."""
 
@@ -97,7 +99,7 @@ class Clipper:
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._last = _Last(state, leaves=self._last.leaves)
+        self._last = self._last._replace(state=state, report=None, loaded=None)
 
     def __call__(
         self,
@@ -143,9 +145,13 @@ class Clipper:
         return self._step(grads, params, joining(all_reduce, shared, self._holder), loss, in_place=True)[1]
 
     def init(self, grads: Any) -> None:
-        """Make the state before the first step, from gradients or from parameters of the same shapes."""
-        leaves = leaves_of(self.rule, flatten(grads))
-        self._last = _Last(self._first(grads, leaves), leaves=leaves)
+        """Make the state before the first step, from gradients or from parameters of the same shapes.
+
+        Parameters that have no gradient in the first step need it in rules with a norm for each row or entry.
+        """
+        tree = flatten(grads)
+        leaves = leaves_of(self.rule, tree)
+        self._last = _Last(self._first(tree, leaves), leaves=leaves)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory of the rule as plain numbers and lists, for any file format and framework.
@@ -199,12 +205,12 @@ class Clipper:
         self.rule, self._last, self._holder = held["rule"], _Last(), _Holder()
         self.load_state_dict(held["saved"])
 
-    def _first(self, grads: Any, leaves: Leaves) -> Any:
-        new, loaded = self.rule.init(grads), self._last.loaded
-        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW)
+    def _first(self, tree: Tree, leaves: Leaves) -> Any:
+        new, loaded = self.rule.init(closed(tree)), self._last.loaded
+        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW, tree)
 
     def _step(self, grads: T, params: Any, all_reduce: Any, loss: Number | None, *, in_place: bool) -> tuple[T, Report]:
-        state, leaves = self._last.state, self._last.leaves
+        state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
         if state is None or labelled(self.rule):
             tree = flatten(grads)
             grads = tree.rebuild(tree.leaves)  # an iterator can be read once
@@ -212,17 +218,19 @@ class Clipper:
                 report = Report()  # nothing to learn, and no framework known
                 self._last = self._last._replace(report=report)
                 return grads, report
-            joined = all_reduce is not None and params is not None  # then there is a norm for every parameter
-            if state is None and not joined and not tree.leaves and self.rule.memory:
+            if all_reduce is not None and params is not None:  # then there is a norm for every parameter
+                tree = flatten(params, "params")
+            elif state is None and not tree.leaves and self.rule.memory:
                 absent = flatten(grads, none_is_leaf=True)
                 raise ValueError(unknown(absent, range(len(absent.leaves))))
-            here = leaves_of(self.rule, flatten(params, "params") if joined else tree)
-            refuse_changed(self.rule, leaves, here)
-            state, leaves = self._first(params if joined else grads, here) if state is None else state, here
+            if leaves is None or spec is None or spec != tree.spec:
+                here = leaves_of(self.rule, tree)
+                leaves, spec = here if leaves is None else joined(self.rule, leaves, here, tree), tree.spec
+            state = self._first(tree, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
-        self._last = _Last(state, report, leaves)
+        self._last = _Last(state, report, leaves, spec)
         return clipped, report
 
     def _refuse_traced(self, state: Any) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
@@ -11,16 +11,17 @@ import numpy as np
 
 from uniclip._repr import short, stable
 from uniclip.combine import Chain, Masked
+from uniclip.layout import label_of
 from uniclip.limits import PerGroup
 from uniclip.norms import Norm
 from uniclip.rules import Rule
-from uniclip.scopes import FanIn, Scope, everything
+from uniclip.scopes import FanIn, Path, Scope, everything
 from uniclip.tree import Tree, place
 
 Leaves: TypeAlias = list[list[str | None] | None]
 """For each rule with memory, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
 
-An absent leaf (``None``), or one that a mask leaves out, is listed as ``None``, since it has its own row.
+A leaf that never had a gradient, or one that a mask leaves out, is listed as ``None``, since it has its own row.
 """
 
 
@@ -62,13 +63,15 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
         return leaves_of(rule.rule, tree.some(rule.chosen(tree)))
     if not labelled(rule):
         return [None]
+    whole = tree.with_none()
+    both = zip(whole.paths(), whole.leaves, strict=True)
     if rule.by_leaf:
-        whole = tree.with_none()
-        both = zip(whole.paths(), whole.leaves, strict=True)
-        return [[None if leaf is None else stable(place("", path)) for path, leaf in both]]
-    groups: dict[Hashable, None] = dict.fromkeys(map(rule.scope.label, tree.paths(), tree.leaves))
-    names: list[str | None] = [*sorted(stable(repr(label)) for label in groups)]
-    return [names]
+        return [[None if leaf is None else _name(path) for path, leaf in both]]
+    groups: dict[str, bool] = {}
+    for path, leaf in both:
+        label = stable(repr(label_of(rule.scope.label, path, leaf, place(tree.name, path))))
+        groups[label] = groups.get(label, False) or leaf is not None
+    return [[label if there else None for label, there in sorted(groups.items())]]
 
 
 def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -87,23 +90,45 @@ def labels_of(leaves: Leaves | None) -> list[str]:
     return [label for part in leaves or () for label in part or () if label is not None]
 
 
-def refuse_changed(rule: Any, known: Leaves | None, here: Leaves) -> None:
-    """Refuse gradients of other leaves or groups than in the previous step."""
-    if known in (None, here):
-        return
+def agree(known: Leaves, here: Leaves, tree: Tree | None = None) -> bool:
+    """Whether the leaves or groups are in the same places, as far as they are named.
+
+    A leaf or group without a gradient has no name here; a leaf that had a name needs a place in the tree.
+    """
+    if [part and len(part) for part in known] != [part and len(part) for part in here]:
+        return False
+    pairs = [pair for a, b in zip(known, here, strict=True) for pair in zip(a or (), b or (), strict=True)]
+    absent = {a for a, b in pairs if a is not None and b is None and _is_leaf(a)}
+    paths = [] if tree is None or not absent else tree.with_none().paths()
+    return absent.issubset(map(_name, paths)) and all(a == b for a, b in pairs if None not in {a, b})
+
+
+def joined(rule: Any, known: Leaves, here: Leaves, tree: Tree) -> Leaves:
+    """Return the names of all leaves that had a gradient in a step; refuse a tree of other leaves or groups."""
+    if agree(known, here, tree):
+        parts = zip(known, here, strict=True)
+        return [a and [one or other for one, other in zip(a, b or (), strict=True)] for a, b in parts]
     others = sorted(set(labels_of(known)) ^ set(labels_of(here)))
-    change = f"{shown(others)} had a gradient at one step and none at another" if others else "their order has changed"
+    change = f"{shown(others)} had a place at one step and none at another" if others else "their order has changed"
     msg = (
-        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same ones, in the same order, "
-        "at every step, zeros if there is no gradient"
+        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, in the same order, "
+        "at every step, with None in the place of a gradient that is absent"
     )
     raise ValueError(msg)
 
 
 def shown(labels: list[str]) -> str:
     """Return leaves and groups as text for an error."""
-    names = [f"grads{label}" if label[:1] in {"", "["} else f"group {label}" for label in labels[:5]]
+    names = [f"grads{label}" if _is_leaf(label) else f"group {label}" for label in labels[:5]]
     return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
+
+
+def _name(path: Path) -> str:
+    return stable(place("", path))
+
+
+def _is_leaf(label: str) -> bool:
+    return label[:1] in {"", "["}
 
 
 def _limit(limit: Any) -> str:

@@ -282,7 +282,7 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
     whole = tree.with_none() if remembers else tree
     groups: dict[Hashable, list[int]] = {}
     for place_, (path, leaf) in enumerate(zip(whole.paths(), whole.leaves, strict=True)):
-        label = place_ if scope.label is None else _label(scope.label, path, leaf, place(tree.name, path))
+        label = place_ if scope.label is None else label_of(scope.label, path, leaf, place(tree.name, path))
         groups.setdefault(label, []).extend([] if leaf is None else [next(numbers)])
     if scope.label is None:
         return groups
@@ -290,7 +290,7 @@ def _groups(tree: Tree, scope: Scope, remembers: bool) -> dict[Hashable, list[in
     return dict(sorted(groups.items(), key=lambda item: stable(repr(item[0]))))
 
 
-def _label(label: Callable[..., Hashable], path: Any, leaf: Any, where: str) -> Hashable:
+def label_of(label: Callable[..., Hashable], path: Any, leaf: Any, where: str) -> Hashable:
     """Return the label of a leaf's group; refuse labels that are unhashable or hold arrays."""
     try:
         found: Any = label(path, leaf)

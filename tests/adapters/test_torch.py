@@ -7,6 +7,7 @@ import gc
 import math
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from adapters.contract import Adapter, checks, kinds, trained, variants
 from kit.training import MOMENTUM, RATE, Arrays, Batch, batches, parts, weights
 from uniclip import insight
 from uniclip.integrations.torch import attach, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
-from uniclip.saved import renamed
+from uniclip.saved import renamed, to_dict
 
 
 class Attached(Adapter):
@@ -243,11 +244,11 @@ def five() -> Any:
     return params_of(torch.tensor([3.0, 4.0]))[0]
 
 
-def layers(frozen: int) -> list[tuple[str, Any]]:
+def layers(frozen: int, first: int = 0) -> list[tuple[str, Any]]:
     """Return the named parameters of three layers, each with a gradient, one of them frozen."""
     params = [five() for _ in range(3)]
     params[frozen].requires_grad_(False).grad = None
-    return [(f"{number}.weight", p) for number, p in enumerate(params)]
+    return [(f"{first + number}.weight", p) for number, p in enumerate(params)]
 
 
 def started(kind: type[Attached], rule: Any, make: Any) -> Any:
@@ -467,21 +468,54 @@ def test_groups_and_names() -> None:
 
 def test_a_state_of_other_layers() -> None:
     """It is refused by name; neither the optimizer nor the rule has changed then, nor if PyTorch refuses the rest."""
-    saving, optimizer, fitting = (Adam(layers(frozen)) for frozen in (1, 2, 1))
+    saving, optimizer, fitting = Adam(layers(1)), Adam(layers(1, first=1)), Adam(layers(2))
     source, handle, other = (attach(one, uc.adagc()) for one in (saving, optimizer, fitting))
     saving.step()
     saved, first = saving.state_dict(), (handle.numbers(), other.numbers())
-    with pytest.raises(ValueError, match=r"1\.weight(.|\n)*2\.weight|2\.weight(.|\n)*1\.weight"):
+    with pytest.raises(ValueError, match=r"0\.weight(.|\n)*3\.weight|3\.weight(.|\n)*0\.weight"):
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match="parameter groups"):
         fitting.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
     assert (handle.numbers(), other.numbers()) == first
     assert not optimizer.state
     assert not fitting.state
-    fitting.load_state_dict(saved)
+    fitting.load_state_dict(saved)  # in which another layer is frozen
     saved["uniclip"]["state"]["averages"].fill_(7.0)  # what was saved is a copy, and what was loaded too
-    assert other.numbers() == source.numbers() != first[1]
+    assert other.numbers()["state"] == source.numbers()["state"] != first[1]["state"]
     assert 7.0 not in source.numbers()["state"]["averages"]
+
+
+REMEMBERING: dict[str, Any] = {
+    "leaves": uc.adagc(warmup=1),
+    "groups": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[1] == "1.weight")),
+    "entries": uc.spam(),
+    "masked": uc.masked(uc.norm_growth(), lambda path, leaf: path[1] != "0.weight"),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_absent_gradients(name: str) -> None:
+    """In steps without a gradient, as of a layer frozen for a while, a parameter and its memory stay as they were."""
+    rule, named = REMEMBERING[name], [(f"{number}.weight", five()) for number in range(3)]
+    optimizer = SGD(named, lr=1.0)
+    handle, state = attach(optimizer, rule), rule.init([OrderedDict(named)])
+    wanted = OrderedDict((key, torch.zeros(2)) for key, _ in named)
+    for absent, size in ((None, 1.0), ("1.weight", 4.0), ("2.weight", 0.5), (None, 9.0)):
+        grads = OrderedDict((key, None if key == absent else torch.tensor([3.0 * size, 4.0])) for key, _ in named)
+        (clipped,), state, _ = rule.update([grads], state, [wanted])
+        wanted = OrderedDict((key, p if clipped[key] is None else p - clipped[key]) for key, p in wanted.items())
+        for key, p in named:
+            p.grad = None if grads[key] is None else grads[key].clone()
+            p.requires_grad_(key != absent or name == "entries")  # frozen ones would have no rows at first
+        if absent == "2.weight":
+            again = SGD(named, lr=1.0)
+            saved = optimizer.state_dict()
+            handle.remove()
+            handle, optimizer = attach(again, rule), again
+            optimizer.load_state_dict(saved)
+        optimizer.step()
+        torch.testing.assert_close([p.detach() for _, p in named], list(wanted.values()))
+    assert handle.numbers()["state"] == to_dict(rule, state, [OrderedDict(named)])["state"]
 
 
 def test_a_state_dict_in_two_parts() -> None:

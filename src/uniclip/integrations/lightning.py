@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _ENGINES = {"DeepSpeedStrategy"}
 """The strategies that shard gradients into plain tensors; pytorch_lightning has others with these names."""
-_KEY = "uniclip"
-"""The key of the states of the rules in a checkpoint, by optimizer, if its optimizers omit them."""
 _OF_MODULE = {"log", "log_dict"}
 """The methods of the module that Lightning sets on each callback when it fits; the whole model hangs on them."""
 
@@ -70,8 +68,7 @@ class ClipGradients(Callback):
 
     Notes
     -----
-    The state of a rule with memory is in the checkpoint, in the state of its optimizer or, where the strategy saves
-    only PyTorch's part of that, beside it. The optimizers stay clipped after ``fit``, so that
+    The state of a rule with memory is in the checkpoint, as that of this callback. The optimizers stay clipped after ``fit``, so that
     ``trainer.save_checkpoint`` still finds the state there.
 
     Logged after each step are ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
@@ -99,12 +96,11 @@ class ClipGradients(Callback):
         )
         refuse_record(record, all_reduce)
         self.all_reduce, self.shared, self.record = all_reduce, shared, record
-        self._loss_of = -1
         self.handles: list[Attached] = []
         self._numbers: list[int] = []
         self._names: list[str] = []
         self._logged: list[Any] = []
-        self._loaded: dict[int, Any] = {}
+        self._loaded: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         """Return the rules, and their numbers of steps."""
@@ -114,6 +110,10 @@ class ClipGradients(Callback):
         """Return the state of a copy or a pickle: the rules, without hooks in optimizers."""
         kept = {name: value for name, value in vars(self).items() if name not in _OF_MODULE}
         return kept | {"handles": [], "_numbers": [], "_names": [], "_logged": [], "_loaded": {}}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Forget what an evaluation has loaded."""
+        self._loaded = {}
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizers, which exist by now but are not yet loaded."""
@@ -135,13 +135,15 @@ class ClipGradients(Callback):
         self._numbers = chosen
         self._names = [f"/{number}" if len(optimizers) > 1 else "" for number in chosen]
         self._logged = [None] * len(chosen)
-        self._restore()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Let the recorder continue at the step of the checkpoint, if there is one."""
+        """Go on from the checkpoint, if there is one."""
+        loaded, self._loaded = self._loaded, {}
+        for number, handle in zip(self._numbers, self.handles, strict=True):
+            if str(number) in loaded and handle.rule.memory:
+                handle.load_state_dict(loaded[str(number)])
         if self.record is not None:
             self.record.resume(trainer.global_step)
-            self._loss_of = -1
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # noqa: ARG002
         """Omit the numbers of steps that a loss scale skipped."""
@@ -150,35 +152,18 @@ class ClipGradients(Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:  # noqa: ARG002
         """Add up the losses of a step's batches, which Lightning has divided by their number."""
-        if self.record is None or getattr(trainer.precision_plugin, "scaler", None) is not None:
-            return
-        before = self.record.loss if self._loss_of == trainer.global_step else None
-        self.record.loss = loss.detach().clone() if before is None else before + loss.detach()
-        self._loss_of = trainer.global_step
+        if self.record is not None and getattr(trainer.precision_plugin, "scaler", None) is None:
+            before = self.record.loss
+            self.record.loss = loss.detach().clone() if before is None else before + loss.detach()
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Save the states that the strategy omits from those of the optimizers; every process takes part."""
-        saved = checkpoint["optimizer_states"]
-        missing = {
-            number: _whole(handle.state_dict())
-            for number, handle in zip(self._numbers, self.handles, strict=True)
-            if handle.rule.memory and _KEY not in saved[number]
-        }
-        if missing:
-            checkpoint[_KEY] = missing
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the rules by the numbers of their optimizers, as strategies omit them from theirs."""
+        pairs = zip(self._numbers, self.handles, strict=True)
+        return {str(number): _whole(handle.state_dict()) for number, handle in pairs if handle.rule.memory}
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Restore states saved in that way, now or as soon as there are optimizers."""
-        if trainer.state.fn == "fit":
-            self._loaded = checkpoint.get(_KEY, {})
-            if trainer.strategy.restore_checkpoint_after_setup:
-                self._restore()
-
-    def _restore(self) -> None:
-        loaded, self._loaded = self._loaded, {}
-        for number, handle in zip(self._numbers, self.handles, strict=True):
-            if number in loaded and handle.rule.memory:
-                handle.load_state_dict(loaded[number])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states of a checkpoint until there are optimizers, which are loaded later."""
+        self._loaded = state_dict
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the reports of the steps that this batch took."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 
 from uniclip.backends.dtensor import is_dtensor
-from uniclip.integrations.torch.optimizer import Attached, attached
+from uniclip.integrations.torch.optimizer import Attached, attach
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
@@ -28,7 +28,6 @@ _ENGINES = {"DEEPSPEED", "MEGATRON_LM"}
 """The kinds of distributed training whose gradients are parts that tensors do not describe."""
 _KEY = "uniclip"
 """The key of the rule's state in ``trainer_state.json``, among the states of callbacks."""
-_ANEW = f"start over by deleting {_KEY!r} from stateful_callbacks in the checkpoint's trainer_state.json"
 
 
 class ClipGradients(TrainerCallback):
@@ -148,20 +147,13 @@ class ClipGradients(TrainerCallback):
         self._detach()  # if the previous training failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer, self.rule)
-        self.handle = attached(optimizer, self.rule, self.all_reduce, self.shared, self.record)
+        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record)
         _refuse_parts(self.handle)
         self._seen, self._last, self._sums, self._largest, self._steps = None, {}, {}, None, 0
-        saved = state.stateful_callbacks.get(_KEY)
+        saved = state.stateful_callbacks.get(_KEY) or self._loaded
         if self.rule.memory:
-            if saved is not None:
-                self.handle.load_state_dict(saved, anew=_ANEW)
-            elif self._loaded:
-                self.handle.load_state_dict(self._loaded)
-            elif state.global_step:
-                msg = (
-                    f"the checkpoint, saved without the callback, has no state of {short(self.rule)}, which starts over"
-                )
-                warnings.warn(msg, UserWarning, stacklevel=3)
+            if saved or not state.global_step:  # else it warns, at the first step
+                self.handle.load_state_dict(saved)
             state.stateful_callbacks[_KEY] = _Snapshot(self.handle)
         self._loaded = {}
         if self.record is not None:

@@ -23,7 +23,7 @@ from uniclip.integrations.torch.layout_report import (
     problems_of,
 )
 from uniclip.integrations.torch.optimizer import attach
-from uniclip.integrations.torch.processes import refuse_inner, several
+from uniclip.integrations.torch.processes import several
 from uniclip.rules import AnyRule
 from uniclip.scopes import Path
 from uniclip.tree import flatten, place
@@ -167,11 +167,7 @@ def _as_it_runs(optimizer: Any, rule: Any, all_reduce: Any, shared: Any) -> Foun
         )
     still = _Still(groups, {})
 
-    def attached() -> Any:
-        refuse_inner(optimizer)
-        return attach(still, rule, all_reduce, shared)
-
-    handle, refusal = _tried(attached)
+    handle, refusal = _tried(lambda: attach(still, rule, all_reduce, shared))
     if any(gathered(refusal)):  # one that refuses takes no step, and the others would wait for it
         return {}, refusal
     _, refusal = _tried(still.step)

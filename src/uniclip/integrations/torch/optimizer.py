@@ -3,50 +3,48 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from uniclip._checks import refuse_in_step
+from uniclip._checks import check, refuse_in_step
 from uniclip._repr import counted, short
 from uniclip._types import Number
+from uniclip._values import to_lists
+from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.base import RuleLike
 from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
-from uniclip.integrations.torch.checks import (
-    Optimizer,
-    has_stepped,
-    initializing,
-    probe,
-    refuse_optimizer,
-    unwrapped,
-)
+from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.integrations.torch.memory import ORDER, Memory
-from uniclip.integrations.torch.processes import of_all, of_any, refuse_inner, refuse_parts, refuse_unnamed, several
-from uniclip.labels import labelled, leaves_of, refuse_changed
+from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
+from uniclip.labels import leaves_of
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, clip_known, measured, norm_of, seen
-from uniclip.scopes import all_leaves
+from uniclip.rules import AnyRule, seen
+from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-_FOLDING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad}
-"""The optimizers whose fused kernels divide the gradients by ``optimizer.grad_scale``, and write them back."""
-_DIVIDED = {torch.float32, torch.bfloat16, torch.float16}
-"""The dtypes that lose no accuracy by it: ``grad_scale`` is float32."""
-_TINY = 1.2e-38
-"""The smallest normal float32; kernels may flush smaller numbers to 0."""
+_SKIPPING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
+"""The optimizers whose fused kernels skip a step by themselves, if ``optimizer.found_inf`` is 1.
+
+That of SGD leaves its momentum uninitialized in a first step that is skipped.
+"""
+_KEY = "uniclip"
+"""The key of the rule's state in a ``state_dict``."""
+_ANEW = "start over with load_state_dict({}) of the handle"
+_LARGE = 2**16
+"""The largest array saved as a list; making and pickling longer lists takes minutes, a tensor takes a second."""
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code of PyTorch that runs the hooks around a step."""
 
@@ -65,8 +63,7 @@ def attach(
 
     All parameter groups are clipped together, in place, and only when a step is taken, so accumulated gradients are
     clipped once. With a ``torch.amp.GradScaler`` the norms are those of the unscaled gradients, whether ``unscale_``
-    was called or not. Fused optimizers (``fused=True``) multiply by the factor inside their own kernel, if all
-    gradients share one factor.
+    was called or not.
 
     Parameters
     ----------
@@ -94,19 +91,18 @@ def attach(
     Raises
     ------
     TypeError
-        If ``optimizer`` is not an optimizer, or ``rule`` not a rule; or if a function in the rule needs names of
-        parameters that the optimizer does not know.
+        If ``optimizer`` is not an optimizer, or ``rule`` not a rule.
     ValueError
         If the optimizer already has a rule, or is differentiable. With several processes, if the parameters are those
-        of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, if the optimizer is inside a
-        ``ZeroRedundancyOptimizer``, or if ``all_reduce`` would join norms of leaves without names. At the first step,
-        if the processes have different rules, or leaves that are neither parts of the same leaves nor distinct.
+        of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, or if ``all_reduce`` would join norms of leaves
+        without names. At the first step, if the processes have different rules, or leaves that are neither parts of the
+        same leaves nor distinct.
 
     Warns
     -----
     UserWarning
-        If a rule with memory is attached to an optimizer that has taken steps or loaded a state without it; and at a
-        step, if a ``state_dict`` without the state of the rule was loaded.
+        At a step of a rule with memory, if the optimizer had taken steps before it was attached, or loaded a
+        ``state_dict`` without the state of the rule.
 
     Notes
     -----
@@ -130,25 +126,10 @@ def attach(
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    handle = attached(optimizer, rule, all_reduce, shared, record)
-    if handle.rule.memory and has_stepped(unwrapped(optimizer)):
-        msg = (
-            f"the optimizer has taken steps, or loaded a state, without {short(handle.rule)}, which starts over: to go "
-            f"on from a checkpoint {ORDER}"
-        )
-        warnings.warn(msg, UserWarning, stacklevel=2)
-    return handle
-
-
-def attached(
-    optimizer: Any, rule: AnyRule, all_reduce: Any = None, shared: Shared | None = None, record: Recorder | None = None
-) -> Attached:
-    """Attach a rule as `attach` does, also to an optimizer in use, for callers that restore its state themselves."""
     refuse_optimizer(optimizer, rule)
     optimizer = unwrapped(optimizer)
     rule, joins = rule_for_steps(rule), joining(all_reduce, shared, object())
     refuse_in_step(joins)
-    refuse_inner(optimizer)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
         raise ValueError(msg)
@@ -162,7 +143,7 @@ def attached(
     return Attached(optimizer, rule, joins, record)
 
 
-class Attached(Memory):
+class Attached:
     """The handle that `attach` returns.
 
     Examples
@@ -179,6 +160,11 @@ class Attached(Memory):
     >>> handle.remove()
     """
 
+    rule: RuleLike
+    record: Recorder | None
+    """The recorder of the steps, if any."""
+    state: Any
+    """The state of the rule."""
     report: Report | None = None
     """The `uniclip.Report` of the last step, with the norms of unscaled gradients; ``None`` before the first step."""
     loss: Number | None = None
@@ -191,20 +177,19 @@ class Attached(Memory):
         self._all_reduce = all_reduce
         self._optimizer = optimizer
         self._steps = 0
-        self._changed: dict[str, Any] = {}
         self._hidden: list[tuple[Any, Any]] = []
-        self._unreal = False
+        self._flagged = False
+        self._loading: Any = None
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
-        self._required = [p.requires_grad for p in self._params()]
-        tree = self._known_tree()
-        probe(rule, tree)
+        # Whether the optimizer knows more than the rule; optimizers without a count of steps have no state at first.
+        used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
+        self._forgotten = rule.memory and used
+        self._first()
         if record is not None:
             every = self._tree(lambda p: p.detach())
             record.describe(rule, flatten(every if len(every) > 1 else every[0]))
             record.holder = ref(self)
-        self.state = self._first()
-        self._leaves = leaves_of(rule, flatten(tree))
-        eager = torch.compiler.disable  # a compiled step would not see the attributes that are set for it
+        eager = torch.compiler.disable  # a compiled step would not see what is set for it
         self._hooks = [
             optimizer.register_step_pre_hook(eager(self._before)),
             optimizer.register_step_post_hook(eager(self._after)),
@@ -213,7 +198,6 @@ class Attached(Memory):
             optimizer.register_load_state_dict_post_hook(self._take),
         ]
         _rules[optimizer] = rule
-        self._watch()
 
     def __repr__(self) -> str:
         """Return the rule, the optimizer, and the number of steps."""
@@ -251,6 +235,74 @@ class Attached(Memory):
             some = OrderedDict((names.get(id(p), str(number)), p.detach()) for number, p in enumerate(self._params()))
             self.record.describe(self.rule, flatten(some))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule's memory, in the format of `uniclip.Clipper.state_dict`, but with large arrays as tensors.
+
+        Arrays of up to 65,536 numbers are lists or numbers. The handle is a ``Stateful`` of
+        ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "optimizer": ..., "clipping": handle})``.
+
+        Returns
+        -------
+        dict
+            Empty for a rule without memory.
+        """
+        return self._saved(partial(_plain, large=_LARGE)) if self.rule.memory else {}
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the same as `state_dict` as plain numbers and lists, whatever their number, for JSON."""
+        return self._saved(_plain) if self.rule.memory else {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore a memory saved by any integration and framework, as numbers and lists or as arrays.
+
+        Parameters
+        ----------
+        saved : dict
+            An empty dict starts over.
+
+        Raises
+        ------
+        TypeError
+            If ``saved`` is not a dict.
+        ValueError
+            If it belongs to another rule or other parameters, or holds anything but finite numbers.
+        """
+        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
+        if saved:
+            self.state = self._restored(saved)
+        else:
+            self._first()
+        self._forgotten = False
+
+    def _first(self) -> None:
+        """Make the state before the first step, in which frozen parameters have rows without entries."""
+        tree = self._known()
+        self.state, self._leaves = self.rule.init(tree), leaves_of(self.rule, flatten(tree))
+
+    def _saved(self, convert: Callable[[Any], Any]) -> dict[str, Any]:
+        return to_saved(self.rule, self._leaves, self.state, convert)
+
+    def _restored(self, saved: Any) -> Any:
+        found = from_saved(saved, self.rule, _ANEW)
+        return restored(found, self.rule, self._leaves, self.state, _ANEW, flatten(self._known()))
+
+    def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
+        if self.record is not None:
+            self.record.flush()
+        if self.rule.memory:
+            state_dict[_KEY] = self._saved(lambda array: array.detach().clone())  # torch.load loads no other classes
+
+    def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
+        """Check a state, before the optimizer changes, which may still refuse the rest."""
+        there = self.rule.memory and _KEY in state_dict
+        self._loading = self._restored(state_dict[_KEY]) if there else None
+
+    def _take(self, _: Any) -> None:
+        """Restore the loaded state, now that the optimizer has accepted the rest."""
+        self._forgotten = self.rule.memory and self._loading is None
+        if self._loading is not None:
+            self.state, self._loading = self._loading, None
+
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip before a step; also the gradients of a closure, each time the step calls it."""
         if self._nested():
@@ -258,8 +310,7 @@ class Attached(Memory):
         self._hidden.clear()
         self._restore()  # if the previous step failed
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        self._unreal = closure is None and (len(args) > 1 or "closure" in kwargs) and initializing()
-        if self._unreal:
+        if closure is None and "closure" in kwargs and self._initializes():
             return None
         self._warn()
         if "grad_scaler" in kwargs:
@@ -272,11 +323,25 @@ class Attached(Memory):
         clipped = partial(self._evaluate, closure, given)
         return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
 
+    def _initializes(self) -> bool:
+        """Whether a step makes the state only, as ``torch.distributed.checkpoint`` does, with rates of 0."""
+        return not any(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
+
+    def _warn(self) -> None:
+        """Warn that the rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
+        if self._forgotten:
+            msg = (
+                f"the optimizer goes on from steps, or a state_dict, with no state of {short(self.rule)}, which goes on "
+                "with what it has seen by itself: attach the rule first, then optimizer.load_state_dict(saved), and "
+                "save it with the rule attached; torch.distributed.checkpoint saves it beside the optimizer: "
+                '{"optimizer": ..., "clipping": handle}'
+            )
+            warnings.warn(msg, UserWarning, stacklevel=4)
+        self._forgotten = False
+
     def _after(self, *_: Any) -> None:
         if not self._nested():
             self._restore()
-            if self._unreal:
-                self._watch()
 
     def _nested(self) -> bool:
         """Whether the step is part of another one, as a class that calls ``super().step()`` runs the hooks twice."""
@@ -293,170 +358,82 @@ class Attached(Memory):
         self._clip(given if loss is None else loss)
         return loss
 
+    @torch.no_grad()
     def _clip(self, loss: Any) -> None:
-        found = [(p, grad) for p, grad in ((p, grad_of(p)) for p in self._params()) if grad is not None]
-        given = loss
-        params, grads = [p for p, _ in found], list({id(grad): grad for _, grad in found}.values())
+        params, tree = self._params(), self._tree(grad_of)
+        grads = {id(grad): grad for group in tree for grad in group.values() if grad is not None}
+        device, given = next((p.device for p in params), None), loss
         if several():
             looked_at = looks_at_loss(self.rule)
-            loss = of_all(loss, next((p.device for p in self._params()), None), looked_at=looked_at)
+            loss = of_all(loss, device, looked_at=looked_at)
             if looked_at:
                 loss()  # also without any gradient, or other processes would wait
         if not grads and self._all_reduce is None:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        found_inf = of_any(found_inf, self._all_reduce, next((p.device for p in self._params()), None))
+        found_inf = of_any(found_inf, self._all_reduce, device)
         policy = getattr(self.rule, "nonfinite", None)
         # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under these policies.
         if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
-            self._hide(params)  # GradScaler skips this step
+            self._hide()  # GradScaler skips this step
             return
-        fused = type(self._optimizer) in _FOLDING and all(g["fused"] for g in self._optimizer.param_groups)
-        one_factor = isinstance(self.rule, Rule) and self.rule.scope == all_leaves and policy != "zero"
-        with torch.no_grad():
-            alone = self._all_reduce is None  # otherwise processes have to take the same branch
-            if alone and fused and one_factor and len(grads) == len(params) and all(map(_divided, grads)):
-                leaves = self._fold(grads, scale, loss)
-            else:
-                leaves = self._scale(params, grads, scale, loss)
+        if scale is not None:
+            self._unscale(list(grads.values()), scale)
+        every, leaves = self._tree(lambda p: p), []
+        if self.record is not None and self.record.leaves:
+            _, self.state, self.report, row = seen(self.rule, tree, self.state, every, in_place=True, loss=loss)
+            leaves = [row]
+        else:
+            _, self.state, self.report = self.rule.update(
+                tree, self.state, every, self._all_reduce, in_place=True, loss=loss
+            )
         self._steps += 1
-        if self.record is not None and self.report is not None:
-            places = self._places(params) if leaves else None
+        if self.record is not None:
+            places = [number for number, p in enumerate(params) if p.grad is not None] if leaves else None
             given = given if self.record.loss is None else None  # a trainer knows the loss of all accumulated batches
             self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
-        skipped = None if self.report is None else self.report.skipped
-        if skipped is not None:
-            self._skip(skipped, params, found_inf, fused=fused)
-
-    def _places(self, params: list[Any]) -> list[int]:
-        """Return the numbers of the parameters whose leaves are recorded; refuse others than at the first step."""
-        some, every = set(map(id, params)), self._params()
-        if len(every) != len(self._required):
-            msg = (
-                f"record names the leaves of {len(self._required)} parameters, and the optimizer has {len(every)}: "
-                "after add_param_group, remove() this handle and attach with a new recorder"
-            )
-            raise ValueError(msg)
-        return [number for number, p in enumerate(every) if id(p) in some]
-
-    def _fold(self, grads: list[Any], scale: Any, loss: Any) -> list[Any]:
-        """Let the fused kernel multiply by the factor, as it divides by ``grad_scale``. Return the norms of leaves."""
-        tree, params = self._tree(grad_of), self._tree(lambda p: p)
-        norm = None
-        if scale is not None:
-            scaled = norm_of(tree, self.rule.scope, self.rule.norm)
-            norm = scaled / scale.to(scaled.device)
-        self.state, self.report, leaves = measured(
-            self.rule, tree, self.state, params, norm=norm, loss=loss, leaves=self._sees_leaves
-        )
-        self._fold_factor(self.report, grads, scale)
-        if leaves is None:
-            return []
-        return [leaves if scale is None else BACKEND.xp.asarray(leaves) / scale]
-
-    def _fold_factor(self, report: Report, grads: list[Any], scale: Any) -> None:
-        """Set the divisor of the fused kernel."""
-        factor = report.factors
-        divisor = factor.reciprocal() if scale is None else scale.to(factor.device) / factor
-        known = BACKEND.readable(factor)
-        if known and not bool(report.clipped):
-            return
-        if not known or all(_TINY < float(one) < 1 / _TINY for one in (factor, divisor)):
-            self._set("grad_scale", divisor)
-        else:  # kernels cannot divide by some values, such as 0, NaN or 1e-40
-            self._unscale(grads, scale)
-            rule = replace(self.rule, limit=report.limits)
-            clip_known(rule, grads, report.norms, in_place=True)
+        if self.report.skipped is not None:
+            self._skip(self.report.skipped, found_inf)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
-        """Divide by the divisor of a fused kernel."""
-        if scale is not None:
-            self._set("grad_scale", None)
-            for grad in grads:
-                grad.div_(scale.to(grad.device))
-
-    def _scale(self, params: list[Any], grads: list[Any], scale: Any, loss: Any) -> list[Any]:
-        """Clip in place, after dividing by the divisor of a fused kernel. Return the norms of leaves."""
-        if self._all_reduce is None:  # otherwise there is a norm for every parameter
-            if self.rule.by_leaf:
-                self._same(params)
-            elif labelled(self.rule):
-                self._same_groups()
-        if scale is not None and any(grad.dtype is torch.float16 for grad in grads):
+        """Divide by the scale of a GradScaler, as a fused kernel would do later."""
+        if any(grad.dtype is torch.float16 for grad in grads):
             msg = (
-                f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep the parameters "
-                "in float32 under autocast, or clip by a rule with one factor for all, such as uc.by_global_norm"
+                f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep the parameters in "
+                "float32 under autocast"
             )
             raise ValueError(msg)
-        self._unscale(grads, scale)
-        tree, every = self._tree(grad_of), self._tree(lambda p: p)
-        if self._sees_leaves:
-            _, self.state, self.report, leaves = seen(self.rule, tree, self.state, every, in_place=True, loss=loss)
-            return [leaves]
-        _, self.state, self.report = self.rule.update(
-            tree, self.state, every, self._all_reduce, in_place=True, loss=loss
-        )
-        return []
+        self._optimizer.grad_scale = None  # GradScaler sets it before each step
+        for grad in grads:
+            grad.div_(scale.to(grad.device))
 
-    @property
-    def _sees_leaves(self) -> bool:
-        return self.record is not None and bool(self.record.leaves)
-
-    def _same(self, params: list[Any]) -> None:
-        """Refuse gradients of other parameters than those in the state, whose rows are in their order."""
-        known = self._known()
-        if [id(p) for p in params] != [id(p) for p in known]:
-            msg = (
-                f"{short(self.rule)} remembers each of the {len(known)} parameters that required a gradient when "
-                f"it was attached, but {len(params)} have one, or others do; freeze a parameter that gets none "
-                "(requires_grad_(False)) and add new ones before you attach"
-            )
-            raise ValueError(msg)
-
-    def _same_groups(self) -> None:
-        """Refuse gradients of other groups than those in the state, whose rows are in their order."""
-        refuse_changed(self.rule, self._leaves, leaves_of(self.rule, flatten(self._tree(grad_of))))
-
-    def _skip(self, skipped: Any, params: list[Any], found_inf: Any, *, fused: bool) -> None:
+    def _skip(self, skipped: Any, found_inf: Any) -> None:
         """Skip a step, as the rule demands."""
-        # The fused SGD leaves its momentum uninitialized in a first step that is skipped.
-        if fused and not BACKEND.readable(skipped) and not isinstance(self._optimizer, torch.optim.SGD):
+        optimizer = self._optimizer
+        fused = type(optimizer) in _SKIPPING and all(group["fused"] for group in optimizer.param_groups)
+        if fused and not BACKEND.readable(skipped):
             flag = skipped.to(torch.float32)
-            self._set("found_inf", flag if found_inf is None else torch.maximum(flag, found_inf.to(flag.device)))
+            self._flagged = found_inf is None
+            optimizer.found_inf = flag if self._flagged else torch.maximum(flag, found_inf.to(flag.device))
         elif bool(skipped):
-            self._hide(params)
+            self._hide()
 
-    def _hide(self, params: list[Any]) -> None:
+    def _hide(self) -> None:
         """Hide the gradients until the step is over, since optimizers skip parameters without one."""
-        self._hidden = [(p, p.grad) for p in params]
-        for p in params:
+        self._hidden = [(p, p.grad) for p in self._params()]
+        for p, _ in self._hidden:
             p.grad = None
 
-    def _set(self, name: str, value: Any) -> None:
-        """Set an attribute of the optimizer until the step is over."""
-        self._changed.setdefault(name, vars(self._optimizer).get(name, self))
-        setattr(self._optimizer, name, value)
-
     def _restore(self) -> None:
-        for name, old in self._changed.items():
-            setattr(self._optimizer, name, old)
-            if old is self:  # there was none
-                delattr(self._optimizer, name)
+        if self._flagged:
+            del self._optimizer.found_inf
         for p, grad in self._hidden:
             p.grad = grad
-        self._changed, self._hidden = {}, []
-
-    def _first(self) -> Any:
-        return self.rule.init(self._known_tree())
-
-    def _known_tree(self) -> list[Any]:
-        """Return the parameters that the state belongs to."""
-        known = set(map(id, self._known()))
-        return self._tree(lambda p: p.detach() if id(p) in known else None)
+        self._flagged, self._hidden = False, []
 
     def _known(self) -> list[Any]:
-        """Return the parameters that required a gradient, by position; Accelerate replaces those of FSDP2."""
-        return [p for p, required in zip(self._params(), self._required, strict=False) if required]
+        """Return the parameters, without those that are frozen."""
+        return self._tree(lambda p: p.detach() if p.requires_grad else None)
 
     def _params(self) -> list[Any]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -472,6 +449,8 @@ class Attached(Memory):
         return trees
 
 
-def _divided(grad: Any) -> bool:
-    """Whether a fused kernel can divide the gradient as accurately as uniclip."""
-    return type(grad) is torch.Tensor and grad.layout is torch.strided and grad.dtype in _DIVIDED
+def _plain(array: Any, large: float = math.inf) -> Any:
+    """Return a tensor as numbers, or as a new tensor if it is large."""
+    if array.numel() > large:
+        return array.detach().clone()
+    return to_lists(array.full_tensor() if is_dtensor(array) else array)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -82,33 +80,6 @@ def refuse_unnamed(rule: Any, param_groups: Any) -> None:
 def _each_leaf(rule: Any) -> bool:
     label = getattr(getattr(rule, "scope", everything), "label", everything)
     return label is None or any(map(_each_leaf, inside(rule)))
-
-
-def refuse_inner(optimizer: Any) -> None:
-    """Refuse an optimizer whose hooks do not run, and one inside another that gives it only some of the parameters."""
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        inner = getattr(optimizer, "optim", None)
-        fix = (
-            "attach to the optimizer inside, its .optim" if isinstance(inner, torch.optim.Optimizer) else "use uc.clip_"
-        )
-        msg = f"{type(optimizer).__qualname__} runs no hooks before its step: {fix}"
-        raise TypeError(msg)
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None or not several():
-        return
-    if any(vars(one).get("optim") is optimizer for one in _alive(module.ZeroRedundancyOptimizer)):
-        msg = (
-            f"this {type(optimizer).__qualname__} is the one inside a ZeroRedundancyOptimizer, and has the parameters "
-            "of this process only, so that each would clip by another norm: attach to the outer one"
-        )
-        raise ValueError(msg)
-
-
-def _alive(kind: type) -> list[Any]:
-    """Return all objects of a class; to look at the classes that there are is faster than to look at the objects."""
-    objects = gc.get_objects()
-    kinds = {one for one in set(map(type, objects)) if issubclass(one, kind)}
-    return [one for one in objects if type(one) in kinds] if kinds else []
 
 
 def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
