@@ -196,7 +196,7 @@ def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
     return Saved(_copied(saved["leaves"]), {name: array_of(value) for name, value in saved["state"].items()})
 
 
-def restored(  # noqa: PLR0913
+def restored(  # noqa: PLR0913, PLR0917
     saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: str, tree: Tree | None = None
 ) -> Any:
     """Return a saved state in arrays like those of a state before the first step.

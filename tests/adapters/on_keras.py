@@ -101,12 +101,11 @@ def as_by_hand(made: Any, hand: ByHand) -> None:
 
 
 def in_replicas(made: Any, hand: ByHand) -> None:
-    """Require this of both replicas, whose copies are the same; those of accumulated gradients are addends."""
+    """Require this of both replicas, whose copies are the same."""
     as_by_hand(made, hand)
     for variable in [*made.weights, *made.optimizer.variables]:
-        if "accumulator" not in variable.path:
-            first, second = (np.asarray(copy) for copy in variable.value.values)
-            np.testing.assert_array_equal(first, second, err_msg=variable.path)
+        first, second = (np.asarray(copy) for copy in variable.value.values)
+        np.testing.assert_array_equal(first, second, err_msg=variable.path)
 
 
 @cache

@@ -35,6 +35,7 @@ from adapters.on_keras import (
     values,
 )
 from kit.training import MOMENTUM, RATE, Arrays, Batch, parts, weights
+from uniclip import insight
 from uniclip.integrations.keras import ClippedOptimizer, LogClipping
 from uniclip.saved import renamed
 
@@ -204,7 +205,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scaling": (lambda: clipped(SGD(loss_scale_factor=4.0)), ValueError, "loss_scale_factor=4"),
     "no numbers": (lambda: fit(compiled(sgd()), FINITE, LogClipping()), TypeError, "ClippedOptimizer"),
     "not built": (lambda: clipped(SGD()).apply([keras.ops.ones(2)]), ValueError, "build"),
-    "too few": (lambda: clipped(SGD()).apply([keras.ops.ones(2)], Net().trainable_variables), ValueError, "3"),
+    "too few": (lambda: clipped(SGD()).apply([keras.ops.ones(2)], Net().trainable_variables), ValueError, "shorter"),
+    "no window": (lambda: LogClipping(every=0), ValueError, "every"),
+    "no recorder": (lambda: LogClipping(record="run.jsonl"), TypeError, "record"),
 }
 
 
@@ -318,17 +321,67 @@ def test_debugger() -> None:
 
 
 @on_tensorflow
-@pytest.mark.parametrize("micro", [1, 2])
-def test_replicas(micro: int) -> None:
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")  # which is what is tested
+def test_gradients_that_are_absent_in_some_steps() -> None:
+    """They leave variables and their memory as they were, as in ``rule.update`` with `None`."""
+    rule, made = uc.chain(uc.adagc(warmup=1), uc.spam()), Net()
+    optimizer = ClippedOptimizer(SGD(1.0), rule)
+    optimizer.build(made.trainable_variables)
+    state, wanted = rule.init(weights()), weights()
+    for absent, size in ((None, 1.0), ("b", 4.0), ("table", 0.5), (None, 9.0)):
+        grads = {name: None if name == absent else size * array for name, array in weights().items()}
+        update, state, _ = rule.update(grads, state, wanted)
+        wanted = {name: w if update[name] is None else w - update[name] for name, w in wanted.items()}
+        optimizer.apply([grads[variable.name] for variable in made.trainable_variables])
+        same(values(made.trainable_variables), [wanted[v.name] for v in made.trainable_variables], rtol=2e-6)
+
+
+WINDOWS = {"tensorflow": {"steps_per_execution": 2}, "jax": {}, "torch": {}}[BACKEND]
+
+
+@pytest.mark.parametrize("every", [1, 4] if BACKEND == "tensorflow" else [2])
+def test_a_record_of_windows(every: int, tmp_path: Path) -> None:
+    """It has a row for each window, with the step, and what was logged of its steps; logs are those of the epoch."""
+    rule = uc.autoclip(50, window=4)
+    with insight.Recorder(tmp_path / "run.jsonl", every=5) as record:
+        made = compiled(ClippedOptimizer(sgd(), rule), **WINDOWS)
+        logs = fit(made, FINITE[:6], LogClipping(every, record), epochs=2)
+    _, steps = by_hand(rule, FINITE[:6] * 2)
+    ends = {1: (2, 4, 6), 4: (4, 6), 2: (2, 4, 6)}[every]  # two steps are one execution
+    found = insight.read(record.path)
+    assert found.steps.tolist() == [*ends, *(6 + end for end in ends)]
+    windows = [steps[a:b] for a, b in zip([0, *found.steps[:-1]], found.steps, strict=True)]
+    assert found.norms == pytest.approx([max(step["clip/norm"] for step in one) for one in windows], rel=2e-5)
+    assert found.limits == pytest.approx([one[-1]["clip/limit"] for one in windows], rel=2e-5)
+    assert found.shares == pytest.approx([np.mean([step["clip/share"] for step in one]) for one in windows])
+    for number, epoch in enumerate((steps[:6], steps[6:])):
+        assert logs["clip/share"][number] == pytest.approx(np.mean([step["clip/share"] for step in epoch]))
+        assert logs["clip/norm_max"][number] == pytest.approx(max(step["clip/norm"] for step in epoch), rel=2e-5)
+
+
+@on_tensorflow
+@pytest.mark.parametrize("sparse", [False, True])
+def test_replicas(sparse: bool) -> None:
     """Two replicas clip the sum of their gradients, once: weights and moments are those by hand, in both."""
     rule = uc.chain(uc.by_global_norm(0.9), uc.adagc(warmup=2))
-    steps = {"gradient_accumulation_steps": micro} if micro > 1 else {}
     with mirrored().scope():
-        made = compiled(ClippedOptimizer(sgd(), rule, **steps))
-    logs = fit(made, [part for batch in FINITE for part in parts(batch, micro)], LogClipping())
+        made = compiled(ClippedOptimizer(sgd(), rule))
+        made.sparse = sparse
+    logs = fit(made, FINITE, LogClipping())
     hand, seen = by_hand(rule, FINITE)
     in_replicas(made, hand)
     assert logs["clip/norm"] == pytest.approx([seen[-1]["clip/norm"]], rel=2e-5)
+
+
+@on_tensorflow
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {}], ids=["accumulated", "skipped"])
+def test_what_replicas_refuse(options: dict[str, Any]) -> None:
+    """They can neither add gradients up nor leave a step out together."""
+    rule = uc.by_global_norm(0.9) if options else uc.by_global_norm(0.9, nonfinite="skip")
+    with mirrored().scope():
+        made = compiled(ClippedOptimizer(sgd(), rule, **options))
+    with pytest.raises(ValueError, match="several replicas"):
+        fit(made, FINITE)
 
 
 class Stepping:

@@ -327,6 +327,30 @@ def test_a_tree_without_gradients(grads: Any) -> None:
     equal(after[0], state[0], rtol=0)
 
 
+REMEMBERING: dict[str, Any] = {
+    "leaves": uc.chain(uc.adagc(warmup=1), uc.spam()),
+    "groups": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[0] == "w")),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+@pytest.mark.parametrize("compiling", [False, True])
+def test_gradients_that_are_absent_in_some_steps(name: str, compiling: bool) -> None:
+    """They leave their rows of the memory as they were, as in ``rule.update``; other leaves are refused by name."""
+    rule, optimizer = REMEMBERING[name], to_optax(REMEMBERING[name])
+    update = jax.jit(optimizer.update) if compiling else optimizer.update
+    state, memory = optimizer.init(PARAMS), rule.init(PARAMS)
+    for absent, size in ((None, 1.0), ("w", 4.0), ("b", 0.5), (None, 9.0)):
+        grads = {key: None if key == absent else leaf for key, leaf in times(size, LARGE).items()}
+        wanted, memory, _ = rule.update(grads, memory, PARAMS)
+        found, state = update(grads, state, PARAMS)
+        equal(found, wanted)
+        equal(state.memory, memory)
+    if name == "leaves":
+        with pytest.raises(ValueError, match=r"grads\['other'\]"):
+            optimizer.update({"other" if key == "w" else key: leaf for key, leaf in LARGE.items()}, state, PARAMS)
+
+
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "swapped": (lambda: to_optax(optax.adam(0.1), uc.by_norm(1.0)), TypeError, "to_optax"),
     "not called": (lambda: to_optax(uc.by_norm), TypeError, "call it"),

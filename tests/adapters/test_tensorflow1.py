@@ -324,6 +324,31 @@ def test_variables_of_one_name() -> None:
     assert (u.numpy().tolist(), v.numpy().tolist()) == ([-6], [-8])
 
 
+REMEMBERING: dict[str, Any] = {
+    "leaves": uc.chain(uc.adagc(warmup=1), uc.spam()),
+    "groups": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(lambda path, leaf: path[0] == "w")),
+}
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_gradients_that_are_absent_in_some_steps(name: str) -> None:
+    """They leave variables and their memory as they were, as in ``rule.update``; a step may have fewer variables."""
+    rule, wanted = REMEMBERING[name], weights()
+    state = rule.init(wanted)
+    model = {key: tf.Variable(array, name=key) for key, array in wanted.items()}
+    optimizer = ClippedOptimizer(descent(), rule)
+    for absent, size in ((None, 1.0), ("w", 4.0), ("b", 0.5), (None, 9.0)):
+        grads = {key: None if key == absent else size * array for key, array in weights().items()}
+        update, state, _ = rule.update(grads, state, wanted)
+        wanted = {key: w if update[key] is None else w - update[key] for key, w in wanted.items()}
+        pairs = [(grads[key], variable) for key, variable in model.items() if key != "b" or absent != "b"]
+        optimizer.apply_gradients(pairs)
+        for key, variable in model.items():
+            np.testing.assert_allclose(variable.numpy(), wanted[key], rtol=2e-6, err_msg=key)
+    with pytest.raises(ValueError, match="other"):
+        optimizer.apply_gradients([(tf.constant([1.0]), tf.Variable([1.0], name="other"))])
+
+
 def test_a_loss_is_for_one_step() -> None:
     """A loss that is set, where gradients are applied, is for the next step only."""
     w = tf.Variable([1.0, 2.0])
@@ -351,10 +376,17 @@ def scaled_inside() -> Any:
     return ClippedOptimizer(tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(descent(), 8.0), uc.by_norm(1.0))
 
 
+def in_replicas() -> Any:
+    """Step under a strategy."""
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        return ClippedOptimizer(descent(), uc.by_norm(1.0)).apply_gradients([(tf.constant([1.0]), tf.Variable([1.0]))])
+
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "keras": (lambda: ClippedOptimizer(tf.keras.optimizers.SGD(), uc.by_norm(1.0)), TypeError, "integrations.keras"),
     "twice": (lambda: clip_gradients_by_norm(clip_gradients_by_norm(descent(), 1.0), 1.0), ValueError, "uc.chain"),
     "a loss scale inside": (scaled_inside, ValueError, "MixedPrecisionLossScaleOptimizer"),
+    "replicas": (in_replicas, ValueError, "MirroredStrategy"),
     "references": (lambda: OldVariables().start(uc, uc.by_norm(1.0, nonfinite="skip")), ValueError, "use_resource"),
 }
 

@@ -68,8 +68,8 @@ class ClipGradients(Callback):
 
     Notes
     -----
-    The state of a rule with memory is in the checkpoint, as that of this callback. The optimizers stay clipped after ``fit``, so that
-    ``trainer.save_checkpoint`` still finds the state there.
+    The state of a rule with memory is in the checkpoint, as that of this callback. The optimizers stay clipped after
+    ``fit``, so that ``trainer.save_checkpoint`` still finds it.
 
     Logged after each step are ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"`` and, for a rule that has one,
     ``"clip/threshold"``; once per epoch the means over its steps ``"clip/share"`` and, for a rule that may skip a step,

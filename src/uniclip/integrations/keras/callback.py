@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
+from uniclip._checks import whole
+from uniclip.integrations import refuse_record
 from uniclip.integrations.keras.optimizer import ClippedOptimizer
+from uniclip.integrations.keras.variables import value_of
+from uniclip.report import AVERAGED, NORM, NORM_MAX
 
-_WRITERS = tuple(getattr(keras.callbacks, name) for name in ("CSVLogger", "RemoteMonitor", "TensorBoard"))
-"""Callbacks of Keras that write the logs of an epoch at its end."""
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
 
 
 class LogClipping(keras.callbacks.Callback):
@@ -20,22 +23,25 @@ class LogClipping(keras.callbacks.Callback):
 
     ``"clip/norm"``, ``"clip/limit"``, ``"clip/threshold"`` if there is one, and ``"clip/factor"`` are those of the
     epoch's last step; ``"clip/share"`` and ``"clip/skipped"`` are averages over its steps, and ``"clip/norm_max"`` is
-    their largest norm. They are read once per epoch. Steps that the optimizer records are read once per window, and
-    at the end of each epoch. Put it before callbacks that write the logs, such as ``CSVLogger``; the progress bar and
+    their largest norm. Put it before callbacks that write the logs, such as ``CSVLogger``; the progress bar and
     ``History`` always come last.
+
+    Parameters
+    ----------
+    every : int, optional
+        The number of batches after which the scalars are read, which waits for the device; by default they are read
+        at the end of each epoch only.
+    record : uniclip.insight.Recorder, optional
+        Gets the scalars each time they are read, over the batches since the time before: one row, with the number of
+        steps that the optimizer has taken, and the largest norm. With ``every=1`` that is a row for each step.
 
     Raises
     ------
     TypeError
-        At the start of training, if the optimizer is not a `ClippedOptimizer`.
+        If ``every`` is not a whole number, or ``record`` not a recorder; at the start of training, if the optimizer is
+        not a `ClippedOptimizer`.
     ValueError
-        At the start of training, if the optimizer records and ``steps_per_execution`` exceeds its window, or if on JAX
-        it is in a ``LossScaleOptimizer``, which would save the recorded steps.
-
-    Warns
-    -----
-    UserWarning
-        At the start of training, if a callback that writes the logs comes before.
+        If ``every`` is below 1.
 
     Examples
     --------
@@ -50,13 +56,19 @@ class LogClipping(keras.callbacks.Callback):
     ['clip/factor', 'clip/limit', 'clip/norm', 'clip/norm_max', 'clip/share', 'loss']
     """
 
+    def __init__(self, every: int | None = None, record: Recorder | None = None) -> None:
+        super().__init__()
+        refuse_record(record)
+        self.every = None if every is None else whole("every", every, 1)
+        self.record = record
+
     def __repr__(self) -> str:
         """Return the callback as source text."""
         return "<LogClipping>"
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Find the optimizer, also inside a ``LossScaleOptimizer``."""
-        optimizer = outside = self.model.optimizer
+        optimizer = self.model.optimizer
         while optimizer is not None and not isinstance(optimizer, ClippedOptimizer):
             optimizer = getattr(optimizer, "inner_optimizer", None)
         if optimizer is None:
@@ -66,68 +78,47 @@ class LogClipping(keras.callbacks.Callback):
             )
             raise TypeError(msg)
         self._optimizer = optimizer
-        self._unread = 0
-        if optimizer.record is not None:
-            self._refuse(optimizer.record, outside)
-        self._warn(inspect.currentframe())
-
-    def _refuse(self, record: Any, outside: Any) -> None:
-        """Refuse to record steps that could not be read in time, or would be saved."""
-        if self.model.steps_per_execution > record.every:
-            msg = (
-                f"steps_per_execution={self.model.steps_per_execution} is above the {record.every} steps of a window, "
-                f"and some would be lost: Recorder(..., every={self.model.steps_per_execution})"
-            )
-            raise ValueError(msg)
-        if keras.backend.backend() == "jax" and outside is not self._optimizer:
-            msg = (
-                f"on JAX {type(outside).__name__} would save what is recorded among its variables: train without it, "
-                "in mixed_bfloat16, say, which needs none; or clip and record in a loop of your own"
-            )
-            raise ValueError(msg)
-
-    def _warn(self, frame: Any) -> None:
-        """Warn that callbacks that come before write logs without the scalars; the list of callbacks is the caller."""
-        while frame is not None and not isinstance(frame.f_locals.get("self"), keras.callbacks.CallbackList):
-            frame = frame.f_back
-        callbacks = [] if frame is None else frame.f_locals["self"].callbacks
-        before = callbacks[: callbacks.index(self)] if self in callbacks else []
-        early = [type(callback).__name__ for callback in before if isinstance(callback, _WRITERS)]
-        if early:
-            msg = (
-                f"{', '.join(early)} comes before LogClipping, and writes logs without clip/norm and the others: put "
-                f"LogClipping first, callbacks=[LogClipping(), {early[0]}(...)]"
-            )
-            warnings.warn(msg, UserWarning, stacklevel=2)
+        if self.record is not None:
+            self.record.resume(self._steps() if optimizer.built else 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Restart the epoch's averages."""
         self._optimizer.begin_epoch()
-        self._optimizer.begin_reading(getattr(self.model, "jax_state_sync", _nothing))
+        self._epoch, self._read_at = np.zeros(len(AVERAGED) + 2), 0
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Have unread steps read by the recorder, before they exceed its window."""
-        record, steps = self._optimizer.record, self.model.steps_per_execution
-        if record is None:
-            return
-        if self._unread + steps > record.every:
-            record.flush()
-            self._unread = 0
-        self._unread += steps
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+        """Read a window that is full."""
+        if self.every is not None and batch + 1 - self._read_at >= self.every:
+            self._read()
+            self._read_at = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Add the scalars to the logs."""
+        self._read()
         if logs is not None:
-            logs.update(self._optimizer.epoch_scalars())
-        if self._optimizer.record is not None:
-            self._optimizer.record.flush()
-            self._unread = 0
+            logs.update(self._optimizer.scalars_over(self._epoch))
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Read the remaining steps."""
-        if self._optimizer.record is not None:
-            self._optimizer.record.flush()
-        self._optimizer.begin_reading(None)
+        """Write the remaining rows."""
+        if self.record is not None:
+            self.record.flush()
+
+    def _read(self) -> None:
+        """Read what steps have left in variables since the time before, and begin anew."""
+        getattr(self.model, "jax_state_sync", _nothing)()
+        totals = self._optimizer.totals()
+        *_, count, _ = totals
+        self._optimizer.begin_epoch()
+        if self.record is not None and count:
+            row = self._optimizer.scalars_over(totals)
+            row[NORM] = row.pop(NORM_MAX) or row[NORM]
+            self.record(row, step=self._steps())
+        self._epoch, largest = self._epoch + totals, max(self._epoch[-1], totals[-1])
+        self._epoch[-1] = largest
+
+    def _steps(self) -> int:
+        """Return how many steps the optimizer has taken."""
+        return int(keras.ops.convert_to_numpy(value_of(self._optimizer.iterations)))
 
 
 def _nothing() -> None:

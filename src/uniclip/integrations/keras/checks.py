@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from uniclip._repr import short
-from uniclip.labels import Leaves, labelled, leaves_of, refuse_changed
-from uniclip.tree import flatten
 
 _INSTEAD = {
     "clipnorm": "uc.by_norm({0!r})",
@@ -45,22 +42,3 @@ def refuse_optimizer(inner: Any) -> None:
                 f"give it to the wrapper, ClippedOptimizer(inner, rule, {option}={value!r})"
             )
             raise ValueError(msg)
-
-
-def refuse_missing(rule: Any, paths: Sequence[str], present: Sequence[str]) -> None:
-    """Refuse gradients of other variables than those in the state, whose rows are in their order."""
-    there = set(present)
-    missing = [path for path in paths if path not in there] if rule.by_leaf else []
-    if missing:
-        msg = (
-            f"{short(rule)} remembers each of the {len(paths)} variables that the optimizer was built with, but "
-            f"{missing[0]!r} has no gradient: make it not trainable before you compile, with a new optimizer, or "
-            "use a rule for all leaves together"
-        )
-        raise ValueError(msg)
-
-
-def refuse_groups(rule: Any, known: Leaves, grads: Any) -> None:
-    """Refuse gradients of other groups than those in the state, whose rows are in their order."""
-    if labelled(rule) and not rule.by_leaf:
-        refuse_changed(rule, known, leaves_of(rule, flatten(grads)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,30 +15,16 @@ import optree
 from uniclip._checks import check
 from uniclip._repr import counted, short
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.integrations import refuse_record, rule_for_steps
-from uniclip.integrations.keras.checks import refuse_groups, refuse_missing, refuse_optimizer
+from uniclip.integrations import rule_for_steps
+from uniclip.integrations.keras.checks import refuse_optimizer
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
-from uniclip.integrations.keras.replicas import (
-    addable,
-    addends,
-    apply,
-    is_first,
-    refuse_strategies,
-    summed,
-    when_in_all,
-    writes,
-)
 from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
-from uniclip.integrations.keras.tape import Tape
-from uniclip.integrations.keras.variables import paths_of, stand_in, traced, value_of
+from uniclip.integrations.keras.variables import parts_of, paths_of, replicated, stand_in, summed, value_of, when
 from uniclip.labels import Leaves, labels_of, leaves_of
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
-from uniclip.rules import AnyRule, seen
+from uniclip.rules import AnyRule
 from uniclip.saved import from_saved, names_of, of_others, restored, to_saved
 from uniclip.tree import flatten
-
-if TYPE_CHECKING:
-    from uniclip.insight import Recorder
 
 _BEGIN = "start over with load_rule_state_dict({})"
 
@@ -64,19 +49,14 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         As in Keras' optimizers, at least 2: gradients of this many batches are averaged, then clipped, then applied.
     name : str, optional
         The name of the optimizer.
-    record : uniclip.insight.Recorder, optional
-        Records each step, without the loss, which Keras' optimizers do not know. The compiled steps of ``fit`` are kept
-        in unsaved variables: pass ``callbacks=[LogClipping()]`` to ``fit``, which reads them once per window. In your
-        own compiled loop call ``record.flush()`` at least every ``every`` steps (on JAX when the optimizer's variables
-        are assigned). The record is written when the optimizer is saved, but is not part of its config: set
-        ``optimizer.record = record`` on a loaded optimizer.
 
     Raises
     ------
     TypeError
-        If ``inner`` is not an optimizer, ``rule`` not a rule, or ``record`` not a recorder.
+        If ``inner`` is not an optimizer, or ``rule`` not a rule.
     ValueError
-        If ``inner`` itself clips, scales the loss, or accumulates gradients.
+        If ``inner`` itself clips, scales the loss, or accumulates gradients; at a step of one of several replicas, if
+        the rule may skip it, or gradients are accumulated.
 
     Examples
     --------
@@ -89,7 +69,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     (array([-0.6, -0.8], dtype=float32), 5.0)
     """
 
-    def __init__(  # noqa: PLR0913 - Keras' own, and the recorder
+    def __init__(
         self,
         inner: keras.optimizers.Optimizer,
         rule: AnyRule,
@@ -97,7 +77,6 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,
         name: str | None = None,
-        record: Recorder | None = None,
     ) -> None:
         if isinstance(inner, ClippedOptimizer):
             clipped = f"inner is clipped already, by {short(inner.rule)}"
@@ -114,10 +93,6 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self.rule: Any = rule_for_steps(rule)
         self._acting = output_last(self.rule)
         self._logged: Sequence[str] = ()
-        self._tape: Tape | None = None
-        self._sync: Callable[[], Any] | None = None
-        self._record: Recorder | None = None
-        self.record = record
 
     def __repr__(self) -> str:
         """Return the rule, the wrapped optimizer and, where it can be read, the number of steps."""
@@ -133,7 +108,6 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Create the variables: those of the rule, and those of the wrapped optimizer."""
         if self.built:
             return
-        refuse_strategies(self, self.inner)
         variables = list(variables)
         self.inner.build(variables)
         self._paths = paths_of(variables)
@@ -143,45 +117,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
         self._last = self._remember(np.zeros(len(LOGGED), np.float32), "scalars")
         self._totals = self._remember(np.zeros(len(AVERAGED) + 2, np.float32), "totals")
-        with addends(self):  # the accumulated gradients
-            super().build(variables)
-        self._begin_record()
-
-    @property
-    def record(self) -> Recorder | None:
-        """The recorder of the steps, if any; set before the steps are compiled."""
-        return self._record
-
-    @record.setter
-    def record(self, record: Recorder | None) -> None:
-        refuse_record(record)
-        self._record, self._tape = record, None
-        if self.built:
-            self._begin_record()
-            self._go_on()
-
-    def _begin_record(self) -> None:
-        """Describe the rule and the variables to the recorder, and make variables for the steps of compiled code."""
-        if self._record is not None:
-            tree = OrderedDict(zip(self._paths, map(stand_in, self._trainable_variables), strict=True))
-            self._record.describe(self.rule, flatten(tree))
-            self._tape = Tape(self._record, len(self._paths), writes=writes(self))
-            self._tape.sync = self._sync
-
-    def _go_on(self) -> None:
-        """Let the recorder continue after the steps that a loaded optimizer has taken."""
-        steps = int(keras.ops.convert_to_numpy(value_of(self.iterations)))
-        if self._record is not None and self._record.step is None and steps:
-            self._record.resume(steps)
-
-    @contextmanager
-    def _not_recording(self) -> Iterator[None]:
-        """Remove the variables of recorded steps."""
-        tape, self._tape = self._tape, None
-        try:
-            yield
-        finally:
-            self._tape = tape
+        super().build(variables)
 
     def _remember(self, array: Any, name: str) -> Any:
         """Return a new variable with the value of a NumPy array."""
@@ -189,44 +125,29 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The variables of the wrapper, then those of the wrapped optimizer; on JAX, last, those of recorded steps."""
-        if self._tape is None or keras.backend.backend() != "jax":  # only there must a step pass them on
-            return self._saved
-        return [*self._saved, *self._tape.variables]
-
-    @property
-    def _saved(self) -> list[Any]:
-        """The variables that are saved."""
+        """The variables of the wrapper, then those of the wrapped optimizer."""
         return [*super().variables, *self.inner.variables]
 
     def set_weights(self, weights: Any) -> None:
         """Set all variables, including those of the wrapped optimizer."""
         weights = list(weights)
-        if len(weights) == len(self.variables):
-            weights = weights[: len(self._saved)]
-        if self.rule.memory and self.built and len(weights) == len(self._saved):
+        if self.rule.memory and self.built and len(weights) == len(self.variables):
             self._check({"rule": None, "leaves": None}, weights)
-        for variable, weight in zip(self._saved, weights, strict=True):
+        for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
 
     def save_own_variables(self, store: Any) -> None:
         """Save the variables, together with the leaves of the rule's norms."""
-        if self._record is not None:
-            self._record.flush()
-        with self._not_recording():
-            super().save_own_variables(store)
+        super().save_own_variables(store)
         if self.rule.memory and self.built:
             store[SAVED] = to_bytes({name: self.rule_state_dict()[name] for name in ("format", "rule", "leaves")})
 
     def load_own_variables(self, store: Any) -> None:
         """Load the variables, unless the rule's state in the file belongs to other variables or another rule."""
         names = [name for name in store.keys() if name != SAVED]  # noqa: SIM118 - a store is no dict
-        if self.rule.memory and self.built and len(names) == len(self._saved):
+        if self.rule.memory and self.built and len(names) == len(self.variables):
             self._check(known_of(store, self.rule), [store[name] for name in map(str, range(len(names)))])
-        with self._not_recording():
-            super().load_own_variables({name: store[name] for name in names})
-        if self._tape is not None and self._record is not None:
-            self._record.resume(int(keras.ops.convert_to_numpy(value_of(self.iterations))))
+        super().load_own_variables({name: store[name] for name in names})
 
     def _check(self, known: dict[str, Any], weights: list[Any]) -> None:
         """Refuse a state of the rule that does not fit, before anything has changed."""
@@ -300,65 +221,48 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Do as the wrapped optimizer: with ``use_ema``, set the averages as the final values."""
         self.inner.finalize_variable_values(var_list)
 
-    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        """Clip unscaled gradients, and take a step: the part of Keras' ``apply`` that an optimizer implements."""
-        if len(grads) != len(trainable_variables):
-            msg = (
-                f"grads must hold one gradient (or None) for each of the {len(trainable_variables)} variables, got "
-                f"{len(grads)}"
-            )
-            raise ValueError(msg)
-        act = self._accumulate if self.gradient_accumulation_steps else self._step
-        act(list(grads), list(trainable_variables))
-
-    def _accumulate(self, grads: list[Any], variables: list[Any]) -> None:
-        """Accumulate the gradients; in the last of the micro-batches take a step with their mean."""
-        steps = self.gradient_accumulation_steps
-        sums = [self._accumulated_gradients[self._get_variable_index(v)] for v in variables]
-        for total, grad in zip(sums, grads, strict=True):
-            self.assign_add(total, addable(grad))
-
-        def step() -> None:
-            self._step([keras.ops.divide(value_of(total), steps) for total in sums], variables)
-            for total in sums:
-                total.assign(keras.ops.zeros_like(value_of(total)))
-
-        self._when(keras.ops.equal((self._iterations + 1) % steps, 0), step)
-
-    def _step(self, grads: list[Any], variables: list[Any]) -> None:
-        """Clip the summed gradients of the replicas, and take the step unless the rule skips it."""
-        clipped, report = self._clip(summed(grads), variables)
-
-        def take(clipped: list[Any]) -> None:
-            apply(self.inner, clipped, variables)
-
+    def _backend_update_step(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+        learning_rate: Any,  # noqa: ARG002 - the wrapped optimizer knows its own
+    ) -> None:
+        """Clip, and let the wrapped optimizer take the step: Keras gives gradients that are unscaled and averaged."""
+        several = replicated()
+        if several and self.gradient_accumulation_steps:
+            self._refuse_replicas("gradients are accumulated")
+        clipped, report = self._clip(summed(grads) if several else grads, trainable_variables)
+        if several and report.skipped is not None:
+            self._refuse_replicas(f"{short(self.rule)} may skip a step")
+        if several:
+            clipped = parts_of(clipped)  # which the wrapped optimizer sums again
         if report.skipped is None:
-            take(clipped)
+            self.inner.apply(clipped, trainable_variables)
         else:
-            self._when(keras.ops.logical_not(report.skipped), take, clipped)
+            held = [*self._trainable_variables, *self.variables]
+            taken = keras.ops.logical_not(report.skipped)
+            when(taken, lambda: self.inner.apply(clipped, trainable_variables), held)
 
-    def _clip(self, grads: list[Any], variables: list[Any]) -> tuple[list[Any], Report]:
+    def _clip(self, grads: Sequence[Any], variables: Sequence[Any]) -> tuple[list[Any], Report]:
         """Run the rule, and store its state and its report in the variables."""
         places = [self._paths[self._get_variable_index(v)] for v in variables]
-        refuse_missing(self.rule, self._paths, places)
         tree = OrderedDict.fromkeys(self._paths)
         tree.update(zip(places, grads, strict=True))
-        refuse_groups(self.rule, self._leaves, tree)
         params = OrderedDict(zip(self._paths, map(value_of, self._trainable_variables), strict=True))
         # Copies: on PyTorch a variable is written in place, and the new state may contain arrays of the old.
         state = optree.tree_unflatten(self._spec, [keras.ops.copy(value_of(variable)) for variable in self._state])
-        leaves = None
-        if self._record is not None and self._record.leaves:
-            clipped, state, report, leaves = seen(self._acting, tree, state, params)
-        else:
-            clipped, state, report = self._acting.update(tree, state, params)
+        clipped, state, report = self._acting.update(tree, state, params)
         for variable, array in zip(self._state, optree.tree_leaves(state), strict=True):
             variable.assign(array)
         self._note(report)
-        if self._record is not None and self._tape is not None:
-            there = set(places)
-            self._write(report, leaves, [number for number, path in enumerate(self._paths) if path in there])
         return [clipped[place] for place in places], report
+
+    def _refuse_replicas(self, what: str) -> None:
+        msg = (
+            f"{what}, which several replicas cannot do together: use a rule that skips none, in each batch, or clip in "
+            "a loop of your own by uc.clip"
+        )
+        raise ValueError(msg)
 
     def _note(self, report: Report) -> None:
         """Store the scalars of a report in variables, since nothing else outlives a compiled step."""
@@ -371,18 +275,6 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             finite = keras.ops.where(keras.ops.isfinite(values[0]), values[0], 0.0)
             sums = [total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)]
             self._totals.assign(keras.ops.stack([*sums, count + 1, keras.ops.maximum(largest, finite)]))
-
-    def _write(self, report: Report, leaves: Any, places: Sequence[int]) -> None:
-        """Record a step."""
-        if self._tape is None or self._record is None:
-            return
-        if traced(value_of(self._iterations)):
-            self._tape.write(report, leaves, places)
-        elif is_first():
-            self._record.take(report.parts(), leaves=[] if leaves is None else [leaves], places=places)
-
-    def _when(self, flag: Any, function: Callable[..., None], *args: Any) -> None:
-        when_in_all(flag, function, args, [*self._trainable_variables, *self.variables])
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of the last step, as `uniclip.Report.scalars` names them.
@@ -401,22 +293,23 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         if self.built:
             self._totals.assign(np.zeros(self._totals.shape, np.float32))
 
-    def begin_reading(self, sync: Callable[[], Any] | None) -> None:
-        """Let a callback read the steps of compiled code; it gets a function that sets the variables."""
-        self._sync = sync
-        if self._tape is not None:
-            self._tape.sync = sync
-            self._go_on()
-
     def epoch_scalars(self) -> dict[str, float]:
         """Return the scalars of the last step as floats, with mean shares and the largest norm since `begin_epoch`.
 
         ``"clip/share"``, ``"clip/skipped"`` and ``"clip/norm_max"`` are NaN if no step was taken since then.
         """
+        return self.scalars_over(self.totals())
+
+    def totals(self) -> np.ndarray[Any, Any]:
+        """Return the sums of `AVERAGED`, the number of steps and the largest norm since `begin_epoch`."""
+        return np.asarray(keras.ops.convert_to_numpy(value_of(self._totals)))
+
+    def scalars_over(self, totals: np.ndarray[Any, Any]) -> dict[str, float]:
+        """Return the scalars of the last step as floats, with means and the largest norm of totals."""
         values = {name: float(value) for name, value in self.scalars().items()}
         if not values:
             return {}
-        *sums, count, largest = map(float, keras.ops.convert_to_numpy(value_of(self._totals)))
+        *sums, count, largest = map(float, totals)
         means = {name: total / count if count else math.nan for name, total in zip(AVERAGED, sums, strict=True)}
         over_epoch = {name: mean for name, mean in means.items() if name in values}
         return values | over_epoch | {NORM_MAX: largest if count else math.nan}

@@ -12,6 +12,9 @@ import numpy as np
 
 from uniclip.backends import DEFAULT, backend_of
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
 
 def paths_of(variables: Sequence[Any]) -> tuple[str, ...]:
     """Return the path of each variable; a repeated path gets a number."""
@@ -33,6 +36,40 @@ def stand_in(variable: Any) -> Any:
     """Return a NumPy array of a variable's shape that takes no memory; norms are float32 or wider in any case."""
     wide = keras.backend.standardize_dtype(variable.dtype) == "float64"
     return np.broadcast_to(np.zeros((), np.float64 if wide else np.float32), tuple(variable.shape))
+
+
+def replicated() -> bool:
+    """Whether this is a replica of TensorFlow's that may have others.
+
+    Raises
+    ------
+    ValueError
+        If the replicas of the strategy do not keep a copy of each variable, or it is untested.
+    """
+    if keras.backend.backend() != "tensorflow" or not tf.distribute.get_replica_context():
+        return False
+    strategy = tf.distribute.get_strategy()
+    if not tf.distribute.has_strategy() or isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return False
+    if not isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)):
+        msg = (
+            f"ClippedOptimizer is not for {type(strategy).__name__}: take MirroredStrategy, OneDeviceStrategy or "
+            "MultiWorkerMirroredStrategy, or in your own step sum the gradients of all replicas, clip the sum by "
+            "uc.clip, and hand that to the optimizer inside"
+        )
+        raise ValueError(msg)  # noqa: TRY004 - a strategy it is
+    return True
+
+
+def summed(grads: Sequence[Any]) -> Any:
+    """Return the sums of the gradients of all replicas, dense ones: sums of sparse ones lose their shape."""
+    dense = list(map(tf.convert_to_tensor, grads))
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, dense)
+
+
+def parts_of(grads: Sequence[Any]) -> list[Any]:
+    """Return equal parts of the gradients, one for each replica."""
+    return [grad / tf.distribute.get_replica_context().num_replicas_in_sync for grad in grads]
 
 
 def traced(flag: Any) -> bool:

@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from uniclip._repr import short
-from uniclip.labels import labelled, leaves_of, refuse_changed
-from uniclip.tree import flatten
+from uniclip.labels import labelled
 
 tf1 = tf.compat.v1
 
@@ -31,12 +30,13 @@ def refuse_optimizer(optimizer: Any) -> None:
     raise TypeError(msg)
 
 
-def refuse_loss_outside(losses: dict[int | None, Any]) -> None:
-    """Refuse a loss that was set outside of replicas, for a step that replicas take."""
-    if None in losses and tf.distribute.has_strategy():
+def refuse_strategy() -> None:
+    """Refuse a strategy of ``tf.distribute``, whose replicas have parts of the gradients."""
+    if tf.distribute.has_strategy():
         msg = (
-            "optimizer.loss was set outside of strategy.run, and each replica has a loss of its own: set it in the "
-            "function that strategy.run calls"
+            f"ClippedOptimizer of TensorFlow 1 is not for {type(tf.distribute.get_strategy()).__name__}: sum the "
+            "gradients of all replicas, clip the sum by uc.clip, and hand that to the optimizer inside; or use "
+            "uniclip.integrations.keras"
         )
         raise ValueError(msg)
 
@@ -54,14 +54,12 @@ def refuse_references(variables: list[Any]) -> None:
 
 
 def refuse_others(rule: Any, known: dict[str, Any], params: dict[str, Any]) -> None:
-    """Refuse gradients of other variables, or groups, than those in the state, whose rows are in their order."""
-    others = [name for name in {**known, **params} if known.get(name) is not params.get(name)]
-    if rule.by_leaf and others:
+    """Refuse other variables than those in the state, each of which it knows by itself or in a group."""
+    others = [name for name, variable in params.items() if known.get(name) is not variable]
+    if labelled(rule) and others:
         msg = (
-            f"{short(rule)} remembers each variable by itself, and {', '.join(others[:5])} had a gradient in one "
-            "apply_gradients and none in another: give the same variables each time, zeros if there is no "
-            "gradient, and each train op of other variables a ClippedOptimizer of its own"
+            f"{short(rule)} remembers each variable or group by itself, and {', '.join(others[:5])} had no place in "
+            "the first apply_gradients: give the same variables each time, with None if there is no gradient, and each "
+            "train op of other variables a ClippedOptimizer of its own"
         )
         raise ValueError(msg)
-    if labelled(rule) and not rule.by_leaf:
-        refuse_changed(rule, leaves_of(rule, flatten(known)), leaves_of(rule, flatten(params)))

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import optree
@@ -15,24 +15,12 @@ from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
 from uniclip._types import Number
 from uniclip.base import RuleLike
-from uniclip.integrations import refuse_record, rule_for_steps
+from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
-    refuse_loss_outside,
     refuse_optimizer,
     refuse_others,
     refuse_references,
-)
-from uniclip.integrations.tensorflow.recording import Recording
-from uniclip.integrations.tensorflow.replicas import (
-    in_all,
-    is_first,
-    joined,
-    kept,
     refuse_strategy,
-    replica,
-    summed,
-    thread,
-    waits,
 )
 from uniclip.integrations.tensorflow.variables import (
     Rows,
@@ -46,12 +34,9 @@ from uniclip.integrations.tensorflow.variables import (
 from uniclip.labels import leaves_of
 from uniclip.presets import by_global_norm
 from uniclip.report import Report
-from uniclip.rules import AnyRule, seen
+from uniclip.rules import AnyRule
 from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
-
-if TYPE_CHECKING:
-    from uniclip.insight import Recorder
 
 tf1 = tf.compat.v1
 _BEGIN = "start over with load_rule_state_dict({})"
@@ -105,26 +90,21 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     rule : Rule or callable
         The path of a gradient is ``(name,)`` with the name of its variable: ``("rnn/kernel",)``. The state of a rule
         with memory is in variables that are saved with the others, and updated by the train op.
-    record : uniclip.insight.Recorder, optional
-        Records each step, with its loss if ``minimize`` or ``loss`` provides one; with several replicas their sum.
-        Train ops call it, so no step of a graph is lost. XLA (``jit_compile=True``) cannot call it: use Keras'
-        optimizers there.
 
     Attributes
     ----------
     rule : Rule
-    record : Recorder or None
     report : Report or None
         The report of the train op built last, in tensors of its graph: run them with the train op. In eager code the
         report of the last step. ``None`` before.
     loss : 0-d array or None
         The loss of the next ``apply_gradients``, for rules that use it. ``minimize`` sets it; ``None`` after the
-        step. Under ``tf.distribute`` each replica sets its own, and they are summed.
+        step.
 
     Raises
     ------
     TypeError
-        If ``optimizer`` is not a TensorFlow 1 optimizer, ``rule`` not a rule, or ``record`` not a recorder.
+        If ``optimizer`` is not a TensorFlow 1 optimizer, or ``rule`` not a rule.
     ValueError
         If ``optimizer`` is already clipped, or scales the loss.
 
@@ -153,19 +133,16 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     rule: RuleLike
     report: Report | None = None
 
-    def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule, record: Recorder | None = None) -> None:
+    def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
         if isinstance(optimizer, ClippedOptimizer):
             clipped = f"this optimizer is clipped already, by {short(optimizer.rule)}"
             msg = f"{clipped}: wrap it once, by uc.chain for two rules"
             raise ValueError(msg)  # noqa: TRY004 - the type is right
         refuse_optimizer(optimizer)
         self.rule = rule_for_steps(rule)
-        refuse_record(record)
-        self.record = record
-        self._recording = None if record is None else Recording(record, self.rule)
         self._optimizer = optimizer
         self._inside: Any = None
-        self._losses: dict[int | None, Number] = {}
+        self.loss: Number | None = None
         self._memories: dict[Any, tuple[dict[str, Any], Rows, list[Any]]] = {}
         optimizer._maybe_initialize_trackable()
         super().__init__(optimizer._use_locking, optimizer.get_name())
@@ -173,17 +150,6 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     def __repr__(self) -> str:
         """Return the rule, and the wrapped optimizer."""
         return f"<ClippedOptimizer: {self.rule!r}, {type(self._optimizer).__name__}>"
-
-    @property
-    def loss(self) -> Number | None:
-        """The loss of the next ``apply_gradients``; with several replicas, that of the calling one."""
-        return self._losses.get(thread())
-
-    @loss.setter
-    def loss(self, loss: Number | None) -> None:
-        self._losses.pop(thread(), None)
-        if loss is not None:
-            self._losses[thread()] = loss
 
     def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of ``loss``, clip and apply them; see ``tf.compat.v1.train.Optimizer``."""
@@ -224,29 +190,24 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         Raises
         ------
         TypeError, ValueError
-            As the wrapped optimizer, and as `uniclip.Rule.update`; if a variable occurs twice; if other variables have
-            a gradient than at the first step, for a rule with memory of each leaf or a record of leaves; or under a
-            strategy of ``tf.distribute`` without copies of the variables.
-        RuntimeError
-            In ``strategy.scope()``, but outside ``strategy.run``.
+            As the wrapped optimizer, and as `uniclip.Rule.update`; if a variable occurs twice; if a variable is not
+            among those of the first step, for a rule with memory of each leaf or group; or under a strategy of
+            ``tf.distribute``.
         """
-        refuse_strategy(tf.distribute.get_strategy())
-        refuse_loss_outside(self._losses)
+        refuse_strategy()
         pairs, loss, self.loss = list(grads_and_vars), self.loss, None
         if all(grad is None for grad, _ in pairs):
-            return self._apply(pairs, global_step, name)  # it has an error for it
-        names = names_of([variable for _, variable in pairs])
-        some = [(n, g, v) for n, (g, v) in zip(names, pairs, strict=True) if g is not None]
+            return self._optimizer.apply_gradients(pairs, global_step, name)  # it has an error for it
         loss = None if loss is None else tf.reduce_sum(loss)  # as the gradients are
-        loss, *sums = summed([loss, *[tf1.convert_to_tensor_or_indexed_slices(g) for _, g, _ in some]])
-        grads = {n: g for (n, _, _), g in zip(some, sums, strict=True)}
-        params = {n: v for n, _, v in some}
-        state, rows, memory = self._memory(params)
-        leaves = None
-        if self.record is not None and self.record.leaves:
-            clipped, state, self.report, leaves = seen(self.rule, grads, state, params, loss=loss)
-        else:
-            clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
+        names = names_of([variable for _, variable in pairs])
+        params = dict(zip(names, [variable for _, variable in pairs], strict=True))
+        known, state, rows, memory = self._memory(params)
+        params = {**known, **params}
+        grads = dict.fromkeys(params) | {
+            n: None if g is None else tf1.convert_to_tensor_or_indexed_slices(g)
+            for n, (g, _) in zip(names, pairs, strict=True)
+        }
+        clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
         graph = tf1.get_default_graph()
         self._inside = graph if graph.building_function else None
         # A variable that is not a resource must not change while its old value is still in use.
@@ -256,21 +217,11 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
                 variable.assign(value, read_value=False)
                 for variable, value in zip(memory, rows.parts(state) if rows else [], strict=True)
             ]
-        if self._recording is not None and is_first():
-            every = {name: variable for name, (_, variable) in zip(names, pairs, strict=True)}
-            changed += self._recording.take(self.report, loss, leaves, every, grads)
         with tf.control_dependencies(changed):
-            pairs = [(clipped.get(n), v) for n, (_, v) in zip(names, pairs, strict=True)]
+            pairs = [(clipped[n], v) for n, (_, v) in zip(names, pairs, strict=True)]
             if self.report.skipped is None:
-                return joined(self._apply(pairs, global_step, name))
+                return self._optimizer.apply_gradients(pairs, global_step, name)
             return self._apply_unless(self.report.skipped, pairs, global_step, name)
-
-    def _apply(self, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
-        """Let the wrapped optimizer take the step, without summing again what the replicas have summed."""
-        if replica() is None:
-            return self._optimizer.apply_gradients(pairs, global_step, name)
-        pairs = [(kept(g), v) for g, v in pairs]
-        return self._optimizer.apply_gradients(pairs, global_step, name, skip_gradients_aggregation=True)
 
     def _apply_unless(self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
         """Let the wrapped optimizer take the step, unless the rule skips it."""
@@ -278,33 +229,25 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         refuse_references(variables)
         with tf.init_scope():  # in the branch their names would begin with its name
             self._optimizer._create_slots(variables)
-
-        def apply(grads: list[Any]) -> Any:
-            return tf.group(self._apply(list(zip(grads, variables, strict=True)), global_step, name))
-
-        grads = [g for g, _ in pairs if g is not None]
         train_ops = tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)
         others = list(train_ops)
-        if waits() and not tf.executing_eagerly():
-            taken = in_all(tf.logical_not(skipped), apply, [grads])
-        else:
-            taken = tf.cond(skipped, tf.no_op, lambda: apply(grads))
+        taken = tf.cond(skipped, tf.no_op, lambda: tf.group(self._optimizer.apply_gradients(pairs, global_step, name)))
         if tf.executing_eagerly():
             return None
-        train_op = joined(tf.group(taken, name=name or self._name))
+        train_op = tf.group(taken, name=name or self._name)
         train_ops[:] = [*others, train_op]  # not the one in the branch, which cannot be run
         return train_op
 
-    def _memory(self, params: dict[str, Any]) -> tuple[Any, Rows | None, list[Any]]:
-        """Return the state of the rule, its variables and their layout, created at the first call in a graph."""
+    def _memory(self, params: dict[str, Any]) -> tuple[dict[str, Any], Any, Rows | None, list[Any]]:
+        """Return the variables that the state is of, the state, its layout and its variables; made once in a graph."""
         if not self.rule.memory:
-            return self.rule.init(params), None, []
+            return {}, self.rule.init(params), None, []
         graph = outermost_graph()
         if graph not in self._memories:
             self._memories[graph] = self._remember(params)
         known, rows, memory = self._memories[graph]
         refuse_others(self.rule, known, params)
-        return rows.stacked([tf.convert_to_tensor(variable) for variable in memory]), rows, memory
+        return known, rows.stacked([tf.convert_to_tensor(variable) for variable in memory]), rows, memory
 
     def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Rows, list[Any]]:
         """Return the parameters, the variables of a new state for their gradients, and the layout of these."""

@@ -331,8 +331,8 @@ class Attached:
         """Warn that the rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
         if self._forgotten:
             msg = (
-                f"the optimizer goes on from steps, or a state_dict, with no state of {short(self.rule)}, which goes on "
-                "with what it has seen by itself: attach the rule first, then optimizer.load_state_dict(saved), and "
+                f"the optimizer goes on from steps, or a state_dict, with no state of {short(self.rule)}, which goes "
+                "on with what it has seen by itself: attach the rule first, then optimizer.load_state_dict(saved), and "
                 "save it with the rule attached; torch.distributed.checkpoint saves it beside the optimizer: "
                 '{"optimizer": ..., "clipping": handle}'
             )
