@@ -318,7 +318,8 @@ class Attached:
             raise TypeError(msg)
         given, self.loss = self.loss, None
         if not callable(closure):
-            self._clip(given)
+            with torch.no_grad():
+                self._clip(given)
             return None
         clipped = partial(self._evaluate, closure, given)
         return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
@@ -355,10 +356,10 @@ class Attached:
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
         self._restore()
         loss = closure()
-        self._clip(given if loss is None else loss)
+        with torch.no_grad():
+            self._clip(given if loss is None else loss)
         return loss
 
-    @torch.no_grad()
     def _clip(self, loss: Any) -> None:
         params, tree = self._params(), self._tree(grad_of)
         grads = {id(grad): grad for group in tree for grad in group.values() if grad is not None}
