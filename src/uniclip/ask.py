@@ -32,8 +32,6 @@ class Step(NamedTuple):
     loss: Any = None
     norm: Any = None
     """The norm, if it is given."""
-    leaves: bool = False
-    """Whether the norms of all leaves are wanted, too."""
     in_place: bool = False
     absent: frozenset[int] = frozenset()
     """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
+from itertools import islice
 from operator import and_, mul, or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 
@@ -15,10 +16,10 @@ from uniclip._checks import check
 from uniclip._repr import holds_arrays
 from uniclip.absent import unknown
 from uniclip.ask import Step
-from uniclip.backends import DEFAULT, backend_of
+from uniclip.backends import DEFAULT, Backend, backend_of
 from uniclip.base import BaseRule, RuleLike, run
 from uniclip.limits import NoState
-from uniclip.report import FIELDS, LOGGED, Late, Made, Parts, Report, register
+from uniclip.report import FIELDS, LOGGED, Late, Made, Report, apart, register
 from uniclip.rules import AnyRule, as_rule
 from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
@@ -251,11 +252,40 @@ class _Reports(Made):
 
     def scalars(self) -> dict[str, Any]:
         """Return the combined scalars of all rules."""
-        return _scalars(_each(self), self.skipped)
+        return _scalars(_each(self))
 
-    def parts(self) -> list[Parts]:
-        """Return the arrays of each rule that measures norms."""
-        return _parts(_each(self))
+
+class _OfRules(NamedTuple):
+    """The data of a report on several rules: theirs."""
+
+    reports: list[Report]
+
+    @property
+    def own(self) -> Backend:
+        """The backend of the gradients."""
+        return next(report.record.own for report in self.reports if isinstance(report, Late))
+
+    def field(self, name: str) -> Any:
+        """Return a field of the report."""
+        return _field(self.reports, name)
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the combined scalars of all rules."""
+        return _scalars(self.reports)
+
+    def without_skip(self) -> _OfRules:
+        """Return the same of rules that skip nothing."""
+        return _OfRules([report.without_skip() for report in self.reports])
+
+    def apart(self) -> tuple[list[Any], Callable[[list[Any]], _OfRules]]:
+        """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
+        pairs = [apart(report) for report in self.reports]
+
+        def on_host(found: list[Any]) -> _OfRules:
+            values = iter(found)
+            return _OfRules([rebuilt(list(islice(values, len(arrays)))) for arrays, rebuilt in pairs])
+
+        return [array for arrays, _ in pairs for array in arrays], on_host
 
 
 class _LateReports(Late):
@@ -272,17 +302,10 @@ register(_LateReports)
 def _joined(reports: list[Report]) -> Report:
     """Return the report on all rules, arranged on first access if theirs are."""
     if any([isinstance(report, Late) for report in reports]):
-        return _LateReports(
-            partial(_field, reports), lambda: _scalars(reports, _skipped(reports)), lambda: _parts(reports)
-        )
+        return _LateReports(_OfRules(reports))
     if all([report.finite is None for report in reports]):
         return Report()
     return _Reports(*[_field(reports, name) for name in FIELDS])
-
-
-def _parts(reports: list[Report]) -> list[Parts]:
-    """Return the arrays of each rule that measures norms."""
-    return [part for report in reports for part in report.parts()]
 
 
 def _field(reports: list[Report], name: str) -> Any:
@@ -298,10 +321,9 @@ def _field(reports: list[Report], name: str) -> Any:
     return reduce(or_ if name == "clipped" else and_, flags) if flags else None
 
 
-def _scalars(reports: list[Report], skipped: Any) -> dict[str, Any]:
+def _scalars(reports: list[Report]) -> dict[str, Any]:
     """Return the combined scalars of all rules; a step counts as clipped if one of them clipped."""
-    parts = [(one.norms, one.limits, one.factors, one.thresholds) for one in reports]
-    each = [Report(*three, skipped=skipped, thresholds=last).scalars() for *three, last in parts]
+    each = [report.scalars() for report in reports]
     join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))
     found = {name: [scalars[name] for scalars in each if name in scalars] for name in LOGGED}
     return {name: reduce(join[name], values) for name, values in found.items() if values}

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
@@ -29,23 +29,24 @@ UNLIMITED = 3e38
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
 
-class Parts(NamedTuple):
-    """The small arrays of one rule's report, on the host where possible, not yet arranged as a tree."""
+class Record(Protocol):
+    """The data of a report that is not yet arranged: small arrays, and no gradient."""
 
-    own: Backend
-    """The backend of the gradients."""
-    backend: Backend
-    """The backend of these arrays."""
-    norms: list[Any]
-    limits: list[Any]
-    """Arrays that broadcast against the norms, or numbers."""
-    factors: list[Any]
-    thresholds: list[Any] | None = None
-    finite: Sequence[Any] = ()
-    """Conditions that must hold, beside finite norms, for all gradients to be finite."""
-    skipped: Any = None
-    share: Any = None
-    """The share of the factors that are not 1, where other processes have some of them."""
+    @property
+    def own(self) -> Backend:
+        """The backend of the gradients."""
+
+    def field(self, name: str) -> Any:
+        """Return a field of the report."""
+
+    def scalars(self) -> dict[str, Any] | None:
+        """Return the scalars, ``None`` if they must be computed from the fields."""
+
+    def without_skip(self) -> Record:
+        """Return the same of a rule that skips nothing."""
+
+    def apart(self) -> tuple[list[Any], Callable[[list[Any]], Record]]:
+        """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
 
 
 class Report:
@@ -148,14 +149,6 @@ class Report:
         """Return the report in one line."""
         return f"<Report: {self}>"
 
-    def parts(self) -> list[Parts]:
-        """Return the arrays of each rule that measures norms, without computing or reading anything."""
-        norms, limits, factors, thresholds = map(_arrays_of, (self.norms, self.limits, self.factors, self.thresholds))
-        if not norms:
-            return []
-        own = backend_of(norms[0]) or DEFAULT
-        return [Parts(own, own, norms, limits, factors, thresholds or None, [self.finite], self.skipped)]
-
     def without_skip(self) -> Report:
         """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
         raise NotImplementedError
@@ -187,50 +180,24 @@ class Made(_Fields, Report):
 
 
 class Late(Report):
-    """A report whose fields are arranged on first access; it holds small arrays and no gradient.
+    """A report whose fields are arranged on first access."""
 
-    Parameters
-    ----------
-    make : callable
-        Returns the field with a name.
-    scalars : callable
-        Returns the scalars, or ``None`` if they must be computed from the fields.
-    parts : callable
-        Returns the arrays before they are arranged.
-    """
-
-    __slots__ = ("_found", "_make", "_parts", "_scalars")
+    __slots__ = ("_found", "record")
     kind: ClassVar[type[Made]] = Made
     """The class that pytree libraries and copies construct from the fields."""
 
-    def __init__(
-        self,
-        make: Callable[[str], Any],
-        scalars: Callable[[], dict[str, Any] | None],
-        parts: Callable[[], list[Parts]],
-    ) -> None:
-        self._make, self._scalars, self._parts = make, scalars, parts
+    def __init__(self, record: Record) -> None:
+        self.record = record
         self._found: dict[str, Any] = {}
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule."""
-        found = self._scalars()
+        found = self.record.scalars()
         return super().scalars() if found is None else found
-
-    def parts(self) -> list[Parts]:
-        """Return the arrays of each rule that measures norms, without computing or reading anything."""
-        return self._parts()
 
     def without_skip(self) -> Report:
         """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
-
-        def scalars() -> dict[str, Any]:
-            return {name: value for name, value in self.scalars().items() if name != LOGGED[-1]}
-
-        def parts() -> list[Parts]:
-            return [one._replace(skipped=None) for one in self.parts()]
-
-        return type(self)(lambda name: None if name == "skipped" else getattr(self, name), scalars, parts)
+        return type(self)(self.record.without_skip())
 
     def __reduce__(self) -> Any:
         """Return the fields, for a copy or a pickle."""
@@ -244,7 +211,7 @@ class Late(Report):
             msg = f"a report has no {name!r}: it has {', '.join(FIELDS)}, and scalars()"
             raise AttributeError(msg)
         if name not in self._found:
-            self._found[name] = self._make(name)
+            self._found[name] = self.record.field(name)
         return self._found[name]
 
 
@@ -265,6 +232,15 @@ def register(kind: type[Late]) -> None:
 
 
 register(Late)
+
+
+def apart(report: Report) -> tuple[list[Any], Callable[[list[Any]], Report]]:
+    """Return the arrays of a report, and a function that makes it of NumPy arrays in their place; arranges nothing."""
+    if isinstance(report, Late):
+        arrays, record = report.record.apart()
+        return arrays, lambda found: type(report)(record(found))
+    arrays, spec = optree.tree_flatten(cast("Any", report))
+    return arrays, lambda found: cast("Report", spec.unflatten(found))
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report

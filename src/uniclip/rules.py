@@ -8,18 +8,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from uniclip._checks import check, one_of, refuse_in_step, settle
 from uniclip._repr import holds_arrays, short
-from uniclip._types import Array, T
+from uniclip._types import Array
 from uniclip.absent import Filled, filled
 from uniclip.agree import refuse_kept_axes, telling
 from uniclip.arraywise import Function
 from uniclip.ask import Step
 from uniclip.backends import backend_by, compiling
-from uniclip.base import BaseRule, RuleLike, run
+from uniclip.backends.arrays import cast, together
+from uniclip.base import BaseRule, RuleLike
 from uniclip.curves import Curve, hard
 from uniclip.layout import layout_of, opened
-from uniclip.leaves import row_of
 from uniclip.limits import Constant, Limit, NoState
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
@@ -30,9 +32,9 @@ from uniclip.norms import L2, Norm
 from uniclip.processes import Joint, of
 from uniclip.report import Report
 from uniclip.ruler import Ruler
-from uniclip.scopes import Scope, all_leaves
+from uniclip.scopes import Scope, all_leaves, each_leaf
 from uniclip.step import Decision, Single, decide, first_state
-from uniclip.tree import Tree, closed, flatten
+from uniclip.tree import Tree, closed
 
 _PLAIN = {float, int, bool, str, type(None)}
 
@@ -164,47 +166,6 @@ def _clipped(rule: Rule, whole: Filled, decision: Decision | Single) -> Tree:
     return whole.emptied(decision.given.tree, decision.clipped(rule))
 
 
-def measured(
-    rule: Rule,
-    grads: Any,
-    state: Any,
-    params: Any = None,
-    norm: Any = None,
-    loss: Any = None,
-    all_reduce: Any = None,
-    *,
-    leaves: bool = False,
-) -> tuple[Any, Report, Any]:
-    """Do as `seen` without scaling; a norm that is given is not measured, norms of leaves only if ``leaves``."""
-    return taken(rule, grads, state, Step(params, all_reduce, loss, norm, leaves), _measured)  # type: ignore[no-any-return]
-
-
-def seen(
-    rule: RuleLike, grads: T, state: Any, params: Any = None, *, in_place: bool = False, loss: Any = None
-) -> tuple[T, Any, Report, Any]:
-    """Do as `Rule.update`, and also return the norms of all leaves, ``(k,)``, which the rule measures anyway.
-
-    Where all leaves share a norm it is computed from these, and equal to that of `Rule.update` to rounding.
-    """
-    step = Step(params, loss=loss, leaves=True, in_place=in_place)
-    if not isinstance(rule, Rule):
-        tree = flatten(grads)
-        given = opened(tree)
-        with given.backend.quiet(given.first):
-            row = row_of(given, L2, None if given.parts is None else Joint(given))
-        clipped, state, report = run(rule, tree, state, step._replace(leaves=False))
-        return closed(clipped), state, report, row
-
-    def finish(whole: Filled, decision: Decision | Single) -> Any:
-        return closed(_clipped(rule, whole, decision)), decision.state, decision.report(), decision.leaves
-
-    return taken(rule, grads, state, step, finish)  # type: ignore[no-any-return]
-
-
-def _measured(_: Filled, decision: Decision | Single) -> tuple[Any, Report, Any]:
-    return decision.state, decision.report(), decision.leaves
-
-
 def taken(
     rule: Rule,
     grads: Any,
@@ -285,10 +246,20 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
     array([1., 5.])
     """
-    whole = flatten(grads, none_is_leaf=True)
-    given = opened(whole.rebuild(whole.leaves))
+    given = opened(grads)
     with given.backend.quiet(given.first):
-        return given.own(row_of(given, norm, None if given.parts is None else Joint(given), whole.leaves))
+        layout = layout_of(given, each_leaf, remembers=True)  # with rows of absent leaves
+        joint = None if given.parts is None else Joint(given)
+        blocks = measure([Ruler(given, layout, norm, joint)]).norms[0].blocks
+        if not blocks:
+            return given.own(np.zeros(0, np.float32))
+        if len(blocks) == 1:  # of one dtype and one device
+            return given.own(blocks[0])
+        xp, blocks = given.backend.xp, list(map(given.own, together(given.backend, blocks)))
+        wide = xp.result_type(*[block.dtype for block in blocks])
+        row = xp.concat([cast(xp, given.backend.to_device_of(blocks[0], block), wide) for block in blocks], axis=0)
+        order = np.argsort([group for block in layout.blocks for group in block.groups])
+        return xp.take(row, given.own(order), axis=0)
 
 
 def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,17 +16,16 @@ from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, together
 from uniclip.curves import hard, reject
 from uniclip.layout import Layout, Opened, layout_of
-from uniclip.leaves import as_row, norm_of_row, row_of
 from uniclip.limits import Constant
 from uniclip.losses import Loss, as_scalars, mean_of
 from uniclip.measure import in_range, measure
 from uniclip.nonfinite import all_finite, refuse
 from uniclip.norms import L2
 from uniclip.processes import Joint, along_names
-from uniclip.report import Late, Made, Parts, Report, scalars_of
+from uniclip.report import Late, Made, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
 from uniclip.scale import Choices, factors_of, reduced, scaled
-from uniclip.scopes import all_leaves, each_leaf, everything
+from uniclip.scopes import everything
 from uniclip.tree import Tree
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ class Decision(NamedTuple):
     """Whether the step is skipped, ``None`` if the rule skips none."""
     state: Any
     thresholds: list[Any] | None = None
-    leaves: Any = None
-    """The norms of all leaves, see `leaves.row_of`, if wanted."""
 
     def clipped(self, rule: Choices) -> Tree:
         """Return the clipped gradients."""
@@ -78,7 +76,7 @@ class Decision(NamedTuple):
         )  # fmt: skip
         if given.tree.spec is None or own.traced(given.first):  # the way back may hold the gradients
             return Made(*[seen.field(name) for name in Made._fields])
-        return Late(seen.field, seen.scalars, seen.parts)
+        return Late(seen)
 
 
 class _Seen(NamedTuple):
@@ -118,17 +116,30 @@ class _Seen(NamedTuple):
         if not self.norms or not all(self.layout.groups) or any([0 in n.shape for n in self.norms]):
             return None
         with self.own.quiet():
-            thresholds = self._like_norms(self.thresholds)
-            limits = self._like_norms(self.limits)
+            some = (self.limits, self.thresholds or [])
+            limits, thresholds = (list(map(self._array, one, self.norms)) for one in some)
             found = scalars_of(self.backend, self.norms, limits, self.factors, self.skipped, thresholds)
-            return {name: self._own(value) for name, value in found.items()}
+            return found if self.own is self.backend else {name: self._own(value) for name, value in found.items()}
 
-    def parts(self) -> list[Parts]:
-        """Return the arrays without the rows of absent gradients."""
-        if not all(self.layout.groups):
-            return Made(*[self.field(name) for name in Made._fields]).parts()
-        some = self.norms, self.limits, self.factors, self.thresholds, self.sound, self.skipped
-        return [Parts(self.own, self.backend, *some)]
+    def _array(self, value: Any, norms: Any) -> Any:
+        """Return a limit as an array, which broadcasts against the norms."""
+        return value if hasattr(value, "shape") else self.backend.xp.asarray(value, dtype=norms.dtype)
+
+    def without_skip(self) -> _Seen:
+        """Return the same of a rule that skips nothing."""
+        return self._replace(skipped=None)
+
+    def apart(self) -> tuple[list[Any], Callable[[list[Any]], _Seen]]:
+        """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
+        names = "norms", "limits", "factors", "sound", "skipped", "thresholds"
+        some: Any = {name: getattr(self, name) for name in names}
+        arrays, spec = optree.tree_flatten(some)
+
+        def on_host(found: list[Any]) -> _Seen:
+            fields: Any = spec.unflatten(found)
+            return self._replace(own=DEFAULT, backend=DEFAULT, device=None, **fields)
+
+        return arrays, on_host
 
     def _like_norms(self, values: list[Any] | None) -> Any:
         xp = self.backend.xp
@@ -147,7 +158,6 @@ class Single(NamedTuple):
     norms: Any
     limits: Any
     factors: Any
-    leaves: Any = None
     skipped: None = None
 
     def clipped(self, rule: Choices) -> Tree:
@@ -174,8 +184,7 @@ class Single(NamedTuple):
     def report(self) -> Report:
         """Return the report."""
         own = self.given.backend
-        one = _OfOne(own, own.device(self.given.first), self.norms, self.limits, self.factors)
-        return Late(one.field, one.scalars, one.parts)
+        return Late(_OfOne(own, own.device(self.given.first), self.norms, self.limits, self.factors))
 
 
 class _OfOne(NamedTuple):
@@ -199,15 +208,19 @@ class _OfOne(NamedTuple):
         norms, limits, factors = ([np.asarray(value)] for value in (self.norms, self.limits, self.factors))
         return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors).items()}
 
-    def parts(self) -> list[Parts]:
-        """Return the numbers, not converted to arrays."""
-        return [Parts(self.own, DEFAULT, [self.norms], [self.limits], [self.factors])]
+    def without_skip(self) -> _OfOne:
+        """Return itself: it is of a rule that skips nothing."""
+        return self
+
+    def apart(self) -> tuple[list[Any], Callable[[list[Any]], _OfOne]]:
+        """Return no array, and a function that makes the record of NumPy arrays."""
+        return [], lambda _: self._replace(own=DEFAULT, device=None)
 
     def _own(self, value: Any) -> Any:
         return self.own.from_host(np.asarray(value), self.device)
 
 
-def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | None:  # noqa: FBT001
+def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     """Decide on one Euclidean norm with a constant limit, if the host can read it; ``None`` in any other case."""
     limit: Any = rule.limit
     norm, constant = rule.norm, type(limit) is Constant and type(limit.value) is float and 0 < limit.value < _LARGE
@@ -217,30 +230,17 @@ def _single(rule: Choices, given: Opened, state: Any, leaves: bool) -> Single | 
         return None
     own = given.backend
     read = own.readable(given.first) and not own.debug_infs()
-    found = own.squares(given.arrays, [1] * len(given.arrays) if leaves else [len(given.arrays)]) if read else None
+    found = own.squares(given.arrays, [len(given.arrays)]) if read else None
     if not (found is None or isinstance(found, np.ndarray)):
         found = together(own, [found])[0]
     if not isinstance(found, np.ndarray):
         return None
-    row, total = _row_and_total(given, found) if leaves else (None, found[0])
-    if total is None or not in_range(float(total), total.dtype == np.float32):
+    total = found[0]
+    if not in_range(float(total), total.dtype == np.float32):
         return None
     n, most, one = np.sqrt(total), total.dtype.type(limit.value), total.dtype.type(1)
-    decided = Single(given, state, n, most, one if n <= most else most / n, row)
+    decided = Single(given, state, n, most, one if n <= most else most / n)
     return decided if n * _NEAR <= most else None
-
-
-def _row_and_total(given: Opened, found: np.ndarray[Any, Any]) -> tuple[Any, Any]:
-    """Return the norms of leaves and the sum of all squares, from their sums of squares; ``None`` if any is unknown."""
-    wide: Any = np.float64 if any([a.dtype == given.backend.xp.float64 for a in given.arrays]) else np.float32
-    squares = found.astype(np.float64)
-    lost = ~in_range(found, found.dtype == np.float32)  # leaves whose squares underflow or overflow
-    for number in np.flatnonzero(lost).tolist():
-        view = given.backend.viewed(given.arrays[number])
-        if view is None or wide is np.float64:
-            return None, None
-        squares[number] = np.sum(np.square(view, dtype=np.float64))
-    return np.sqrt(squares).astype(wide), squares.sum().astype(wide)
 
 
 class _Found(NamedTuple):
@@ -282,22 +282,6 @@ def _found(  # noqa: PLR0913, PLR0917
     return _Found(given, norms.blocks if known is None else known, sound, beside)
 
 
-def _found_with_leaves(  # noqa: PLR0913, PLR0917
-    rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
-) -> tuple[_Found, Any]:
-    """Do as `_found`, and also return the norms of all leaves if they are wanted, which are measured anyway."""
-    if not step.leaves:
-        return _found(rule, given, layout, joint, step, theirs), None
-    plain = not rule.norm.size_power and rule.nonfinite != "zero" and all(layout.groups)
-    if plain and rule.scope == each_leaf:
-        found = _found(rule, given, layout, joint, step, theirs)
-        return found, as_row(given, layout, found.norms)
-    row = row_of(given, rule.norm if plain else L2, joint)
-    if plain and rule.scope == all_leaves and step.norm is None:
-        step = step._replace(norm=norm_of_row(given, row, rule.norm))
-    return _found(rule, given, layout, joint, step, theirs), row
-
-
 def _loss(given: Opened, loss: Any, sums: list[Any] | None) -> Any:
     """Return the loss as a float32 array, ``None`` if there is none; ``sums`` are those of all processes."""
     loss, own = loss() if isinstance(loss, Loss) else loss, given.backend
@@ -316,14 +300,14 @@ def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
 def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | Single:
     """Measure the gradients and compute their factors."""
     if step.norm is None and step.all_reduce is None and given.parts is None:
-        single = _single(rule, given, state, step.leaves)
+        single = _single(rule, given, state)
         if single is not None:
             return single
     own = given.backend
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
     theirs = opened_params(rule, given, layout, step) if "params" in rule.limit.needs else None
     joint = joint_of(rule, given, layout, step.all_reduce, theirs)
-    (given, norms, sound, beside), leaves = _found_with_leaves(rule, given, layout, joint, step, theirs)
+    given, norms, sound, beside = _found(rule, given, layout, joint, step, theirs)
     read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]
     host = (
         all(isinstance(n, np.ndarray) for n in norms)
@@ -350,7 +334,7 @@ def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | S
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine, joint)
     sound = [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in elsewhere]]
-    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state, thresholds, leaves)
+    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state, thresholds)
 
 
 def _on_host(own: Backend, array: Any) -> Any:

@@ -37,10 +37,7 @@ def run(
         "leaves": norms[at - 1][:, None] * parts / np.sqrt(np.sum(parts**2, axis=1, keepdims=True)),
         "leaf_steps": at,
         "labels": [f"layers.{leaf}.weight" for leaf in range(leaves)],
-        "sizes": np.full(leaves, 10),
         "rule": "uc.by_global_norm(1.0)",
-        "scope": "all_leaves",
-        "ord": 2.0,
         "extra": {},
     }
     return Record(**values | fields)
@@ -61,8 +58,7 @@ def nothing() -> Record:
 
 def write(record: Record, path: Path) -> Path:
     """Write what the recorder writes of a run, without its leaves."""
-    header = {"uniclip": 1, "rule": record.rule, "scope": record.scope, "ord": record.ord, "every": 100}
-    lines = [json.dumps(header)]
+    lines = [json.dumps({"uniclip": 1, "rule": record.rule})]
     for index, step in enumerate(record.steps):
         columns = {"norm": record.norms, "limit": record.limits, "factor": record.factors, "share": record.shares}
         columns["loss"] = record.losses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import re
 import runpy
 import subprocess
@@ -22,10 +22,10 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
+import uniclip as uc
 from insight import recorded
-from uniclip.insight import page, plot, read, spikes, suggest
+from uniclip.insight import Recorder, leaf_norms, plot, read, spikes, summary
 
-COMMANDS = ["report", "suggest", "spikes"]
 ODD = {
     "empty": recorded.nothing(),
     "one step": recorded.run(1),
@@ -74,33 +74,48 @@ def contrast(first: Any, second: Any) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def texts(ax: Any) -> list[str]:
+    """Return what is written beside the points of a panel."""
+    return [text.get_text() for text in ax.texts]
+
+
+def strips(ax: Any) -> dict[str, Any]:
+    """Return how much of each strip is drawn in each column, by its label."""
+    (strip,) = ax.child_axes
+    names = [label.get_text() for label in strip.get_yticklabels()]
+    return dict(zip(names, strip.images[0].get_array()[..., 3], strict=True))
+
+
 def test_no_spike_is_lost_in_a_long_run() -> None:
-    """Of 100,000 steps the picture shows the largest norm, near its step, and the smallest."""
+    """Of 100,000 steps the picture shows the largest norm, near its step, and the smallest, and names the spike."""
     record = recorded.run(100_000)
     record.norms[777], record.norms[10] = 1e4, 1e-4
     ax = plot(record, Figure().subplots())
     points = ax.collections[0].get_paths()[0].vertices
     assert (points[:, 1].max(), points[:, 1].min()) == (1e4, 1e-4)
-    assert abs(points[points[:, 1].argmax(), 0] - 778) <= 100_000 / lines(ax)["norm: median"].get_xdata().size
+    assert abs(points[points[:, 1].argmax(), 0] - 778) <= 100_000 / lines(ax)["norm"].get_xdata().size
+    assert "778" in texts(ax)
 
 
-def test_steps_are_marked() -> None:
-    """Clipped, skipped and broken steps have markers of their own, and the limit is a line."""
-    record = recorded.run(150, spikes=[100, 120], broken=[60, 61])
+def test_steps_are_shown() -> None:
+    """Clipped, skipped and broken steps have strips of their own, the limit is a line, spikes have step and leaf."""
+    record = recorded.run(150, 3, spikes=[100, 120], broken=[60, 61])
     record.skipped[119] = True
-    drawn = lines(plot(record, Figure().subplots()))
-    at = {name: list(drawn[name].get_xdata()) for name in ("clipped", "skipped", "not finite")}
-    assert at["clipped"] == list(record.steps[(record.norms > 1) & ~record.skipped])
-    assert at["skipped"] == [120]
-    assert at["not finite"] == [60, 61]
-    assert len({drawn[name].get_marker() for name in at}) == 3
-    assert set(drawn["limit"].get_ydata()) == {1.0}
+    ax = plot(record, Figure().subplots())
+    found = {name: list(record.steps[drawn > 0]) for name, drawn in strips(ax).items()}
+    assert found["clipped"] == list(record.steps[(record.norms > 1) & ~record.skipped])
+    assert found["skipped"] == [120]
+    assert found["not finite"] == [60, 61]
+    assert set(lines(ax)["limit"].get_ydata()) == {1.0}
+    first = {spike.step: spike.leaves[0][0] for spike in spikes(record) if math.isfinite(spike.ratio)}
+    assert {"100", "120"} <= {text.split()[0] for text in texts(ax)}
+    assert set(texts(ax)) == {f"{step} {leaf}" for step, leaf in first.items()}
 
 
 def test_in_given_axes() -> None:
     """With ``ax`` pyplot and the settings of matplotlib are left alone."""
     ax, before = Figure().subplots(), dict(mpl.rcParams)
-    assert plot(recorded.run(50, leaves=3), ax) is ax
+    assert plot(recorded.run(50), ax) is ax
     assert ax.figure.axes == [ax]
     assert plt.get_fignums() == []
     assert dict(mpl.rcParams) == before
@@ -118,10 +133,13 @@ def test_light_and_dark(style: str, paper: str) -> None:
 
 
 @pytest.mark.parametrize("record", ODD.values(), ids=ODD)
-def test_odd_runs(record: Any) -> None:
-    """A run of which there is little to show is drawn and has a page all the same."""
+def test_odd_runs(record: Any, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of which there is little to show is drawn, summed up and has a page all the same."""
     plot(record).figure.canvas.draw()
-    assert not re.search(r"\bnan\b|\binf\b", " ".join(Elements(page(record)).words))
+    file, page = recorded.write(record, tmp_path / "run.jsonl"), tmp_path / "run.html"
+    assert command(file, "-o", page) == 0
+    words = " ".join(Elements(page.read_text(encoding="utf-8")).words) + capsys.readouterr().out
+    assert not re.search(r"\bnan\b|\binf\b", words)
 
 
 @pytest.mark.parametrize("arguments", [({"norm": [1.0]},), (recorded.run(5), 3)])
@@ -166,13 +184,20 @@ class Elements(HTMLParser):
             self.words.append(data)
 
 
-def test_a_page_needs_nothing_else() -> None:
+def test_a_page_needs_nothing_else(tmp_path: Path, command: Any) -> None:
     """Nothing runs and nothing is fetched, labels are shown as they are, and long runs have small pages."""
     labels = ['<script>alert("1")</script>', 'a" id="b', "$\\frac{$ & <i>"]
-    record = recorded.run(20_000, 3, spikes=[300, 900], broken=[700], labels=labels, rule='masked("<b>&")')
-    made = page(record)
+    params = {label: np.ones(1) for label in labels}
+    rule = uc.by_global_norm(1.0, curve=uc.curves.Regularized(0.5))
+    path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
+    with Recorder(path, leaves=True, rule=rule, params=params) as record:
+        for step in range(1, 5000):
+            grads = {label: np.asarray([0.1 + 9.0 * (step == 300 + number)]) for number, label in enumerate(labels)}
+            record(uc.clip(grads, rule)[1], leaves=leaf_norms(grads))
+    assert command(path, "-o", page) == 0
+    made = page.read_text(encoding="utf-8")
     assert made.startswith("<!DOCTYPE html>\n<html lang=")
-    assert len(made.encode()) < 1_000_000
+    assert len(made.encode()) < 500_000
     elements = Elements(made)
     assert not {"script", "link", "iframe", "object", "base", "b", "i"} & {tag for tag, _ in elements.found}
     assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
@@ -181,78 +206,85 @@ def test_a_page_needs_nothing_else() -> None:
     ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
     assert len(ids) == len(set(ids))
     words = "".join(elements.words)
-    assert all(label[-20:] in words for label in labels)
-    assert 'masked("<b>&")' in words
-
-
-def test_a_page_is_written(tmp_path: Path) -> None:
-    """It replaces what is there, but no recorded run."""
-    assert page(recorded.run(50), tmp_path / "run.html") == tmp_path / "run.html"
-    assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    path = recorded.write(recorded.run(5), tmp_path / "run.jsonl")
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"run\.jsonl is a recorded run"):
-        page(recorded.run(5), path)
-    assert path.read_bytes() == before
+    assert all(label in words for label in labels)
+    assert repr(rule) in words
 
 
 def test_the_module_is_a_command(file: Path) -> None:
-    """``python -m uniclip`` prints the help and its version; where its reader has gone, it says nothing."""
+    """``python -m uniclip`` prints the summary of a run; without one it says how to call it."""
     line = [sys.executable, "-m", "uniclip"]
-    assert subprocess.run(line, check=True, capture_output=True, text=True).stdout.startswith("usage: uniclip ")
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run([*line, "report", str(file)], check=False, stdout=writing, stderr=subprocess.PIPE, text=True)
-    os.close(writing)
-    assert done.stderr == ""
+    done = subprocess.run([*line, str(file)], check=True, capture_output=True, text=True)
+    assert done.stdout == summary(read(file)) + "\n"
+    done = subprocess.run(line, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: uniclip ")
 
 
-def test_the_command(file: Path, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A report has the run, the advice and the spikes, and says where the page is."""
-    assert command("report", file, "-o", tmp_path / "run.html") == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    assert suggest(read(file)).verdict in shown.out
-    assert str(tmp_path / "run.html") in shown.out
-    assert (tmp_path / "run.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-    assert command("spikes", file, "-z", "2", "--window", "30") == 0
-    found = [str(spike.step) for spike in spikes(read(file), z=2.0, window=30)]
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == found
+def test_a_summary() -> None:
+    """It has the numbers that are in the record, and limits that do not depend on where the norms are."""
+    record = recorded.run(400, 2, spikes=[300], broken=[100])
+    text = summary(record)
+    finite = np.isfinite(record.norms)
+    above = np.mean(record.norms[finite] > 0.25)
+    median = np.median(record.norms[finite])
+    assert "400 steps" in text
+    assert "not finite 1 (first step 100)" in text
+    assert f"p50 {median:.2g}" in text
+    assert f"0.25: {100 * above:.2g} %" in text
+    assert "step 300 (" in text
+    assert "first in layers." in text
+    for power in (-3, 0, 3):
+        other = record._replace(norms=record.norms * 4.0**power)
+        wanted = [4.0 ** round(math.log(median, 4) + power) * part for part in (0.25, 1, 4)]
+        assert "{:g}, {:g} and {:g}".format(*wanted) in summary(other)
+    assert "half of the steps" not in text
+    assert "half of the steps" in summary(record._replace(shares=np.ones(400)))
+
+
+@pytest.mark.parametrize("name", ["run.html", "run.svg", "run.png", "run.pdf"])
+def test_what_is_written(name: str, file: Path, tmp_path: Path, command: Any) -> None:
+    """The end of the name says what; a file that is there is replaced."""
+    beginnings = {".html": b"<!DOCTYPE", ".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}
+    path = tmp_path / name
+    path.write_text("old")
+    assert command(file, "-o", path) == 0
+    assert path.read_bytes().startswith(beginnings[path.suffix])
 
 
 @pytest.mark.parametrize("content", [None, "", "no record\n", '{"uniclip": 1}\n{"step": 1, "no\n{"step": 2}\n'])
-@pytest.mark.parametrize("name", COMMANDS)
 def test_a_file_that_is_no_record(
-    name: str, content: str | None, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
+    content: str | None, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A missing or damaged file is named in one line, and the status is 2."""
     path = tmp_path / "other.jsonl"
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    assert command(name, path) == 2
+    assert command(path) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.count("\n")) == ("", 1)
     assert "other.jsonl" in shown.err
 
 
-@pytest.mark.parametrize("arguments", [["-z", "-1"], ["-z", "many"], ["--window", "1.5"], ["-o", "none/run.html"]])
-def test_wrong_arguments_of_the_command(
-    arguments: list[str], file: Path, command: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each is named, and the status is 2."""
-    assert command("report" if "-o" in arguments else "spikes", file, *arguments) == 2
+@pytest.mark.parametrize("page", ["none/run.html", "run.jsonl", "run"])
+def test_a_file_that_cannot_be_written(page: str, file: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named, the status is 2, and the run stays as it was."""
+    before = file.read_bytes()
+    assert command(file, "-o", file.parent / page) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert arguments["-o" in arguments] in shown.err
+    assert page in shown.err
+    assert file.read_bytes() == before
 
 
 def test_control_characters(tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing in a file acts on the terminal."""
-    header = '{"uniclip": 1, "rule": "\\u001b[31mred\\u202e", "leaves": ["\\u001b]0;x\\u0007"], "sizes": [1]}'
-    rows = [f'{{"step": {step}, "norm": 1.0, "leaves": [{1 + step % 2}]}}' for step in range(1, 60)]
+    header = '{"uniclip": 1, "rule": "\\u001b[31mred\\u202e"}'
+    rows = [f'{{"step": {step}, "norm": 1.0, "leaves": {{"\\u001b]0;x": 1}}}}' for step in range(1, 60)]
     path = tmp_path / "run.jsonl"
-    path.write_text("\n".join([header, *rows, '{"step": 60, "norm": 99.0, "leaves": [99.0]}']) + "\n", encoding="utf-8")
-    assert command("report", path) == 0
+    rows.append('{"step": 60, "norm": 99.0, "leaves": {"\\u001b]0;x": 99}}')
+    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    assert command(path) == 0
     shown = capsys.readouterr().out
     assert "\ufffd[31mred\ufffd" in shown
+    assert "\ufffd]0;x" in shown
     assert all(one.isprintable() for one in shown.replace("\n", ""))

@@ -79,17 +79,17 @@ def test_a_new_level_is_accepted() -> None:
 
 
 def test_causal() -> None:
-    """No decision, ratio, or earlier loss depends on what comes later."""
+    """No decision and no ratio depends on what comes later."""
     norms = noisy(0, 1000, 0.3)
     norms[::37] *= 30
-    whole = spikes(of_norms(norms, losses=norms))
+    whole = spikes(of_norms(norms))
     changed = norms.copy()
     changed[600:] = np.random.default_rng(5).lognormal(3, 3, 400)
     changed[700] = math.nan
-    other = spikes(of_norms(changed, losses=changed))
-    early = [spike for spike in whole if spike.step <= 600 - 5]
+    other = spikes(of_norms(changed))
+    early = [spike for spike in whole if spike.step <= 600]
     assert len(early) > 10
-    assert early == [spike for spike in other if spike.step <= 600 - 5]
+    assert early == [spike for spike in other if spike.step <= 600]
 
 
 def test_not_finite() -> None:
@@ -116,13 +116,11 @@ def test_few_norms() -> None:
 
 
 def test_what_is_told() -> None:
-    """Norm, ratio and the losses around are those of the record."""
-    norms, losses = np.full(60, 2.0), np.arange(60.0)
-    norms[40], losses[37] = 30.0, math.nan
-    (spike,) = spikes(of_norms(norms, losses=losses, steps=np.arange(60) * 10))
-    assert spike == Spike(400, 30.0, pytest.approx(15.0), False, 37.0, 43.0, [])
-    norms[59] = 30.0
-    assert math.isnan(spikes(of_norms(norms, losses=losses))[1].loss_after)
+    """Step, norm and ratio are those of the record."""
+    norms = np.full(60, 2.0)
+    norms[40] = 30.0
+    (spike,) = spikes(of_norms(norms, steps=np.arange(60) * 10))
+    assert spike == Spike(400, 30.0, pytest.approx(15.0), skipped=False, leaves=[])
 
 
 def test_fault_in_one_leaf() -> None:

@@ -90,6 +90,12 @@ def _squares(arrays: list[Array]) -> Array:
     return jnp.stack([_total(array, _wide(arrays)) for array in arrays])
 
 
+@_compiled
+def _copied(arrays: list[Array]) -> list[Array]:
+    """Return copies."""
+    return list(map(jnp.copy, arrays))
+
+
 @partial(jax.jit, static_argnums=1)
 def _squares_along(arrays: list[Array], axes: tuple[Any, ...]) -> list[Array]:
     """Return the sums of squares of each array along its axes."""
@@ -145,6 +151,9 @@ class _JAX(Backend):
         if all(map(self.readable, arrays)):
             return list(map(np.asarray, arrays))  # device_get takes longer for each array than reading it
         return list(map(np.asarray, jax.device_get(arrays)))
+
+    def to_keep(self, arrays: list[Array]) -> list[Array]:
+        return _copied(arrays) if _together(arrays) else list(map(jnp.copy, arrays))  # they may be donated later
 
     def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
         if not _together(arrays):

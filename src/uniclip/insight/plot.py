@@ -1,41 +1,50 @@
 # SPDX-License-Identifier: MIT
-"""A picture of a recorded run, by matplotlib, which is imported only here and only when something is drawn."""
+"""A picture of a recorded run, by matplotlib, which is imported only when something is drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import math
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from uniclip._checks import check
-from uniclip.insight import panels
+from uniclip.insight._extra import extra
 from uniclip.insight.record import Record
+from uniclip.insight.spikes import spikes
+from uniclip.insight.summary import printable
 
-INSTALL = 'pip install "uniclip-gradients[insight]"'
-_WIDTH, _MAIN, _LOSSES = 9.0, 3.2, 1.4
-"""The sizes of the figure and its panels, in inches."""
+Array: TypeAlias = np.ndarray[Any, Any]
+
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+"""From the palette of Okabe and Ito; their contrast is at least 3 on white and on black."""
+COLUMNS = 600
+"""About one for each pixel."""
+NAMED = 5
+"""The number of spikes with their step and leaf."""
+_SIZE = 9.0, 3.6
+"""The size of the figure, in inches."""
 
 
 def plot(record: Record, ax: Any = None) -> Any:
-    """Draw the norms of a recorded run, and what was clipped.
+    """Draw the norms of a recorded run, the limit, and what happened to the steps.
 
-    The main panel shows the norm at each step on a logarithmic axis, the limit (or the threshold, if the rule clips to
-    less than the threshold), the clipped and the skipped steps, and at the top the steps that were not finite. Without
-    ``ax`` there are also a histogram of the norms with the share of steps above each norm, the losses and the norms of
-    the leaves, if recorded. Runs of more than 1,200 steps are drawn as the smallest,
-    median and largest norm in each of 600 columns, so that no spike is lost.
+    The norm before clipping is on a logarithmic axis, with the limit (or the threshold, if the rule clips to less than
+    the threshold). The largest spikes have their step and, if recorded, the leaf that stands out most. Strips above
+    show which steps were clipped, skipped and not finite. Of more than 1,200 steps the smallest, median and largest
+    norm in each of 600 columns is drawn, so that no spike is lost; the darker a strip, the more of its steps it means.
 
     Parameters
     ----------
     record : Record
         What `read` returns.
     ax : matplotlib.axes.Axes, optional
-        Where to draw the main panel alone. By default pyplot makes a new figure with all panels.
+        Where to draw. By default pyplot makes a new figure.
 
     Returns
     -------
     matplotlib.axes.Axes
-        The axes of the main panel; ``.figure`` is the figure.
+        ``.figure`` is the figure.
 
     Raises
     ------
@@ -48,7 +57,6 @@ def plot(record: Record, ax: Any = None) -> Any:
     -----
     Text, ticks and frames have the colors of ``matplotlib.rcParams``, so that any style applies. The colors of the data
     are from the color-blind safe palette of Okabe and Ito (2008), with a contrast of at least 3 on white and on black.
-    Characters that the fonts lack are drawn as U+FFFD.
 
     Examples
     --------
@@ -58,63 +66,76 @@ def plot(record: Record, ax: Any = None) -> Any:
     >>> ax.figure.savefig("run.png")
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
-    check("ax", ax, ax is None or hasattr(ax, "get_xaxis_transform"), "one Axes of matplotlib, or None")
+    check("ax", ax, ax is None or hasattr(ax, "inset_axes"), "one Axes of matplotlib, or None")
     if ax is None:
-        axes = _panels(record)
-        panels.spread(axes["spread"], record)
-        axes["spread"].tick_params(which="both", labelleft=False)
-        if "losses" in axes:
-            panels.losses(axes["losses"], record)
-        if "leaves" in axes:
-            panels.leaves(axes["leaves"], record._replace(labels=_in_font(record.labels)))
-            for colors in axes["leaves"].child_axes:
-                colors.set_in_layout(False)  # there is room beside it
-        ax = axes["norms"]
-    panels.norms(ax, record)
+        with extra("pictures need matplotlib"):
+            import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
+        ax = plt.figure(figsize=_SIZE, layout="constrained").subplots()
+    ax.set(xlabel="step", ylabel="norm before clipping", yscale="log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    shown = record.norms > 0
+    if not (shown & np.isfinite(record.norms)).any():
+        ax.text(0.5, 0.5, "no finite norm above 0", transform=ax.transAxes, ha="center", va="center")
+    _line(ax, record.steps, record.norms, "norm", color=BLUE)
+    has_thresholds = bool(np.isfinite(record.thresholds).any())
+    level = record.thresholds if has_thresholds else record.limits
+    _line(ax, record.steps, level, "threshold" if has_thresholds else "limit", color=GREEN, linestyle="--")
+    _spikes(ax, record)
+    _strips(ax, record)
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(loc="best", frameon=False)
     return ax
 
 
-def _panels(record: Record) -> dict[str, Any]:
-    """Make a figure with an axes for each panel that has data, by name."""
-    with drawing():
-        import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
-    rows, heights = [["norms", "spread"]], [_MAIN]
-    if panels.has_losses(record):
-        rows.append(["losses", "."])
-        heights.append(_LOSSES)
-    if panels.has_leaves(record):
-        rows.append(["leaves", "."])
-        heights.append(panels.height_of_leaves(record))
-    figure = plt.figure(figsize=(_WIDTH, sum(heights) + 0.3), layout="constrained")
-    axes: dict[str, Any] = figure.subplot_mosaic(rows, width_ratios=[3, 1], height_ratios=heights)
-    for name in axes.keys() & {"losses", "leaves"}:
-        axes[name].sharex(axes["norms"])
-    axes["spread"].sharey(axes["norms"])
-    return axes
+def _line(ax: Any, steps: Array, values: Array, label: str, **look: Any) -> None:
+    """Draw values over steps; of many the median in each column, in a band from the smallest to the largest."""
+    known = np.isfinite(values) & (values > 0)
+    steps, values = steps[known], values[known]
+    if not steps.size:
+        return
+    if steps.size > 2 * COLUMNS:
+        cuts = np.linspace(0, steps.size, COLUMNS + 1).astype(int)
+        at = steps[(cuts[1:] + cuts[:-1]) // 2]
+        low, high = (some.reduceat(values, cuts[:-1]) for some in (np.minimum, np.maximum))
+        ax.fill_between(at, low, high, color=look["color"], alpha=0.5, linewidth=0.8)
+        steps, values = at, np.asarray([np.median(part) for part in np.split(values, cuts[1:-1])])
+    marker = "." if steps.size == 1 else ""
+    ax.plot(steps, values, linewidth=1.2, marker=marker, label=label, **look)
 
 
-def _in_font(labels: list[str]) -> list[str]:
-    """Return labels with U+FFFD in place of characters that the fonts lack, for which matplotlib would warn."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font  # noqa: PLC0415 - imports matplotlib
+def _spikes(ax: Any, record: Record) -> None:
+    """Mark the largest spikes, with their step and the leaf that stands out most."""
+    found = sorted([one for one in spikes(record) if math.isfinite(one.ratio)], key=lambda one: -one.ratio)[:NAMED]
+    ax.plot([one.step for one in found], [one.norm for one in found], "o", color=VERMILION, fillstyle="none")
+    for one in found:
+        text = " ".join([f"{one.step}", *[printable(label) for label, _ in one.leaves[:1]]])
+        right = one.step > record.steps[[0, -1]].mean()
+        look = {"textcoords": "offset points", "va": "center", "fontsize": "small", "parse_math": False}
+        place = {"xytext": (-6 if right else 6, 0), "ha": "right" if right else "left"}
+        ax.annotate(text, (one.step, one.norm), annotation_clip=False, **place, **look)
 
-    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]
-    every = {one for label in labels for one in panels.printable(label) if not one.isascii()}
-    lacking = [one for one in every if not any(font.get_char_index(ord(one)) for font in fonts)]
-    table = str.maketrans(dict.fromkeys(lacking, "\ufffd"))
-    return [label.translate(table) for label in labels]
 
+def _strips(ax: Any, record: Record) -> None:
+    """Draw a strip for the steps that were clipped, one for those that were skipped, and one for those not finite."""
+    from matplotlib.colors import to_rgb  # noqa: PLC0415 - takes longer to import than uniclip
 
-@contextmanager
-def drawing() -> Iterator[None]:
-    """Say what to install if matplotlib cannot be imported.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If a module is missing inside.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        msg = f"pictures need matplotlib: {INSTALL} ({error})"
-        raise ModuleNotFoundError(msg, name=error.name) from error
+    flags = {
+        "clipped": ((record.shares > 0) & ~record.skipped, VERMILION),
+        "skipped": (record.skipped, PURPLE),
+        "not finite": (~record.finite, ax.yaxis.label.get_color()),
+    }
+    drawn = {name: one for name, one in flags.items() if one[0].any()}
+    if not drawn:
+        return
+    first, last = record.steps[[0, -1]]
+    count = int(min(COLUMNS, last - first + 1))
+    columns = (record.steps - first) * count // (last - first + 1)
+    of_each = np.maximum(np.bincount(columns, minlength=count), 1)
+    pixels = np.zeros((len(drawn), count, 4))
+    for row, (flag, color) in zip(pixels, drawn.values(), strict=True):
+        share = np.bincount(columns, flag, count) / of_each
+        row[:, :3], row[:, 3] = to_rgb(color), np.where(share > 0, 0.4 + 0.6 * share, 0)
+    strip = ax.inset_axes((0, 1.02, 1, 0.06 * len(drawn)), sharex=ax)
+    strip.imshow(pixels, extent=(first - 0.5, last + 0.5, len(drawn), 0), aspect="auto", interpolation="nearest")
+    strip.set_yticks(np.arange(len(drawn)) + 0.5, drawn, fontsize="small")
+    strip.tick_params(length=0, labelbottom=False)

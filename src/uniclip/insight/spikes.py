@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,8 @@ NORMAL = 1.48
 LEAST_SPREAD = 0.05
 """The smallest deviation of the logarithms, 5 %; for norms that hardly vary, rounding would make spikes."""
 _ROWS = 4096  # windows at a time: 100 norms each in 3 MB
-_LOSSES, _TOP = 5, 5
+_TOP = 5
+"""The number of leaves that are named."""
 
 Array = np.ndarray[Any, Any]
 
@@ -37,8 +39,6 @@ class Spike(NamedTuple):
         The norm divided by the median of those before it; NaN if there is none.
     skipped : bool
         Whether the rule skipped the step.
-    loss_before, loss_after : float
-        The medians of the losses of the five recorded steps before and after; NaN if there are none.
     leaves : list of (str, float)
         Up to five leaves with the largest ratio of their norm to its median so far, largest first; ∞ if the norm is
         not finite. Empty if the leaves of this step or of earlier steps were not recorded.
@@ -56,8 +56,6 @@ class Spike(NamedTuple):
     norm: float
     ratio: float
     skipped: bool
-    loss_before: float
-    loss_after: float
     leaves: list[tuple[str, float]]
 
 
@@ -107,10 +105,10 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     """
     check("record", record, isinstance(record, Record), "a Record, which uniclip.insight.read returns")
     z, window = positive("z", z), whole("window", window, FEWEST)
-    finite = finite_steps(record)
+    finite = record.finite & ~np.isinf(record.norms)  # a norm of NaN may only be unknown
     medians, bounds = compared(record.norms, finite, z, window)
     found = np.flatnonzero(~finite | (record.norms > bounds))
-    leaves = _Leaves(record, record.steps[found], window)
+    usual = ~np.isin(record.leaf_steps, record.steps[found])
     with np.errstate(over="ignore"):
         ratios = np.where(finite, record.norms, math.nan) / medians
     return [
@@ -119,18 +117,10 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
             norm=float(record.norms[n]) if finite[n] else math.nan,
             ratio=float(ratios[n]),
             skipped=bool(record.skipped[n]),
-            loss_before=_median(record.losses[max(n - _LOSSES, 0) : n]),
-            loss_after=_median(record.losses[n + 1 : n + 1 + _LOSSES]),
-            leaves=leaves.at(int(record.steps[n])),
+            leaves=_largest(record, record.steps[n], usual, window),
         )
         for n in found
     ]
-
-
-def finite_steps(record: Record) -> Array:
-    """Return which steps may have finite gradients: a norm of NaN may only be unknown."""
-    finite: Array = record.finite & ~np.isinf(record.norms)
-    return finite
 
 
 def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) -> tuple[Array, Array]:
@@ -165,39 +155,17 @@ def _exp(logs: Array) -> Array:
         return np.where(np.isnan(logs), np.inf, np.exp(logs))
 
 
-def _median(values: Array) -> float:
-    """Return the median of the values that are not NaN."""
-    known = values[np.isfinite(values)]
-    with np.errstate(over="ignore"):
-        return float(np.median(known)) if len(known) else math.nan
-
-
-class _Leaves:
-    """Norms of leaves relative to each leaf's median over the last rows that are not spikes."""
-
-    def __init__(self, record: Record, spike_steps: Array, window: int) -> None:
-        self.labels, self.window = record.labels, window
-        self.steps, self.rows = record.leaf_steps, record.leaves
-        self.usual = np.flatnonzero(~np.isin(self.steps, spike_steps))
-
-    def at(self, step: int) -> list[tuple[str, float]]:
-        """Return the largest ratios at a step."""
-        here = int(np.searchsorted(self.steps, step))
-        if here == len(self.steps) or self.steps[here] != step:
-            return []
-        earlier = self.usual[self.usual < here][-self.window :]
-        medians = [_median(column) for column in self.rows[earlier].T]
-        ratios = [_ratio(norm, usual) for norm, usual in zip(self.rows[here].tolist(), medians, strict=True)]
-        known = [(label, ratio) for label, ratio in zip(self.labels, ratios, strict=True) if not math.isnan(ratio)]
-        return sorted(known, key=lambda pair: -pair[1])[:_TOP]
-
-
-def _ratio(norm: float, usual: float) -> float:
-    """Return the ratio of a norm to the usual one: ∞ if it is not finite, NaN if nothing is known or both are 0."""
-    if math.isnan(usual):
-        return math.nan
-    if not math.isfinite(norm):
-        return math.inf
-    if usual == 0:
-        return math.inf if norm else math.nan
-    return norm / usual
+def _largest(record: Record, step: int, usual: Array, window: int) -> list[tuple[str, float]]:
+    """Return the leaves with the largest ratios at a step to their medians over the ``usual`` rows before it."""
+    here = record.leaf_steps == step
+    earlier = record.leaves[usual & (record.leaf_steps < step)][-window:]
+    if not here.any() or not len(earlier):
+        return []
+    norms = record.leaves[here][0]
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a leaf that was never finite
+        ratios = np.where(np.isfinite(norms), norms, math.inf) / np.nanmedian(earlier, axis=0)
+    known = [
+        (label, ratio) for label, ratio in zip(record.labels, ratios.tolist(), strict=True) if not math.isnan(ratio)
+    ]
+    return sorted(known, key=lambda pair: -pair[1])[:_TOP]

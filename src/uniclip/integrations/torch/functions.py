@@ -18,6 +18,7 @@ from uniclip._checks import LIMIT, nonnegative, number, within
 from uniclip._repr import article, short
 from uniclip._types import Array
 from uniclip.agree import telling
+from uniclip.ask import Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations.torch.processes import refuse_parts
@@ -25,7 +26,7 @@ from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
 from uniclip.processes import AllReduce, Shared, joining
-from uniclip.rules import Rule, clip_known, made_once, measured
+from uniclip.rules import Rule, clip_known, made_once, taken
 from uniclip.scopes import all_leaves
 from uniclip.verbs import clip_
 
@@ -192,7 +193,7 @@ def get_total_norm(
     if not _any(once):
         once = [torch.zeros(0)]
     with torch.no_grad():
-        return measured(rule, once, NoState(), all_reduce=joins)[1].norms
+        return taken(rule, once, NoState(), Step(all_reduce=joins), lambda _, decision: decision.total())
 
 
 def clip_grads_with_norm_(

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""What clipping did in a recorded run, in a few lines."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from uniclip._checks import check
+from uniclip._repr import counted
+from uniclip.insight.record import Record
+from uniclip.insight.spikes import Spike, spikes
+
+_LIMITS = 0.25, 1.0, 4.0, 16.0
+_PERCENTILES = 10, 50, 90, 99
+_SHOWN = 5
+"""The number of spikes that are listed."""
+_HALF = 0.5
+
+
+def summary(record: Record) -> str:
+    """Sum up a recorded run: how often it clipped, the norms, what other limits would have clipped, and the spikes.
+
+    Parameters
+    ----------
+    record : Record
+        What `read` returns.
+
+    Returns
+    -------
+    str
+        Some lines of text.
+
+    Raises
+    ------
+    TypeError
+        If it is no record.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> print(insight.summary(insight.read("run.jsonl")))
+    400 steps, uc.Rule(1.0): clipped 47 %, skipped 0, not finite 0
+    norm   p10 0.67   p50 0.97   p90 1.4   p99 2.1   largest 20 (step 300)
+    above  0.25: 100 %   1: 47 %   4: 0.25 %   16: 0.25 %
+    1 spike: step 300 (22 times the median)
+    No limit follows from norms alone: try 1, or compare 0.25, 1 and 4 (around the power of four nearest the median).
+    """
+    check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
+    known = np.isfinite(record.norms)
+    norms, steps, clipped = record.norms[known], record.steps[known], record.shares[np.isfinite(record.shares)]
+    broken = record.steps[~record.finite]
+    lines = [
+        f"{counted(len(record.steps), 'step')}, {printable(record.rule) or 'an unknown rule'}: clipped "
+        f"{_percent(clipped)}, skipped {record.skipped.sum():,}, not finite {len(broken):,}"
+        + (f" (first step {broken[0]})" if len(broken) else "")
+    ]
+    if norms.size:
+        parts = [f"p{q} {norm:.2g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
+        parts += [f"largest {norms.max():.2g} (step {steps[norms.argmax()]})"]
+        lines += ["norm   " + "   ".join(parts)]
+        lines += ["above  " + "   ".join([f"{limit:g}: {_percent(norms > limit)}" for limit in _LIMITS])]
+    found = sorted(spikes(record), key=lambda spike: -spike.ratio if math.isfinite(spike.ratio) else -math.inf)
+    if found:
+        more = f", the {_SHOWN} largest" if len(found) > _SHOWN else ""
+        lines += [f"{counted(len(found), 'spike')}{more}: {'; '.join(map(described, found[:_SHOWN]))}"]
+    if (norms > 0).any():
+        middle = 4.0 ** round(math.log(np.median(norms[norms > 0]), 4))
+        three = f"{middle / 4:g}, {middle:g} and {4 * middle:g} (around the power of four nearest the median)"
+        lines += [f"No limit follows from norms alone: try 1, or compare {three}."]
+    if clipped.size and clipped.mean() > _HALF:
+        lines += [
+            "Clipped in more than half of the steps, the limit sets their length: tune it with the learning rate."
+        ]
+    return "\n".join(lines)
+
+
+def described(spike: Spike) -> str:
+    """Return a spike in words."""
+    size = f"{spike.ratio:.2g} times the median" if math.isfinite(spike.ratio) else "not finite"
+    first = f", first in {printable(spike.leaves[0][0])}" if spike.leaves else ""
+    return f"step {spike.step} ({size}{first})"
+
+
+def printable(text: str) -> str:
+    """Return text with U+FFFD in place of invisible characters, such as control characters."""
+    return "".join([one if one.isprintable() else "\ufffd" for one in text])
+
+
+def _percent(flags: np.ndarray) -> str:
+    """Return the mean of shares in percent, to two digits."""
+    return f"{100 * flags.mean():.2g} %".replace("1e+02", "100") if flags.size else "unknown"
