@@ -76,7 +76,7 @@ def contrast(first: Any, second: Any) -> float:
 
 def texts(ax: Any) -> list[str]:
     """Return what is written beside the points of a panel."""
-    return [text.get_text() for text in ax.texts]
+    return [text.get_text().strip() for text in ax.texts]
 
 
 def strips(ax: Any) -> dict[str, Any]:
@@ -229,9 +229,9 @@ def test_a_summary() -> None:
     median = np.median(record.norms[finite])
     assert "400 steps" in text
     assert "not finite 1 (first step 100)" in text
-    assert f"p50 {median:.2g}" in text
+    assert f"p50 {median:.3g}" in text
     assert f"0.25: {100 * above:.2g} %" in text
-    assert "step 300 (" in text
+    assert "step 300, " in text
     assert "first in layers." in text
     for power in (-3, 0, 3):
         other = record._replace(norms=record.norms * 4.0**power)

@@ -16,10 +16,10 @@ from uniclip.insight.summary import printable
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-"""From the palette of Okabe and Ito; their contrast is at least 3 on white and on black."""
-COLUMNS = 600
-"""About one for each pixel."""
+BLUE, VERMILION, GREEN, PURPLE, GRAY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
+"""From the palette of Okabe and Ito, but for gray; their contrast is at least 3 on white and on black."""
+COLUMNS, STRIP = 600, 200
+"""How many columns a long run is drawn in: about one for each pixel; in strips wider, so that a single one is seen."""
 NAMED = 5
 """The number of spikes with their step and leaf."""
 _SIZE = 9.0, 3.6
@@ -32,7 +32,8 @@ def plot(record: Record, ax: Any = None) -> Any:
     The norm before clipping is on a logarithmic axis, with the limit (or the threshold, if the rule clips to less than
     the threshold). The largest spikes have their step and, if recorded, the leaf that stands out most. Strips above
     show which steps were clipped, skipped and not finite. Of more than 1,200 steps the smallest, median and largest
-    norm in each of 600 columns is drawn, so that no spike is lost; the darker a strip, the more of its steps it means.
+    norm in each of 600 columns is drawn, so that no spike is lost; the strips then have 200 columns, and the color of
+    "clipped" is the fuller, the more of them were.
 
     Parameters
     ----------
@@ -83,7 +84,7 @@ def plot(record: Record, ax: Any = None) -> Any:
     _spikes(ax, record)
     _strips(ax, record)
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(loc="best", frameon=False)
+        ax.legend(loc="lower left", frameon=False, ncols=2)
     return ax
 
 
@@ -107,12 +108,12 @@ def _spikes(ax: Any, record: Record) -> None:
     """Mark the largest spikes, with their step and the leaf that stands out most."""
     found = sorted([one for one in spikes(record) if math.isfinite(one.ratio)], key=lambda one: -one.ratio)[:NAMED]
     ax.plot([one.step for one in found], [one.norm for one in found], "o", color=VERMILION, fillstyle="none")
-    for one in found:
+    ax.margins(y=0.25 if found else None)
+    for number, one in enumerate(sorted(found)):
         text = " ".join([f"{one.step}", *[printable(label) for label, _ in one.leaves[:1]]])
-        right = one.step > record.steps[[0, -1]].mean()
-        look = {"textcoords": "offset points", "va": "center", "fontsize": "small", "parse_math": False}
-        place = {"xytext": (-6 if right else 6, 0), "ha": "right" if right else "left"}
-        ax.annotate(text, (one.step, one.norm), annotation_clip=False, **place, **look)
+        side = "right" if one.step > record.steps[[0, -1]].mean() else "left"
+        look = {"transform": ax.get_xaxis_transform(), "fontsize": "small", "parse_math": False}
+        ax.text(one.step, 0.92 - 0.08 * (number % 3), f" {text} ", ha=side, **look)
 
 
 def _strips(ax: Any, record: Record) -> None:
@@ -122,19 +123,20 @@ def _strips(ax: Any, record: Record) -> None:
     flags = {
         "clipped": ((record.shares > 0) & ~record.skipped, VERMILION),
         "skipped": (record.skipped, PURPLE),
-        "not finite": (~record.finite, ax.yaxis.label.get_color()),
+        "not finite": (~record.finite, GRAY),
     }
     drawn = {name: one for name, one in flags.items() if one[0].any()}
     if not drawn:
         return
     first, last = record.steps[[0, -1]]
-    count = int(min(COLUMNS, last - first + 1))
+    count = int(min(2 * COLUMNS if len(record.steps) <= 2 * COLUMNS else STRIP, last - first + 1))
     columns = (record.steps - first) * count // (last - first + 1)
     of_each = np.maximum(np.bincount(columns, minlength=count), 1)
     pixels = np.zeros((len(drawn), count, 4))
-    for row, (flag, color) in zip(pixels, drawn.values(), strict=True):
+    for row, (name, (flag, color)) in zip(pixels, drawn.items(), strict=True):
         share = np.bincount(columns, flag, count) / of_each
-        row[:, :3], row[:, 3] = to_rgb(color), np.where(share > 0, 0.4 + 0.6 * share, 0)
+        row[:, :3] = to_rgb(color)
+        row[:, 3] = np.where(share > 0, 0.4 + 0.6 * share if name == "clipped" else 1, 0)
     strip = ax.inset_axes((0, 1.02, 1, 0.06 * len(drawn)), sharex=ax)
     strip.imshow(pixels, extent=(first - 0.5, last + 0.5, len(drawn), 0), aspect="auto", interpolation="nearest")
     strip.set_yticks(np.arange(len(drawn)) + 0.5, drawn, fontsize="small")

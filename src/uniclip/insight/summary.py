@@ -42,9 +42,10 @@ def summary(record: Record) -> str:
     >>> from uniclip import insight
     >>> print(insight.summary(insight.read("run.jsonl")))
     400 steps, uc.Rule(1.0): clipped 47 %, skipped 0, not finite 0
-    norm   p10 0.67   p50 0.97   p90 1.4   p99 2.1   largest 20 (step 300)
+    norm   p10 0.683   p50 0.985   p90 1.46   p99 2.03   largest 20 (step 300)
     above  0.25: 100 %   1: 47 %   4: 0.25 %   16: 0.25 %
-    1 spike: step 300 (22 times the median)
+    1 spike:
+      step 300, 22 times the median
     No limit follows from norms alone: try 1, or compare 0.25, 1 and 4 (around the power of four nearest the median).
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
@@ -57,14 +58,14 @@ def summary(record: Record) -> str:
         + (f" (first step {broken[0]})" if len(broken) else "")
     ]
     if norms.size:
-        parts = [f"p{q} {norm:.2g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
-        parts += [f"largest {norms.max():.2g} (step {steps[norms.argmax()]})"]
+        parts = [f"p{q} {norm:.3g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
+        parts += [f"largest {norms.max():.3g} (step {steps[norms.argmax()]})"]
         lines += ["norm   " + "   ".join(parts)]
         lines += ["above  " + "   ".join([f"{limit:g}: {_percent(norms > limit)}" for limit in _LIMITS])]
     found = sorted(spikes(record), key=lambda spike: -spike.ratio if math.isfinite(spike.ratio) else -math.inf)
     if found:
         more = f", the {_SHOWN} largest" if len(found) > _SHOWN else ""
-        lines += [f"{counted(len(found), 'spike')}{more}: {'; '.join(map(described, found[:_SHOWN]))}"]
+        lines += [f"{counted(len(found), 'spike')}{more}:", *map(_described, found[:_SHOWN])]
     if (norms > 0).any():
         middle = 4.0 ** round(math.log(np.median(norms[norms > 0]), 4))
         three = f"{middle / 4:g}, {middle:g} and {4 * middle:g} (around the power of four nearest the median)"
@@ -76,11 +77,11 @@ def summary(record: Record) -> str:
     return "\n".join(lines)
 
 
-def described(spike: Spike) -> str:
+def _described(spike: Spike) -> str:
     """Return a spike in words."""
     size = f"{spike.ratio:.2g} times the median" if math.isfinite(spike.ratio) else "not finite"
     first = f", first in {printable(spike.leaves[0][0])}" if spike.leaves else ""
-    return f"step {spike.step} ({size}{first})"
+    return f"  step {spike.step}, {size}{first}"
 
 
 def printable(text: str) -> str:
