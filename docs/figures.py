@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 import uniclip as uc
 from uniclip import insight
+from uniclip.insight.page import page
 
 sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("benchmarks", "examples")]
 
@@ -38,7 +39,7 @@ def write_page(path: Path) -> None:
     task = exploding_rnn.make_task(seed=0, steps=exploding_rnn.STEPS)
     exploding_rnn.train("numpy", exploding_rnn.use_numpy(), task, 1.0, lines)
     record = insight.read(lines)
-    insight.page(record, path)
+    path.write_text(page(record), encoding="utf-8")
     with mpl.rc_context(STYLE | {"lines.linewidth": 1}):
         picture = insight.plot(record).figure
         picture.savefig(path.with_name("run.svg"), metadata={"Date": None}, bbox_inches="tight")

@@ -241,7 +241,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     option("--max-norm", type=float, default=MAX_NORM, help="the threshold; longer gradients are scaled to this norm")
     option("--seed", type=int, default=0, help="of the data's split, the start and the batches")
-    option("--record", type=Path, help="where to record the (first) clipped run, for python -m uniclip report")
+    option("--record", type=Path, help="where to record the (first) clipped run, for python -m uniclip")
     option("--out", type=Path, default=Path("exploding_rnn.png"), help="where to write the picture")
     arguments = parser.parse_args()
     if not (arguments.steps > 0 and 0 < arguments.max_norm < math.inf):
@@ -267,7 +267,7 @@ def main() -> str | None:
     print_table([unclipped, *clipped])
     draw([unclipped, *clipped], arguments.max_norm, arguments.out)
     if arguments.record:
-        print(f"Wrote {arguments.record}; to read it: python -m uniclip report {arguments.record} -o run.html")
+        print(f"Wrote {arguments.record}; to read it: python -m uniclip {arguments.record} -o run.html")
     if len(clipped) > 1:
         losses = np.asarray(list(zip(*(run.losses[:COMPARED] for run in clipped), strict=False)))
         difference = float(np.max(np.ptp(losses, axis=1) / np.min(losses, axis=1)))
