@@ -74,14 +74,19 @@ def test_containers(framework: Framework, name: str) -> None:
 
 
 @pytest.mark.needs("numpy")
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_what_is_no_gradient() -> None:
     """An iterator that was read before, and leaves that are no arrays of numbers, are refused by their paths."""
     for spent in (iter([]), (x for x in ()), map(abs, []), itertools.chain()):
         with pytest.raises(ValueError, match="iterator"):
             uc.clip_by_global_norm(spent, 1.0)
-    for leaf in (1.0, "w", object(), np.ma.masked_array([1.0], [True]), np.asarray([True]), np.asarray(["x"]), {1.0}):
-        with pytest.raises(TypeError, match=r"grads\['layers'\]\[1\]\['w'\]"):
-            uc.clip_by_global_norm({"layers": [None, {"w": leaf}]}, 1.0)
+    no_numbers = np.asarray([True]), np.asarray(["x"]), np.asarray([None]), np.zeros(1, "datetime64[s]")
+    no_arrays = 1.0, "w", object(), {1.0}
+    other_arrays = np.ma.masked_array([1.0], [True]), np.asmatrix([1.0])
+    for leaf in (*no_numbers, *no_arrays, *other_arrays):
+        for clip in (uc.clip, uc.clip_):
+            with pytest.raises(TypeError, match=r"grads\['layers'\]\[1\]\['w'\]"):
+                clip({"layers": [None, {"w": leaf}]}, uc.by_global_norm(1.0))
     with pytest.raises(TypeError, match=r"grads\['layer'\]\['w'\]"):
         uc.global_norm({"layer": Layer(2.0)})
 
@@ -89,6 +94,14 @@ def test_what_is_no_gradient() -> None:
 def narrow_rules(uc: Any) -> list[Any]:
     """Return rules for arrays of few bits."""
     return [uc.by_global_norm(2.5), uc.by_norm(2.5, ord=3), uc.by_norm(2.5, axis=-1), uc.by_value(-2.0, 2.0)]
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+def test_integers_of_sparse_gradients(framework: Framework) -> None:
+    """Integers of rows that occur twice are added exactly, beyond what float32 holds."""
+    grads = framework.sparse((9, 1), [2, 2], [[2**24], [1]], "int32")
+    clipped, _ = uc.clip(grads, uc.by_value(-1, 2**24 + 1))
+    assert framework.dense(clipped)[2, 0] == 2**24 + 1
 
 
 @pytest.mark.needs("torch")
