@@ -346,3 +346,27 @@ def test_what_is_donated_later(framework: Framework, tmp_path: Path) -> None:
             assert before["clip/norm"].is_deleted()
             record(last)
     assert insight.read(record.path).norms.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.needs("optax")
+def test_a_state_that_is_donated(tmp_path: Path) -> None:
+    """The scalars of an optimizer's state are recorded, although the next step takes its memory."""
+    import jax  # noqa: PLC0415 - the library of the test
+    import jax.numpy as jnp  # noqa: PLC0415
+    import optax  # noqa: PLC0415
+
+    from uniclip.integrations.optax import scalars, to_optax  # noqa: PLC0415 - needs optax
+
+    optimizer = optax.apply_if_finite(to_optax(uc.zclip(), optax.sgd(0.1)), 5)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    donating, params = jax.jit(step, donate_argnums=(0, 1)), jnp.ones(2)
+    state = optimizer.init(params)
+    with Recorder(tmp_path / "run.jsonl") as record:
+        for norm in (1.0, 2.0, math.nan, 3.0):
+            params, state = donating(params, state, jnp.asarray([norm, 0.0]))
+            record(scalars(state))
+    assert [row["norm"] for row in lines(record.path)[1:]] == [1.0, 2.0, 2.0, 3.0]
