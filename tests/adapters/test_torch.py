@@ -546,7 +546,7 @@ def test_a_record_of_leaves(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.state_dict()
         found = insight.read(record.path)
-    np.testing.assert_allclose(found.leaves, [[5.0, math.nan, 5.0]])
+    np.testing.assert_allclose(found.leaves, [[5.0, 0.0, 5.0]])
     assert [label.strip("[]0'") for label in found.labels] == ["a", "none", "c"]
 
 

@@ -351,11 +351,11 @@ def test_what_is_donated_later(framework: Framework, tmp_path: Path) -> None:
 @pytest.mark.needs("optax")
 def test_a_state_that_is_donated(tmp_path: Path) -> None:
     """The scalars of an optimizer's state are recorded, although the next step takes its memory."""
-    import jax  # noqa: PLC0415 - the library of the test
-    import jax.numpy as jnp  # noqa: PLC0415
-    import optax  # noqa: PLC0415
+    import jax
+    import jax.numpy as jnp
+    import optax
 
-    from uniclip.integrations.optax import scalars, to_optax  # noqa: PLC0415 - needs optax
+    from uniclip.integrations.optax import scalars, to_optax
 
     optimizer = optax.apply_if_finite(to_optax(uc.zclip(), optax.sgd(0.1)), 5)
 

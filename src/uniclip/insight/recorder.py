@@ -159,9 +159,9 @@ class Recorder:
         self.close()
 
     def describe(self, rule: Any = None, params: Any = None) -> None:
-        """Set the rule and the names of the leaves, which the integrations know, where they are not known."""
-        self.rule = self.rule or rule
-        if self._labels is None and params is not None:
+        """Set the rule, and the names of the leaves, which the integrations know."""
+        self.rule = rule or self.rule
+        if params is not None:
             paths = flatten(params, "params", none_is_leaf=True).paths()
             self._labels = ["/".join(map(str, path)) or "0" for path in paths]
 

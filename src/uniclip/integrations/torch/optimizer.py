@@ -28,7 +28,7 @@ from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, r
 from uniclip.labels import leaves_of
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, seen
+from uniclip.rules import AnyRule, leaf_norms
 from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
 
@@ -187,7 +187,7 @@ class Attached:
         self._first()
         if record is not None:
             every = self._tree(lambda p: p.detach())
-            record.describe(rule, flatten(every if len(every) > 1 else every[0]))
+            record.describe(rule, every if len(every) > 1 else every[0])
             record.holder = ref(self)
         eager = torch.compiler.disable  # a compiled step would not see what is set for it
         self._hooks = [
@@ -233,7 +233,7 @@ class Attached:
         if self.record is not None:
             names = {id(p): name for name, p in model.named_parameters()}
             some = OrderedDict((names.get(id(p), str(number)), p.detach()) for number, p in enumerate(self._params()))
-            self.record.describe(self.rule, flatten(some))
+            self.record.describe(self.rule, some)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's memory, in the format of `uniclip.Clipper.state_dict`, but with large arrays as tensors.
@@ -380,19 +380,15 @@ class Attached:
             return
         if scale is not None:
             self._unscale(list(grads.values()), scale)
-        every, leaves = self._tree(lambda p: p), []
-        if self.record is not None and self.record.leaves:
-            _, self.state, self.report, row = seen(self.rule, tree, self.state, every, in_place=True, loss=loss)
-            leaves = [row]
-        else:
-            _, self.state, self.report = self.rule.update(
-                tree, self.state, every, self._all_reduce, in_place=True, loss=loss
-            )
+        leaves = leaf_norms(tree) if self.record is not None and self.record.leaves else None  # before they are clipped
+        every = self._tree(lambda p: p)
+        _, self.state, self.report = self.rule.update(
+            tree, self.state, every, self._all_reduce, in_place=True, loss=loss
+        )
         self._steps += 1
         if self.record is not None:
-            places = [number for number, p in enumerate(params) if p.grad is not None] if leaves else None
             given = given if self.record.loss is None else None  # a trainer knows the loss of all accumulated batches
-            self.record.take(self.report.parts(), loss=given, leaves=leaves, places=places)
+            self.record(self.report, loss=given, leaves=leaves)
         if self.report.skipped is not None:
             self._skip(self.report.skipped, found_inf)
 
