@@ -19,7 +19,7 @@ from uniclip.layout import Opened
 from uniclip.limits import NoState
 from uniclip.report import Report
 from uniclip.ruler import broadcasts, same_shape
-from uniclip.tree import Tree, flatten_grads
+from uniclip.tree import Tree, flatten_grads, in_memory_before
 
 
 class EachArray(BaseRule):
@@ -34,12 +34,16 @@ class EachArray(BaseRule):
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Tree, Any, Report]:
         """Replace each gradient array, or the stored values of a sparse one."""
-        backend, tree = flatten_grads(grads, in_place=step.in_place)
+        backend, tree = flatten_grads(grads)
         arrays, ways = [list(some) for some in zip(*map(backend.stored, tree.leaves), strict=True)] or ([], [])
         given = Opened(backend, tree, arrays, ways, step.in_place)
         with backend.quiet(given.first):
             ready = [_named(tree, number, self._change, given, array) for number, array in enumerate(arrays)]
-            new = [_named(tree, number, given.put, number, *change) for number, change in enumerate(ready)]
+            before = in_memory_before(backend, tree) if step.in_place else ()
+            new = [
+                tree.leaves[number] if number in before else _named(tree, number, given.put, number, *change)
+                for number, change in enumerate(ready)
+            ]
             return tree.with_leaves(new), state, Report()
 
     def _change(self, given: Opened, array: Any) -> tuple[Any, ...]:

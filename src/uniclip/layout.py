@@ -187,12 +187,9 @@ def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened
     Raises
     ------
     TypeError
-        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and a leaf cannot be written or
-        holds integers.
-    ValueError
-        If ``in_place`` and two leaves overlap in memory.
+        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and a leaf holds integers.
     """
-    backend, tree = flatten_grads(grads, name, in_place=in_place)
+    backend, tree = flatten_grads(grads, name)
     if tree.plain:
         arrays, parts = backend.processes.local(tree.leaves)
         return Opened(backend, tree, arrays, in_place=in_place, parts=parts)

@@ -18,7 +18,7 @@ from uniclip.limits.base import Vectorized
 from uniclip.norms import Norm
 from uniclip.ruler import MANY, broadcasts
 from uniclip.scopes import Scope
-from uniclip.tree import Tree
+from uniclip.tree import Tree, in_memory_before
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -138,20 +138,21 @@ def scaled(given: Opened, layout: Layout, factors: list[Any], *, skip: bool) -> 
 def _changed(given: Opened, layout: Layout, factors: list[Any], skip: bool) -> list[Any]:  # noqa: FBT001
     """Return the leaves, each multiplied by its factor."""
     new: list[Any] = list(given.tree.leaves)
-    left: list[tuple[int, int, int]] = []
     if given.ways is None and not given.clean and all([_all_one(some) for some in factors]):
         return new
+    left: list[tuple[int, int, int]] = []
     for number, (block, some) in enumerate(zip(layout.blocks, factors, strict=True)):
-        known = _known(given.backend, some)
+        known = None if given.clean else _known(given.backend, some)
         for row, group in enumerate(block.groups):
-            for leaf in layout.groups[group]:
-                if known is not None and known[row] and not given.clean:
+            if known is None or not known[row]:
+                left += [(leaf, number, row) for leaf in layout.groups[group]]
+            else:
+                for leaf in layout.groups[group]:
                     new[leaf] = given.unscaled(leaf)
-                else:
-                    left.append((leaf, number, row))
-    if not left:
-        return new
-    results = _at_once(given, layout, factors, left, skip)
+    if left and given.in_place:
+        before = in_memory_before(given.backend, given.tree)
+        left = [one for one in left if one[0] not in before]
+    results = _at_once(given, layout, factors, left, skip) if left else []
     if results is None:
         results = _one_by_one(given, layout, factors, left, skip)
     elif given.parts is not None:

@@ -26,7 +26,7 @@ from uniclip.report import Late, Made, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
 from uniclip.scale import Choices, factors_of, reduced, scaled
 from uniclip.scopes import everything
-from uniclip.tree import Tree
+from uniclip.tree import Tree, are_apart
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -163,7 +163,10 @@ class Single(NamedTuple):
     def clipped(self, rule: Choices) -> Tree:
         """Return the clipped gradients."""
         given, arrays, factor = self.given, self.given.arrays, float(self.factors)
-        new = arrays if factor == 1 else given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place)
+        new: Any = arrays
+        if factor != 1:
+            free = not given.in_place or are_apart(given.backend, given.tree)
+            new = given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place) if free else None
         return self._in_arrays(rule).clipped(rule) if new is None else given.tree.with_leaves(new)
 
     def reduced(self, rule: Choices) -> Tree:

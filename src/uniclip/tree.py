@@ -34,12 +34,10 @@ class Tree(NamedTuple):
     """The backend of all leaves, if a quick check showed that they are dense floating-point arrays."""
     spec: Any = None
     """The structure, comparable and hashable; ``None`` if unknown."""
-    apart: bool = False
-    """Whether the leaves are known to be writable and to share no memory."""
 
     def with_leaves(self, leaves: list[Any]) -> Tree:
-        """Return the tree with other leaves; where gradients are changed in place, in the same memory."""
-        return Tree(leaves, self.rebuild, self.paths, self.name, None, self.spec, self.apart)
+        """Return the tree with other leaves."""
+        return Tree(leaves, self.rebuild, self.paths, self.name, None, self.spec)
 
     def some(self, numbers: Sequence[int]) -> Tree:
         """Return the tree of some of the leaves, with ``None`` in the places of the others."""
@@ -60,7 +58,7 @@ class Tree(NamedTuple):
         spec = None if self.spec is None else (self.spec, tuple(numbers))
         plain = self.plain if numbers else None
         leaves = [self.leaves[number] for number in numbers]
-        return Tree(leaves, rebuilt, paths_of_some, self.name, plain, spec, self.apart)
+        return Tree(leaves, rebuilt, paths_of_some, self.name, plain, spec)
 
     def with_none(self) -> Tree:
         """Return the tree with each ``None`` as a leaf."""
@@ -126,26 +124,35 @@ def backend_for(tree: Tree) -> Backend:
     return chosen or DEFAULT
 
 
-def flatten_grads(tree: Any, name: str = "grads", *, in_place: bool = False) -> tuple[Backend, Tree]:
+def flatten_grads(tree: Any, name: str = "grads") -> tuple[Backend, Tree]:
     """Flatten a tree of gradients to clip, and return it with their backend.
 
     Raises
     ------
     TypeError
-        As `backend_for`; and if ``in_place`` and a leaf cannot be written.
-    ValueError
-        If ``in_place`` and two leaves overlap in memory.
+        As `backend_for`.
     """
     flat = flatten(tree, name)
-    backend = flat.plain or backend_for(flat)
-    if in_place and not flat.apart:
-        apart = flat.plain and backend.apart(flat.leaves)
-        flat = (flat if apart else _each_memory_once(backend, flat))._replace(apart=True)
-    return backend, flat
+    return flat.plain or backend_for(flat), flat
 
 
-def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
-    """Refuse leaves that cannot be written in place; replace a second leaf with the same memory by an absent one."""
+def are_apart(backend: Backend, tree: Tree) -> bool:
+    """Whether a quick check shows that all leaves are writable and share no memory."""
+    return tree.plain is not None and backend.apart(tree.leaves)
+
+
+def in_memory_before(backend: Backend, tree: Tree) -> set[int]:
+    """Return the leaves whose memory is that of an earlier leaf, to be asked before any is written in place.
+
+    Raises
+    ------
+    TypeError
+        If a leaf cannot be written.
+    ValueError
+        If two leaves overlap in memory, and are not the same.
+    """
+    if are_apart(backend, tree):
+        return set()
     first: dict[int, int] = {}
     again = {number for number, leaf in enumerate(tree.leaves) if first.setdefault(id(leaf), number) != number}
     views: list[Any] = []
@@ -168,7 +175,7 @@ def _each_memory_once(backend: Backend, tree: Tree) -> Tree:
             )
             raise ValueError(msg)
         again.add(two)
-    return tree.some([number for number in range(len(tree.leaves)) if number not in again])
+    return again
 
 
 def _flatten(

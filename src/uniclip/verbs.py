@@ -92,8 +92,8 @@ def clip_(
     Parameters
     ----------
     grads, rule, params, all_reduce, shared
-        As in `clip`, but the arrays must be writable. An array that occurs twice is one gradient: it counts
-        once and is scaled once.
+        As in `clip`, but the arrays must be writable. An array that occurs twice counts twice, and is written
+        once.
 
     Returns
     -------
@@ -102,10 +102,10 @@ def clip_(
     Raises
     ------
     TypeError
-        As `clip`; and if an array cannot be written: the framework's arrays are immutable, it is read-only, or
-        several of its entries share memory; or if it holds integers and the rule measures norms.
+        As `clip`; and if something is to be written and an array cannot be: the framework's arrays are immutable,
+        it is read-only, or several of its entries share memory; or if it holds integers and the rule measures norms.
     ValueError
-        As `clip`; and if two arrays overlap.
+        As `clip`; and if something is to be written and two arrays overlap.
     FloatingPointError
         As `clip`. After an error raised by uniclip no array has changed, except by earlier rules of a `chain`.
 

@@ -337,13 +337,13 @@ def test_scaled_gradients_in_float16() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_shared_and_absent_gradients(fused: bool) -> None:
-    """A gradient of two parameters counts once and is scaled once, an absent one stays absent."""
+    """A gradient of two parameters counts for each and is scaled once, an absent one stays absent."""
     a, b, unused = five(), five(), torch.nn.Parameter(torch.zeros(2))
     b.grad = a.grad
     optimizer = SGD([{"params": [a, unused]}, {"params": [b]}], lr=1.0, fused=fused)
-    handle = attach(optimizer, uc.by_global_norm(1.0))
+    handle = attach(optimizer, uc.by_global_norm(50**0.5 / 5))
     optimizer.step()
-    assert handle.report.norms.item() == 5
+    assert handle.report.norms.item() == pytest.approx(50**0.5)
     torch.testing.assert_close([a.detach(), b.detach()], [torch.tensor([-0.6, -0.8])] * 2)
     assert unused.grad is None
     optimizer.zero_grad()
@@ -560,12 +560,15 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("limit", [1.0, torch.tensor(1.0), torch.tensor([1])], ids=["number", "0-d", "whole"])
 def test_what_arguments_can_be(limit: Any) -> None:
-    """Parameters in any iterable, one that occurs twice once; limits and norms as numbers or tensors of one."""
+    """Parameters in any iterable, one that occurs twice is scaled once; limits as numbers or tensors of one."""
     w, frozen = five(), torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    for given in (w, (p for p in [w]), torch.nn.ParameterList([w]), [w, w], [w, frozen]):
+    for given in (w, (p for p in [w]), torch.nn.ParameterList([w]), [w, frozen]):
         w.grad = torch.tensor([3.0, 4.0])
         assert clip_grad_norm_(given, limit).item() == 5
         torch.testing.assert_close(w.grad, torch.tensor([0.6, 0.8]))
+    assert clip_grad_norm_([w, w], limit).item() == pytest.approx(2**0.5)
+    torch.testing.assert_close(w.grad, torch.tensor([0.6, 0.8]) / 2**0.5)
+    w.grad = torch.tensor([0.6, 0.8])
     assert clip_grads_with_norm_([w], limit, 4 * limit) is None
     torch.testing.assert_close(w.grad, torch.tensor([0.15, 0.2]))
     assert clip_grad_value_([w], limit / 8) is None

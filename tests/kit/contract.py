@@ -147,7 +147,7 @@ PROMISES = [
     ),
     Promise(
         "the same array in two places",
-        "each place counts, as two gradients of equal values do; in `uc.clip_` one memory counts once",
+        "each place counts, as two gradients of equal values do; `uc.clip_` writes one memory once",
         (programs.Twice(),),
     ),
     Promise(

@@ -164,8 +164,10 @@ def in_place(fw: Framework, uc: Any) -> None:
     assert all(new is old for new, old in zip(leaves(grads), before, strict=True))
     close_leaves(fw, [grads, report.norms], [[6.0, 0.0], [[1.5, -2.0]], 13.0])
     once = fw.array([3.0, 4.0])
-    report = uc.clip_({"a": once, "b": [once, once[:], None], "c": fw.array([12.0])}, uc.by_global_norm(6.5))
-    close_leaves(fw, [report.norms, once], [13.0, [1.5, 2.0]])
+    for rule in (uc.by_global_norm(6.5), uc.by_norm(2.5), lambda grad: grad / 2):
+        once = fw.array([3.0, 4.0])
+        uc.clip_({"a": once, "b": [once, once[:], None], "c": fw.array([np.sqrt(94.0)])}, rule)
+        close(fw, once, [1.5, 2.0])
     with pytest.raises(TypeError, match=r"grads\[0\].*integers"):
         uc.clip_([fw.array([3, 4], "int32")], uc.by_norm(1.0))
     below = fw.array([-0.0, 1e-310, 3.0], "float64")

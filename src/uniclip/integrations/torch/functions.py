@@ -47,7 +47,7 @@ def clip_grad_norm_(
     ----------
     parameters : tensor or iterable of tensors
         Tensors whose ``.grad`` is clipped: dense or sparse, plain or distributed. One that occurs twice counts
-        once.
+        twice, and is scaled once.
     max_norm : float or 0-d tensor
         At least 0; ``math.inf`` only measures. A tensor on an accelerator is not read.
     norm_type : float, default 2.0
@@ -161,7 +161,7 @@ def get_total_norm(
     Parameters
     ----------
     tensors : tensor or iterable of tensors
-        Gradients or any other tensors; ``None`` is ignored. One that occurs twice counts once.
+        Gradients or any other tensors; ``None`` is ignored. One that occurs twice counts twice.
     norm_type, error_if_nonfinite, foreach, all_reduce, shared
         As for `clip_grad_norm_`.
 
@@ -184,16 +184,16 @@ def get_total_norm(
     """
     joins = joining(all_reduce, shared)
     with nullcontext() if joins is None else telling(all_leaves, None, joins, torch.zeros(0)):
-        given = {id(tensor): tensor for tensor in _tensors(tensors, "tensors", absent=True, level=3)}
+        given = _tensors(tensors, "tensors", absent=True, level=3)
         rule = _rule(math.inf, norm_type, error_if_nonfinite)
-        refuse_parts(given.values(), "tensors", rule, joins)
-    once = [tensor if tensor is None else tensor.detach() for tensor in given.values()]
-    if joins is None and not _any(once):
+        refuse_parts(given, "tensors", rule, joins)
+    values = [tensor if tensor is None else tensor.detach() for tensor in given]
+    if joins is None and not _any(values):
         return torch.tensor(0.0)
-    if not _any(once):
-        once = [torch.zeros(0)]
+    if not _any(values):
+        values = [torch.zeros(0)]
     with torch.no_grad():
-        return taken(rule, once, NoState(), Step(all_reduce=joins), lambda _, decision: decision.total())
+        return taken(rule, values, NoState(), Step(all_reduce=joins), lambda _, decision: decision.total())
 
 
 def clip_grads_with_norm_(
