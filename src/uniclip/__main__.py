@@ -11,7 +11,7 @@ from pathlib import Path
 from uniclip._version import version
 from uniclip.insight.page import page
 from uniclip.insight.plot import plot
-from uniclip.insight.reading import read
+from uniclip.insight.record import read
 from uniclip.insight.summary import printable, summary
 
 _PICTURES = ".svg", ".png", ".pdf"

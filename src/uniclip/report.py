@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
@@ -234,13 +234,16 @@ def register(kind: type[Late]) -> None:
 register(Late)
 
 
-def apart(report: Report) -> tuple[list[Any], Callable[[list[Any]], Report]]:
-    """Return the arrays of a report, and a function that makes it of NumPy arrays in their place; arranges nothing."""
+def apart(report: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the arrays of a report, or of its scalars, and a function that makes it of NumPy arrays in their place.
+
+    Nothing is arranged.
+    """
     if isinstance(report, Late):
         arrays, record = report.record.apart()
         return arrays, lambda found: type(report)(record(found))
-    arrays, spec = optree.tree_flatten(cast("Any", report))
-    return arrays, lambda found: cast("Report", spec.unflatten(found))
+    arrays, spec = optree.tree_flatten(report)
+    return arrays, spec.unflatten
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report

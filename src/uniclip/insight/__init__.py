@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from uniclip.insight.plot import plot
-from uniclip.insight.reading import read
-from uniclip.insight.record import Record
+from uniclip.insight.record import Record, read
 from uniclip.insight.recorder import Recorder
 from uniclip.insight.replay import Replay, replay
 from uniclip.insight.spikes import Spike, spikes

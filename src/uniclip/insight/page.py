@@ -14,7 +14,7 @@ from uniclip._version import version
 from uniclip.insight._extra import extra
 from uniclip.insight.plot import plot
 from uniclip.insight.record import Record
-from uniclip.insight.spikes import Spike, spikes
+from uniclip.insight.spikes import Spike, largest
 from uniclip.insight.summary import printable, summary
 
 _MOST = 50
@@ -41,7 +41,7 @@ def page(record: Record) -> str:
     ModuleNotFoundError
         If matplotlib is not installed.
     """
-    found = sorted(spikes(record), key=lambda spike: -spike.ratio if math.isfinite(spike.ratio) else -math.inf)
+    found = largest(record)
     rows = "".join(map(_row, found[:_MOST])) or '<tr><td colspan="4">none</td></tr>'
     title = escape(printable(record.rule or "an unknown rule"))
     template = Template(files("uniclip.insight").joinpath("page.html").read_text(encoding="utf-8"))

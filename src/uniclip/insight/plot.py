@@ -11,7 +11,7 @@ import numpy as np
 from uniclip._checks import check
 from uniclip.insight._extra import extra
 from uniclip.insight.record import Record
-from uniclip.insight.spikes import spikes
+from uniclip.insight.spikes import largest
 from uniclip.insight.summary import printable
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -106,7 +106,7 @@ def _line(ax: Any, steps: Array, values: Array, label: str, **look: Any) -> None
 
 def _spikes(ax: Any, record: Record) -> None:
     """Mark the largest spikes, with their step and the leaf that stands out most."""
-    found = sorted([one for one in spikes(record) if math.isfinite(one.ratio)], key=lambda one: -one.ratio)[:NAMED]
+    found = [one for one in largest(record) if math.isfinite(one.ratio)][:NAMED]
     ax.plot([one.step for one in found], [one.norm for one in found], "o", color=VERMILION, fillstyle="none")
     ax.margins(y=0.25 if found else None)
     for number, one in enumerate(sorted(found)):

@@ -200,24 +200,20 @@ class Recorder:
         if compiling():
             raise TypeError(_INSIDE)
         scalars = isinstance(report, dict) and all([str(name).startswith(LOGGED) for name in report])
-        wanted = "a report, which uc.clip and Rule.update return, or the scalars of one"
-        check("report", report, scalars or isinstance(report, Report), wanted)
-        if extra.keys() & OWN:
-            msg = (
-                f"the recorder writes {min(extra.keys() & OWN)!r} by itself: give what else it is to hold another name"
-            )
-            raise ValueError(msg)
+        fits = scalars or isinstance(report, Report)
+        check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
+        check("the names of other numbers", list(extra), not OWN & extra.keys(), f"none of {', '.join(sorted(OWN))}")
         loss = self.loss if loss is None else loss
         numbers = {name: _one(name, value) for name, value in ({"loss": loss} | extra).items() if value is not None}
         rows = [] if leaves is None else [self._row(leaves)]
         if bool(self.leaves) != bool(rows):
             msg = "Recorder(..., leaves=True) takes norms of leaves, and only it: leaves=insight.leaf_norms(grads)"
             raise TypeError(msg)
-        arrays, rebuilt = apart(report) if isinstance(report, Report) else _of_scalars(report)
+        arrays, rebuilt = apart(report)
         with self._lock:
             number = self._number(step)
             if self._is_first_process(report, arrays):
-                kept = _to_keep([*arrays, *rows, *numbers.values()])
+                kept = _by_library([*arrays, *rows, *numbers.values()], "to_keep")
                 self._kept.append(_Kept(number, kept, rebuilt, len(arrays), bool(rows), list(numbers)))
                 _WAITING.add(self)
             self.step, self.loss = number, None
@@ -240,9 +236,6 @@ class Recorder:
         if self._closed:
             msg = f"{self!r} is closed"
             raise ValueError(msg)
-        if self._process != os.getpid():
-            msg = f"{self!r} was made in another process: make one in this one"
-            raise RuntimeError(msg)
         if step is None:
             return 1 if self.step is None else self.step + 1
         number = int(whole("step", step, 0))
@@ -284,9 +277,9 @@ class Recorder:
         with self._lock:
             kept, self._kept = self._kept, []
             _WAITING.discard(self)
-            if not kept or self._process != os.getpid():
+            if not kept or self._process != os.getpid():  # what was forked has no steps of its own
                 return
-            values = iter(_on_host([array for one in kept for array in one.arrays]))
+            values = iter(_by_library([array for one in kept for array in one.arrays], "to_host"))
             rows = [_row_of(one, list(islice(values, len(one.arrays))), self._labels) for one in kept]
             if self.leaves is True:
                 self._drop_leaves(rows)
@@ -322,24 +315,11 @@ class Recorder:
                 self._closed = True
 
 
-def flush_to(path: Path) -> None:
-    """Write the remaining rows of the recorders of a file."""
-    for recorder in list(_WAITING):
-        if recorder.path == path.absolute():
-            recorder.flush()
-
-
 @atexit.register
 def _at_exit() -> None:
     """Write the remaining rows at exit."""
     for recorder in list(_WAITING):
         recorder.close()
-
-
-def _of_scalars(scalars: dict[str, Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Do as `apart`, with the scalars of a report."""
-    names = list(scalars)
-    return list(scalars.values()), lambda found: dict(zip(names, found, strict=True))
 
 
 def _one(name: str, value: Any) -> Any:
@@ -349,38 +329,20 @@ def _one(name: str, value: Any) -> Any:
     return value
 
 
-def _by_library(arrays: list[Any]) -> dict[Any, list[int]]:
-    """Return the numbers of the arrays that are not the host's, by their backend."""
+def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
+    """Return arrays as their backends make them by a hook, all of one class together; those of the host as copies."""
+    found = [np.array(array) if isinstance(array, (np.ndarray, np.generic)) else array for array in arrays]
     theirs: dict[type, list[int]] = {}
     for number, array in enumerate(arrays):
         if not isinstance(array, (np.ndarray, np.generic, float, int)):
             theirs.setdefault(type(array), []).append(number)
-    found: dict[Any, list[int]] = {}
-    for numbers in theirs.values():  # flags alone do not tell their library
-        own = next(backend for n in numbers if (backend := backend_of(arrays[n])) is not None)
-        found.setdefault(own, []).extend(numbers)
-    return found
-
-
-def _to_keep(arrays: list[Any]) -> list[Any]:
-    """Return arrays detached, and copied, since they may be donated or written over."""
-    kept = [np.array(array) if isinstance(array, (np.ndarray, np.generic)) else array for array in arrays]
-    for backend, numbers in _by_library(arrays).items():
+    for numbers in theirs.values():
         some = [arrays[number] for number in numbers]
-        if any(map(backend.traced, some)):
+        own: Any = next(filter(None, map(backend_of, some)))  # flags alone do not tell their library
+        if any(map(own.traced, some)):
             raise TypeError(_INSIDE)
-        with backend.quiet():
-            for number, array in zip(numbers, backend.to_keep(some), strict=True):
-                kept[number] = array
-    return kept
-
-
-def _on_host(arrays: list[Any]) -> list[Any]:
-    """Return arrays as NumPy arrays; all of one library are read together."""
-    found = list(arrays)
-    for backend, numbers in _by_library(arrays).items():
-        with backend.quiet():
-            for number, array in zip(numbers, backend.to_host([arrays[number] for number in numbers]), strict=True):
+        with own.quiet():
+            for number, array in zip(numbers, getattr(own, hook)(some), strict=True):
                 found[number] = array
     return found
 
@@ -394,9 +356,7 @@ def _row_of(kept: _Kept, values: list[Any], labels: list[str] | None) -> dict[st
     if kept.leaves:
         row["leaves"] = dict(zip(labels or (), map(_plain, next(more)), strict=True))
     row |= {name: _plain(value) for name, value in zip(kept.names, more, strict=True)}
-    sound = math.isfinite(row.get(NORM, 0.0)) and (
-        isinstance(report, dict) or report.finite is None or bool(report.finite)
-    )
+    sound = math.isfinite(row.get(NORM, 0.0)) and bool(getattr(report, "finite", True) or NORM not in row)
     return row if sound else row | {"finite": False}
 
 

@@ -123,6 +123,11 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     ]
 
 
+def largest(record: Record) -> list[Spike]:
+    """Return the spikes, those that are not finite and the largest ratios first."""
+    return sorted(spikes(record), key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
+
+
 def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) -> tuple[Array, Array]:
     """Return the median of the norms before each step, and the threshold of a spike; NaN and ∞ if too few are known.
 

@@ -10,7 +10,7 @@ import numpy as np
 from uniclip._checks import check
 from uniclip._repr import counted
 from uniclip.insight.record import Record
-from uniclip.insight.spikes import Spike, spikes
+from uniclip.insight.spikes import Spike, largest
 
 _LIMITS = 0.25, 1.0, 4.0, 16.0
 _PERCENTILES = 10, 50, 90, 99
@@ -62,7 +62,7 @@ def summary(record: Record) -> str:
         parts += [f"largest {norms.max():.3g} (step {steps[norms.argmax()]})"]
         lines += ["norm   " + "   ".join(parts)]
         lines += ["above  " + "   ".join([f"{limit:g}: {_percent(norms > limit)}" for limit in _LIMITS])]
-    found = sorted(spikes(record), key=lambda spike: -spike.ratio if math.isfinite(spike.ratio) else -math.inf)
+    found = largest(record)
     if found:
         more = f", the {_SHOWN} largest" if len(found) > _SHOWN else ""
         lines += [f"{counted(len(found), 'spike')}{more}:", *map(_described, found[:_SHOWN])]
