@@ -152,14 +152,17 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert not path.with_name("run.jsonl.old").exists()
 
 
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
-    """A file that is no recorded run is not written into."""
+@pytest.mark.parametrize("text", ["hello\n", "", '{"a": 1}\n', '{"uniclip": 1}\n{"step": 1, "norm": 2.0}\n'])
+def test_other_files_are_kept(text: str, tmp_path: Path) -> None:
+    """A new run renames what there was, whatever it is, before it writes."""
     path = tmp_path / "run.jsonl"
-    for text in ("hello\n", "", '{"a": 1}\n'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"run\.jsonl exists, and is no recorded run"):
-            Recorder(path)
-        assert path.read_text() == text
+    path.write_text(text)
+    for number in ("", "2"):
+        with Recorder(path) as record:
+            record(report_of(2.0))
+        assert steps(path) == [1]
+        assert path.with_name(f"run.jsonl.old{number}").exists()
+    assert path.with_name("run.jsonl.old").read_text() == text
 
 
 def test_values_are_those_of_their_step(tmp_path: Path) -> None:

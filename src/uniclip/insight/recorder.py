@@ -28,7 +28,6 @@ from uniclip.tree import flatten
 _WAITING: set[Recorder] = set()
 """The recorders with steps to write, held here so that they are not garbage-collected before."""
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
-_COPIED = {"path", "every", "leaves", "rule", "step", "_to", "_labels"}
 
 
 class _Kept(NamedTuple):
@@ -56,7 +55,7 @@ class Recorder:
     ----------
     to : str, path or callable
         A JSON Lines file, for `uniclip.insight.read`, pandas, Polars, DuckDB and jq. If it exists, a run resumed from
-        a checkpoint continues it: what it holds from the first new step on is dropped. A new run renames the old file:
+        a checkpoint continues it: what it holds from the first new step on is dropped. A new run renames an old file:
         ``run.jsonl`` to ``run.jsonl.old``, or ``.old2`` and so on.
         Or a function of one row, such as ``wandb.log``: a dict of ``"step"``, the scalars of `uniclip.Report.scalars`
         as floats, ``"loss"`` and the other numbers. It is called up to ``every`` steps late.
@@ -76,7 +75,7 @@ class Recorder:
     TypeError
         If an argument has the wrong type.
     ValueError
-        If ``every`` is below 1, or the file exists and is not a recorded run.
+        If ``every`` is below 1.
     FileNotFoundError
         If the folder does not exist.
 
@@ -117,17 +116,11 @@ class Recorder:
         self.step: int | None = None
         """The last step that was recorded, ``None`` before the first."""
         self._to: Any = to
-        self._labels: list[str] | None = None
-        self._begin()
-        if params is not None:
-            self.describe(params=params)
-
-    def _begin(self) -> None:
-        """Begin without steps."""
         self.loss: Any = None
         """The loss of the next step, if it is not passed with the step; ``None`` after the step."""
         self.holder: Any = None
         """A weak reference to the handle that records by it, unless a loop does; there is only one."""
+        self._labels: list[str] | None = None
         self._file = None if self.path is None else File(self.path)
         self._kept: list[_Kept] = []
         self._norms: list[float] = []
@@ -135,15 +128,13 @@ class Recorder:
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.RLock()
+        if params is not None:
+            self.describe(params=params)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle, without steps, which would be written twice."""
-        return {name: value for name, value in vars(self).items() if name in _COPIED}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin without steps."""
-        vars(self).update(state)
-        self._begin()
+    def __reduce__(self) -> Any:
+        """Return what makes a copy, without the steps that wait, which would be written twice."""
+        names = ("rule", "step", "_labels")
+        return Recorder, (self._to, self.every, self.leaves), {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
         """Return where it writes, and the last recorded step."""
