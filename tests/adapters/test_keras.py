@@ -138,18 +138,16 @@ def test_saved(tmp_path: Path) -> None:
 
 @on_tensorflow
 def test_refused_memories() -> None:
-    """The memory of another rule, of other variables, and what can be none is refused, and nothing has changed."""
+    """The memory of another rule or of other variables is refused, and nothing has changed."""
     made = compiled(ClippedOptimizer(SGD(0.1), uc.adagc()), run_eagerly=True)
     with pytest.raises(ValueError, match=r"build\("):
         made.optimizer.load_rule_state_dict({})
     fit(made, FINITE[:2])
     saved, clipper = made.optimizer.rule_state_dict(), uc.Clipper(uc.zclip())
     clipper(weights())
-    wrong = {name: [math.inf] * 3 if np.ndim(value) else value for name, value in saved["state"].items()}
     for other, reason in (
         (clipper.state_dict(), "another rule"),
         (renamed(saved, {"['net/w']": "['net/other']"}), "net/other"),
-        ({**saved, "state": wrong}, "saved"),
     ):
         with pytest.raises(ValueError, match=reason):
             made.optimizer.load_rule_state_dict(other)
@@ -197,7 +195,6 @@ def clipped(inner: Any, rule: Any = BY_NORM) -> ClippedOptimizer:
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no optimizer": (lambda: clipped("adam"), TypeError, "keras.optimizers.Adam"),
     "no rule": (lambda: clipped(SGD(), 1.0), TypeError, "uc.by_global_norm"),
-    "a limit": (lambda: clipped(SGD(), uc.limits.Ema(1.0, 0.9)), TypeError, r"uc\.Rule\(limit\)"),
     "examples": (lambda: clipped(SGD(), uc.by_example_norm(1.0)), ValueError, "uc.clip_and_sum"),
     "twice": (lambda: clipped(clipped(SGD())), ValueError, r"uc\.chain"),
     "scaled": (lambda: clipped(LossScaleOptimizer(SGD())), ValueError, r"LossScaleOptimizer\(ClippedOptimizer"),

@@ -262,8 +262,7 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
     TypeError
         If ``saved`` is not a dict.
     ValueError
-        If there is no clip state, or several; if ``saved`` belongs to another rule or other leaves, or holds what is
-        no finite number.
+        If there is no clip state, or several; if ``saved`` belongs to another rule or other leaves.
 
     Examples
     --------

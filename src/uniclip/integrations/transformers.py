@@ -45,8 +45,8 @@ class ClipGradients(TrainerCallback):
     shared : callable, optional
         A function of a leaf's path and the leaf: true for copies held beside such parts.
     record : uniclip.insight.Recorder, optional
-        Records each step, with the loss if the model returns one, since the Trainer does not pass it to callbacks. A
-        training run resumed from a checkpoint continues the file.
+        Records each step, without the loss, which the Trainer does not pass to callbacks. A training run resumed from a
+        checkpoint continues the file.
 
     Attributes
     ----------
@@ -93,9 +93,6 @@ class ClipGradients(TrainerCallback):
         self.rule = rule_for_steps(rule)
         refuse_record(record, all_reduce)
         self.all_reduce, self.shared, self.record = all_reduce, shared, record
-        self._hook: Any = None
-        self._losses: list[Any] = []
-        self._are_parts = False  # of accumulated batches: parts of a mean over all of them, or a mean of each
         self.handle: Attached | None = None
         self._seen: Any = None
         self._loaded: dict[str, Any] = {}
@@ -134,7 +131,7 @@ class ClipGradients(TrainerCallback):
         TypeError
             If ``saved`` is not a dict.
         ValueError
-            If it belongs to another rule or other parameters, or holds anything but finite numbers.
+            If it belongs to another rule or other parameters.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         if self.handle is not None and self._given is not None:  # while training
@@ -159,28 +156,14 @@ class ClipGradients(TrainerCallback):
         if self.record is not None:
             self.record.resume(state.global_step)
             self.handle.name_leaves(kwargs["model"])
-            self._hook = kwargs["model"].register_forward_hook(self._see_loss, with_kwargs=True)
         self._given = args, args.max_grad_norm
         _warn(args)
         args.max_grad_norm = 0.0
-
-    def _see_loss(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:  # noqa: ARG002
-        """Keep the loss in the output of the model in training."""
-        loss = output.get("loss") if isinstance(output, dict) else None
-        if model.training and loss is not None:
-            self._losses.append(loss.detach().mean())
-            self._are_parts = kwargs.get("num_items_in_batch") is not None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Omit the numbers of steps that a loss scale skipped."""
         if self.record is not None:
             self.record.step = max(self.record.step or 0, state.global_step)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Record the loss with the step."""
-        if self.record is not None and self._losses:
-            self.record.loss = sum(self._losses) / (1 if self._are_parts else len(self._losses))
-        self._losses = []
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Accumulate the report of the step, without reading it."""
@@ -213,9 +196,6 @@ class ClipGradients(TrainerCallback):
         self._detach()
 
     def _detach(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook, self._losses = None, []
         if self.handle is not None:
             self.handle.remove()
         if self._given is not None:

@@ -79,6 +79,7 @@ class LogClipping(keras.callbacks.Callback):
             raise TypeError(msg)
         self._optimizer = optimizer
         if self.record is not None:
+            self.record.describe(optimizer.rule)
             self.record.resume(self._steps() if optimizer.built else 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback

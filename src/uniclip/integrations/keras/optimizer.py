@@ -188,7 +188,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         TypeError
             If ``saved`` is not a dict.
         ValueError
-            Before ``build``; if it belongs to another rule or other variables, or holds anything but finite numbers.
+            Before ``build``; if it belongs to another rule or other variables.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         if not self.built:

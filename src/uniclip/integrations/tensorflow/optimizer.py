@@ -295,7 +295,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             If ``saved`` is not a dict.
         ValueError
             Before the first ``minimize`` or ``apply_gradients``, or if the rule has no memory; if it is that of
-            another rule or of other variables, or holds anything but finite numbers.
+            another rule or of other variables.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         session = session_of(session)

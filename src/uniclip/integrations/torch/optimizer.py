@@ -265,7 +265,7 @@ class Attached:
         TypeError
             If ``saved`` is not a dict.
         ValueError
-            If it belongs to another rule or other parameters, or holds anything but finite numbers.
+            If it belongs to another rule or other parameters.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         if saved:
