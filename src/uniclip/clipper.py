@@ -186,8 +186,8 @@ class Clipper:
         TypeError
             If it is not a dict.
         ValueError
-            If it belongs to another rule; and if it belongs to other leaves or has other shapes, raised here if the clipper already has a state, else at the next step. Then nothing is
-            loaded.
+            If it belongs to another rule; and if it belongs to other leaves or has other shapes, raised here if the
+            clipper already has a state, else at the next step. Then nothing is loaded.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         last, loaded = self._last, from_saved(saved, self.rule, _ANEW) if saved else None
