@@ -17,7 +17,8 @@ from uniclip.backends.numpy import BACKEND as DEFAULT
 
 __all__ = ["DEFAULT", "Backend", "backend_of", "compiling", "plain_backend_of"]
 
-_CACHE: dict[type, Backend | None] = {}  # not functools.lru_cache, about which torch.compile warns
+_BACKENDS: dict[type, Backend | None] = {}
+"""The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
@@ -50,18 +51,21 @@ _LOADERS: dict[str, Callable[[], Backend]] = {
 
 def backend_of(leaf: Any) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is not an array."""
-    load = _loader_of(type(leaf))
-    backend = load() if load else _other(leaf)
+    cls = type(leaf)
+    backend = _BACKENDS[cls] if cls in _BACKENDS else _found(leaf)
     return backend if backend is not None and backend.is_array(leaf) else None
 
 
-def _loader_of(cls: type) -> Callable[[], Backend] | None:
-    """Return what loads the backend of a class of one of the known libraries, ``None`` for a class of any other."""
-    for base in cls.__mro__:
-        load = _LOADERS.get(base.__module__.partition(".")[0])
-        if load:
-            return load
-    return None
+def _found(leaf: Any) -> Backend | None:
+    """Return the backend of a class that is met for the first time, by the libraries of its bases."""
+    cls = type(leaf)
+    load = next(
+        (_LOADERS[root] for base in cls.__mro__ if (root := base.__module__.partition(".")[0]) in _LOADERS), None
+    )
+    backend = load() if load else _other(leaf)
+    if not compiling():  # which would compile again for each class
+        _BACKENDS[cls] = backend
+    return backend
 
 
 def backend_by(all_reduce: Any) -> Backend | None:
@@ -84,15 +88,11 @@ def plain_backend_of(leaves: list[Any]) -> Backend | None:
 
 def _other(leaf: Any) -> Backend | None:
     """Return the backend of an array of any other library, which is slow to find out."""
-    cls = type(leaf)
-    if cls not in _CACHE:
-        known = array_api_compat.is_array_api_obj(leaf) and (
-            hasattr(cls, "__array_namespace__") or not hasattr(leaf, "__array_namespace__")  # not by forwarding
-        )
-        _CACHE[cls] = _of_namespace(array_api_compat.array_namespace(leaf)) if known else None
-    return _CACHE[cls]
-
-
-def _of_namespace(xp: Any) -> Backend:
-    same = [backend for backend in _CACHE.values() if backend is not None and backend.xp is xp]
-    return same[0] if same else Backend(xp)
+    known = array_api_compat.is_array_api_obj(leaf) and (
+        hasattr(type(leaf), "__array_namespace__") or not hasattr(leaf, "__array_namespace__")  # not by forwarding
+    )
+    if not known:
+        return None
+    xp = array_api_compat.array_namespace(leaf)
+    same = (backend for backend in _BACKENDS.values() if backend is not None and backend.xp is xp)
+    return next(same, None) or Backend(xp)
