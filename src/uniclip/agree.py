@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import optree
@@ -21,9 +21,11 @@ from uniclip.backends.processes import Op, Reduce
 from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant
 from uniclip.processes import Joining, Joint, Rows, along_names, reducer_of
-from uniclip.scale import Choices
 from uniclip.scopes import Scope, everything
 from uniclip.tree import closed, flatten, place
+
+if TYPE_CHECKING:
+    from uniclip.rules import Rule
 
 _KEPT = 64
 """For how many layouts a scope keeps what the processes agreed on."""
@@ -42,7 +44,7 @@ class Agreed(NamedTuple):
     """The number of processes that hold each leaf; ``None`` if each leaf, or each part of one, is held once."""
 
 
-def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any, theirs: Opened | None) -> Joint | None:
+def joint_of(rule: Rule, given: Opened, layout: Layout, all_reduce: Any, theirs: Opened | None) -> Joint | None:
     """Return how measurements of gradients and parameters are reduced over processes.
 
     ``None`` if there are no other processes.
@@ -74,7 +76,7 @@ def joint_of(rule: Choices, given: Opened, layout: Layout, all_reduce: Any, thei
     return Joint(given, reduce, *known[key][0])
 
 
-def _kind(rule: Choices) -> tuple[Any, ...]:
+def _kind(rule: Rule) -> tuple[Any, ...]:
     """Return what must be the same in all processes."""
     limit = rule.limit.value if type(rule.limit) is Constant else rule.limit
     return limit if isinstance(limit, (int, float)) else id(limit), rule.norm, id(rule.curve), rule.nonfinite
@@ -99,7 +101,7 @@ def refuse_kept_axes(scope: Scope, all_reduce: Any) -> None:
 
 
 @contextmanager
-def telling(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> Iterator[None]:
+def telling(scope: Any, rule: Rule | None, all_reduce: Any, *trees: Any) -> Iterator[None]:
     """Make the other processes fail too if this one fails in a rule's first step, or they would wait for it."""
     try:
         yield
@@ -109,7 +111,7 @@ def telling(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> I
         raise
 
 
-def _tell(scope: Any, rule: Choices | None, all_reduce: Any, *trees: Any) -> None:
+def _tell(scope: Any, rule: Rule | None, all_reduce: Any, *trees: Any) -> None:
     said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
     if along_names(said) or not all_reduce_fits(said.all_reduce):
         return  # before it is compared: an invalid one may be an array
@@ -145,7 +147,7 @@ def _over(given: Opened, reduce: Reduce) -> Callable[[Any, Op], Any]:
 
 
 def _agreed(  # noqa: PLR0913, PLR0917
-    rule: Choices, given: Opened, layout: Layout, reduce: Reduce, shared: list[bool] | None, key: Any
+    rule: Rule, given: Opened, layout: Layout, reduce: Reduce, shared: list[bool] | None, key: Any
 ) -> Agreed:
     """Compare rules and labels with those of all other processes."""
     over, labels = _over(given, reduce), _labels(rule, given, layout)
@@ -179,7 +181,7 @@ def _agreed(  # noqa: PLR0913, PLR0917
     return Agreed(rows, [holders[path] if one else 1 for path, one in zip(paths, shared or (), strict=True)])
 
 
-def _labels(rule: Choices, given: Opened, layout: Layout) -> list[str]:
+def _labels(rule: Rule, given: Opened, layout: Layout) -> list[str]:
     """Return the label of each group as a text; all leaves that share one norm have one label."""
     if rule.scope.label is everything:
         return [""] * len(layout.labels)

@@ -17,11 +17,12 @@ from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.limits.base import Block
 from uniclip.processes import AllReduce, Column
 from uniclip.ruler import broadcasts
-from uniclip.scale import NUMBERS, Choices
+from uniclip.scale import NUMBERS
 from uniclip.scopes import Path
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+    from uniclip.rules import Rule
 
 
 class Step(NamedTuple):
@@ -52,7 +53,7 @@ class Beside(NamedTuple):
 class Asked(NamedTuple):
     """The inputs of a call of a rule's limit."""
 
-    rule: Choices
+    rule: Rule
     given: Opened
     layout: Layout
     backend: Backend
@@ -141,7 +142,7 @@ def on_host(own: Backend, limit: Any) -> bool:
     return bool(limit.host)
 
 
-def opened_params(rule: Choices, given: Opened, layout: Layout, step: Step) -> Opened:
+def opened_params(rule: Rule, given: Opened, layout: Layout, step: Step) -> Opened:
     """Open the parameters for a limit relative to them; refuse stored rows beside all rows."""
     for number, axes in enumerate(layout.axes or ()):
         if axes is not None and 0 not in axes and given.backend.sparse(given.tree.leaves[number]):
@@ -156,7 +157,7 @@ def opened_params(rule: Choices, given: Opened, layout: Layout, step: Step) -> O
     return given.matching(step.params, rule.scope, step.absent)
 
 
-def _answer(rule: Choices, answer: Any, norms: Any) -> tuple[Any, Any]:
+def _answer(rule: Rule, answer: Any, norms: Any) -> tuple[Any, Any]:
     """Validate the results of a limit; return its limits and state."""
     if not (isinstance(answer, tuple) and len(answer) == 2):  # noqa: PLR2004
         msg = f"{short(rule.limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
@@ -208,7 +209,7 @@ def refuse_shape(name: str, array: Any, norms: Any) -> None:
         raise ValueError(msg)
 
 
-def _check_state(rule: Choices, layout: Layout, state: Any) -> None:
+def _check_state(rule: Rule, layout: Layout, state: Any) -> None:
     """Validate a state: it must be of this rule, and for this number of norms."""
     limit = rule.limit
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -32,11 +32,13 @@ from uniclip.norms import L2, Norm
 from uniclip.processes import Joint, of
 from uniclip.report import Report
 from uniclip.ruler import Ruler
-from uniclip.scopes import Scope, all_leaves, each_leaf
+from uniclip.scopes import Scope, all_leaves, each_leaf, everything
 from uniclip.step import Decision, Single, decide, first_state
 from uniclip.tree import Tree, closed
 
 _PLAIN = {float, int, bool, str, type(None)}
+_LARGE = 3e38
+"""A limit that every dtype of norms can hold."""
 
 
 AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
@@ -88,6 +90,8 @@ class Rule(BaseRule):
     norm: Norm = field(default_factory=lambda: L2)
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
+    simple: ClassVar[bool] = False
+    """Whether it is one Euclidean norm with a constant limit and nothing else, found out when a rule is made."""
 
     if TYPE_CHECKING:
 
@@ -119,6 +123,10 @@ class Rule(BaseRule):
             "a function of (xp, norm, limit), such as uc.curves.hard or uc.curves.Regularized(0.01)",
         )
         one_of("nonfinite", self.nonfinite, POLICIES)
+        value = self.limit.value if type(self.limit) is Constant else None
+        number = type(value) is float and 0 < value < _LARGE and self.nonfinite == "propagate"
+        whole = self.scope.label is everything and self.scope.axes is None
+        settle(self, simple=number and whole and self.norm == L2 and self.curve is hard)
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
         """Return the arguments as source text, a constant limit as its value."""

@@ -5,53 +5,28 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.arrays import cast, finite_or_zero, rows_of, spread, upcast
-from uniclip.curves import WITHIN, Curve, hard
+from uniclip.curves import WITHIN, hard
 from uniclip.layout import Block, Layout, Opened
-from uniclip.limits import Constant, Limit
+from uniclip.limits import Constant
 from uniclip.limits.base import Vectorized
-from uniclip.norms import Norm
 from uniclip.ruler import MANY, broadcasts
-from uniclip.scopes import Scope
 from uniclip.tree import Tree, in_memory_before
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+    from uniclip.rules import Rule
 
 NUMBERS = (float, int, np.float32, np.bool_)
 """The types that are a limit by themselves (float64 is a float); longdouble is wider."""
 
 
-class Choices(Protocol):
-    """The choices of a `uniclip.Rule`."""
-
-    @property
-    def scope(self) -> Scope:
-        """Which entries share a norm."""
-
-    @property
-    def norm(self) -> Norm:
-        """How their size is measured."""
-
-    @property
-    def limit(self) -> Limit:
-        """How large it may be."""
-
-    @property
-    def curve(self) -> Curve:
-        """What happens above the limit."""
-
-    @property
-    def nonfinite(self) -> str:
-        """What happens to gradients with NaN or ∞."""
-
-
-def factors_of(backend: Backend, rule: Choices, block: Block, norms: Any, limits: Any, fault: Any, finite: Any) -> Any:
+def factors_of(backend: Backend, rule: Rule, block: Block, norms: Any, limits: Any, fault: Any, finite: Any) -> Any:
     """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
 
     One that its dtype, or that of a leaf, cannot hold is the largest number, or 0.
@@ -88,7 +63,7 @@ def factors_of(backend: Backend, rule: Choices, block: Block, norms: Any, limits
     return _kept(backend, rule, norms, factors, finite)
 
 
-def _kept(backend: Backend, rule: Choices, norms: Any, factors: Any, finite: Any) -> Any:
+def _kept(backend: Backend, rule: Rule, norms: Any, factors: Any, finite: Any) -> Any:
     """Return the factors, 0 where the policy drops gradients."""
     if rule.nonfinite not in {"skip", "zero"}:
         return factors

@@ -14,27 +14,20 @@ from uniclip.agree import joint_of
 from uniclip.ask import Asked, Beside, Step, on_host, opened_params, refuse_shape
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, together
-from uniclip.curves import hard, reject
+from uniclip.curves import reject
 from uniclip.layout import Layout, Opened, layout_of
-from uniclip.limits import Constant
 from uniclip.losses import Loss, as_scalars, mean_of
 from uniclip.measure import in_range, measure
 from uniclip.nonfinite import all_finite, refuse
-from uniclip.norms import L2
 from uniclip.processes import Joint, along_names
 from uniclip.report import Late, Made, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
-from uniclip.scale import Choices, factors_of, reduced, scaled
-from uniclip.scopes import everything
+from uniclip.scale import factors_of, reduced, scaled
 from uniclip.tree import Tree, are_apart
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
-
-
-_LARGE = 3e38
-_NEAR = 2.0**-126
-"""How far below a norm a limit may lie for the factor to be a normal number."""
+    from uniclip.rules import Rule
 
 
 class Decision(NamedTuple):
@@ -54,11 +47,11 @@ class Decision(NamedTuple):
     state: Any
     thresholds: list[Any] | None = None
 
-    def clipped(self, rule: Choices) -> Tree:
+    def clipped(self, rule: Rule) -> Tree:
         """Return the clipped gradients."""
         return scaled(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
 
-    def reduced(self, rule: Choices) -> Tree:
+    def reduced(self, rule: Rule) -> Tree:
         """Return the sum of the clipped gradients along their first axis."""
         return reduced(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
 
@@ -160,7 +153,7 @@ class Single(NamedTuple):
     factors: Any
     skipped: None = None
 
-    def clipped(self, rule: Choices) -> Tree:
+    def clipped(self, rule: Rule) -> Tree:
         """Return the clipped gradients."""
         given, arrays, factor = self.given, self.given.arrays, float(self.factors)
         new: Any = arrays
@@ -169,11 +162,11 @@ class Single(NamedTuple):
             new = given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place) if free else None
         return self._in_arrays(rule).clipped(rule) if new is None else given.tree.with_leaves(new)
 
-    def reduced(self, rule: Choices) -> Tree:
+    def reduced(self, rule: Rule) -> Tree:
         """Return the sum of the clipped gradients along their first axis."""
         return self._in_arrays(rule).reduced(rule)
 
-    def _in_arrays(self, rule: Choices) -> Decision:
+    def _in_arrays(self, rule: Rule) -> Decision:
         """Return the same in arrays."""
         norms, limits, factors = (np.asarray([one]) for one in (self.norms, self.limits, self.factors))
         layout = layout_of(self.given, rule.scope)
@@ -223,14 +216,11 @@ class _OfOne(NamedTuple):
         return self.own.from_host(np.asarray(value), self.device)
 
 
-def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
+def _single(rule: Rule, given: Opened, state: Any) -> Single | None:
     """Decide on one Euclidean norm with a constant limit, if the host can read it; ``None`` in any other case."""
-    limit: Any = rule.limit
-    norm, constant = rule.norm, type(limit) is Constant and type(limit.value) is float and 0 < limit.value < _LARGE
-    alone = rule.scope.label is everything and rule.scope.axes is None and given.ways is None and given.arrays
-    usual = rule.curve is hard and norm == L2 and rule.nonfinite == "propagate"
-    if not (constant and alone and usual):
+    if not (rule.simple and given.ways is None and given.arrays):
         return None
+    limit: Any = rule.limit
     own = given.backend
     read = own.readable(given.first) and not own.debug_infs()
     found = own.squares(given.arrays, [len(given.arrays)]) if read else None
@@ -242,8 +232,7 @@ def _single(rule: Choices, given: Opened, state: Any) -> Single | None:
     if not in_range(float(total), total.dtype == np.float32):
         return None
     n, most, one = np.sqrt(total), total.dtype.type(limit.value), total.dtype.type(1)
-    decided = Single(given, state, n, most, one if n <= most else most / n)
-    return decided if n * _NEAR <= most else None
+    return Single(given, state, n, most, one if n <= most else most / n)
 
 
 class _Found(NamedTuple):
@@ -257,7 +246,7 @@ class _Found(NamedTuple):
 
 
 def _found(  # noqa: PLR0913, PLR0917
-    rule: Choices, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
+    rule: Rule, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
 ) -> _Found:
     """Measure what a step needs, ``theirs`` being the parameters, and reduce it over processes in one call."""
     own, needs, scalars = given.backend, rule.limit.needs, []
@@ -292,7 +281,7 @@ def _loss(given: Opened, loss: Any, sums: list[Any] | None) -> Any:
     return loss if loss is None else own.detached(own.xp.astype(own.xp.asarray(loss), own.xp.float32))
 
 
-def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
+def _like(layout: Layout, theirs: Opened, rule: Rule) -> Layout:
     """Return the layout of the parameters, with the blocks of their gradients."""
     found = layout_of(theirs, rule.scope, remembers=rule.limit.memory)
     wide = theirs.backend.xp.result_type
@@ -300,7 +289,7 @@ def _like(layout: Layout, theirs: Opened, rule: Choices) -> Layout:
     return found._replace(blocks=tuple(blocks))
 
 
-def decide(rule: Choices, given: Opened, state: Any, step: Step) -> Decision | Single:
+def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision | Single:
     """Measure the gradients and compute their factors."""
     if step.norm is None and step.all_reduce is None and given.parts is None:
         single = _single(rule, given, state)
@@ -344,7 +333,7 @@ def _on_host(own: Backend, array: Any) -> Any:
     return array if isinstance(array, np.ndarray) else own.viewed(array)
 
 
-def first_state(rule: Choices, given: Opened) -> Any:
+def first_state(rule: Rule, given: Opened) -> Any:
     """Return the state before the first step."""
     layout = layout_of(given, rule.scope, remembers=True)
     contexts = Asked(rule, given, layout, given.backend).contexts(zeros(given, layout))
@@ -368,7 +357,7 @@ def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
 
 
 def _skipped(  # noqa: PLR0913, PLR0917
-    backend: Backend, rule: Choices, layout: Layout, factors: list[Any], finite: Any, joint: Joint | None
+    backend: Backend, rule: Rule, layout: Layout, factors: list[Any], finite: Any, joint: Joint | None
 ) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     xp, skipped = backend.xp, None
