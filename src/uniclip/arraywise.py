@@ -34,7 +34,7 @@ class EachArray(BaseRule):
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Tree, Any, Report]:
         """Replace each gradient array, or the stored values of a sparse one."""
-        backend, tree = flatten_grads(grads)
+        backend, tree = flatten_grads(grads, in_place=step.in_place)
         arrays, ways = [list(some) for some in zip(*map(backend.stored, tree.leaves), strict=True)] or ([], [])
         given = Opened(backend, tree, arrays, ways, step.in_place)
         with backend.quiet(given.first):

@@ -91,11 +91,9 @@ class Asked(NamedTuple):
         beside, nothing = self.beside, Column([None] * len(norms))
         params, sizes = (nothing if one is None else one.mapped(self._in) for one in (beside.params, beside.sizes))
         loss = None if beside.loss is None else self._in(beside.loss)
-        labels = [[self.layout.labels[group] for group in block.groups] for block in self.layout.blocks]
         joined = self.step is not None and self.step.all_reduce is not None  # then norms are those of all processes
-        absent = [[not (joined or self.layout.groups[one]) for one in block.groups] for block in self.layout.blocks]
-        gone = [rows if any(rows) else () for rows in absent]
-        blocks = [Block(*some) for some in zip(norms, labels, params.blocks, sizes.blocks, gone, strict=True)]
+        every = zip(norms, params.blocks, sizes.blocks, self.layout.blocks, strict=True)
+        blocks = [Block(n, own.labels, p, size, () if joined else own.absent) for n, p, size, own in every]
         if beside.elsewhere is not None:
             others = self._in(beside.elsewhere)
             blocks.append(Block(others, [None] * others.shape[0], params.elsewhere, sizes.elsewhere))

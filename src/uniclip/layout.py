@@ -138,6 +138,9 @@ class Block(NamedTuple):
 
     groups: tuple[int, ...]
     """The indices of the groups."""
+    labels: tuple[Any, ...]
+    absent: tuple[bool, ...]
+    """Whether all gradients of each group are absent; empty if none is."""
     dtype: Any
     """The dtype of their norms."""
     largest: float
@@ -187,9 +190,10 @@ def opened(grads: Any, *, in_place: bool = False, name: str = "grads") -> Opened
     Raises
     ------
     TypeError
-        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and a leaf holds integers.
+        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never change or
+        hold integers.
     """
-    backend, tree = flatten_grads(grads, name)
+    backend, tree = flatten_grads(grads, name, in_place=in_place)
     if tree.plain:
         arrays, parts = backend.processes.local(tree.leaves)
         return Opened(backend, tree, arrays, in_place=in_place, parts=parts)
@@ -264,10 +268,12 @@ def _made(given: Opened, scope: Scope, remembers: bool, joined: bool) -> Layout:
         alike.setdefault((dtypes[number], kind), []).append(number)
     firsts = [(tuple(some), some[0]) for some in alike.values()]
     most = [_largest(given, dtype, group) for dtype, group in zip(dtypes, groups, strict=True)]
-    blocks = [
-        Block(some, dtypes[one], min(most[group] for group in some), _axes_kept(given, axes, groups[one]))
-        for some, one in firsts
-    ]
+    blocks = []
+    for some, one in firsts:
+        own, gone = tuple(labels[group] for group in some), tuple(not groups[group] for group in some)
+        largest = min(most[group] for group in some)
+        kept = _axes_kept(given, axes, groups[one])
+        blocks.append(Block(some, own, gone if any(gone) else (), dtypes[one], largest, kept))
     return Layout(scope, labels, groups, dtypes, axes, tuple(blocks))
 
 

@@ -88,9 +88,9 @@ def _counted(ruler: Ruler, sizes: Column) -> Column:
 
 def _divided(backend: Backend, norms: Column, sizes: Column, power: float) -> Column:
     """Return norms divided by a power of their sizes."""
-    both = together(backend, [*norms.arrays, *sizes.arrays])
+    both = together(backend, [*norms.arrays, *[s**power for s in sizes.arrays]])
     count = len(norms.arrays)
-    return norms.filled([n / s**power for n, s in zip(both[:count], both[count:], strict=True)])
+    return norms.filled([n / s for n, s in zip(both[:count], both[count:], strict=True)])
 
 
 def _rounded_down(xp: Any, array: Any) -> Any:

@@ -195,12 +195,18 @@ class Ruler(NamedTuple):
         def of_block(block: Block) -> Any:
             copies = self._copies(block)
             groups = [of_group(layout.groups[group], copies) for group in block.groups]
-            sizes = [[_at_home(given, xp.asarray(count, dtype=block.dtype)) for count in counts] for counts in groups]
-            zero = [_at_home(given, self._zero(block))]
-            total = stacked(self.backend, [self.reduce(some or zero, "sum") for some in sizes])
+            known = self.joint is None and not self.backend.traced(given.first)
+            if known and all([isinstance(count, int) for counts in groups for count in counts]):
+                wide = np.float32 if block.dtype == xp.float32 else np.float64
+                total: Any = np.asarray(list(map(sum, groups)), wide)
+            else:
+                zero = [0]
+                sizes = [[_at_home(given, xp.asarray(n, dtype=block.dtype)) for n in some or zero] for some in groups]
+                total = stacked(self.backend, [self.reduce(some, "sum") for some in sizes])
             if not block.kept or not groups[0]:
                 return total
-            return xp.reshape(total, (len(groups), *(1,) * block.kept))
+            shape = (len(groups), *(1,) * block.kept)
+            return total.reshape(shape) if isinstance(total, np.ndarray) else xp.reshape(total, shape)
 
         return [Share(of_block(block)) for block in layout.blocks]
 

@@ -124,16 +124,19 @@ def backend_for(tree: Tree) -> Backend:
     return chosen or DEFAULT
 
 
-def flatten_grads(tree: Any, name: str = "grads") -> tuple[Backend, Tree]:
+def flatten_grads(tree: Any, name: str = "grads", *, in_place: bool = False) -> tuple[Backend, Tree]:
     """Flatten a tree of gradients to clip, and return it with their backend.
 
     Raises
     ------
     TypeError
-        As `backend_for`.
+        As `backend_for`; and if ``in_place`` and arrays of their library never change.
     """
     flat = flatten(tree, name)
-    return flat.plain or backend_for(flat), flat
+    backend = flat.plain or backend_for(flat)
+    if in_place and not backend.in_place.writes:
+        in_memory_before(backend, flat)  # which says what to write instead
+    return backend, flat
 
 
 def are_apart(backend: Backend, tree: Tree) -> bool:

@@ -17,6 +17,9 @@ View: TypeAlias = np.ndarray[Any, Any]
 class InPlace:
     """The defaults are those of a library whose arrays never change; others override both."""
 
+    writes = False
+    """Whether arrays can be written at all."""
+
     def memory(self, leaf: Any) -> tuple[View | None, str | None]:  # noqa: ARG002
         """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""
         return None, "arrays of this kind never change"

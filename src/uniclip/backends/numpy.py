@@ -38,6 +38,8 @@ def _scaled(array: Array, factor: Any, *, in_place: bool) -> Array:
 
 
 class _InPlace(InPlace):
+    writes = True
+
     def memory(self, leaf: Any) -> tuple[Any, str | None]:
         if not isinstance(leaf, np.ndarray):
             return None, "a scalar never changes"

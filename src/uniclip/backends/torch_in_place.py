@@ -68,6 +68,8 @@ def _view(leaf: Any) -> Any:
 class TensorsInPlace(InPlace):
     """Tensors of every kind, changed without derivatives."""
 
+    writes = True
+
     def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
         return _view(leaf), _why_fixed(leaf)
 
