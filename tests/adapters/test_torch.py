@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import uniclip as uc
 from adapters.contract import Adapter, checks, kinds, trained, variants
+from kit.devices import patched, refuse
 from kit.training import MOMENTUM, RATE, Arrays, Batch, batches, parts, weights
 from uniclip import insight
 from uniclip.integrations.torch import attach, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -363,6 +364,26 @@ def test_no_value_is_read(name: str) -> None:
         handle.loss = torch.empty((), device="meta")
         optimizer.step()
     assert all(value.is_meta for value in handle.scalars().values())
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW, Adagrad])
+def test_a_fused_step_is_skipped_unread(make: Any) -> None:
+    """On an accelerator the kernel leaves the step out, and the host reads no flag; tensors only seem to be there."""
+    rule = uc.by_global_norm(1.0, nonfinite="skip")
+    there = {"is_cpu": property(lambda tensor: False), **dict.fromkeys(("__bool__", "item", "tolist"), refuse)}
+    one, other = (make([torch.nn.Parameter(torch.ones(2))], lr=0.1, fused=True) for _ in range(2))
+    attach(one, rule)
+    (p,), (q,) = one.param_groups[0]["params"], other.param_groups[0]["params"]
+    for grad in ([3.0, 4.0], [math.nan, 1.0], [0.3, 0.4]):
+        p.grad = torch.tensor(grad)
+        with patched(torch.Tensor, **there):
+            one.step()
+        q.grad = torch.tensor(grad)
+        if not uc.clip_([q.grad], rule).skipped:
+            other.step()
+        torch.testing.assert_close(p, q)
+        assert one.state[p]["step"] == other.state[q]["step"]
+    assert sorted(vars(one)) == sorted(vars(other))
 
 
 class Wrapper(Optimizer):
