@@ -11,7 +11,6 @@ import numpy as np
 from uniclip._checks import whole
 from uniclip.integrations import refuse_record
 from uniclip.integrations.keras.optimizer import ClippedOptimizer
-from uniclip.integrations.keras.variables import value_of
 from uniclip.report import AVERAGED, NORM, NORM_MAX
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class LogClipping(keras.callbacks.Callback):
         at the end of each epoch only.
     record : uniclip.insight.Recorder, optional
         Gets the scalars each time they are read, over the batches since the time before: one row, with the number of
-        steps that the optimizer has taken, and the largest norm. With ``every=1`` that is a row for each step.
+        the last batch, and the largest norm. With ``every=1`` that is a row for each step.
 
     Raises
     ------
@@ -80,7 +79,7 @@ class LogClipping(keras.callbacks.Callback):
         self._optimizer = optimizer
         if self.record is not None:
             self.record.describe(optimizer.rule)
-            self.record.resume(self._steps() if optimizer.built else 0)
+            self.record.resume(optimizer.batches() if optimizer.built else 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Restart the epoch's averages."""
@@ -113,13 +112,9 @@ class LogClipping(keras.callbacks.Callback):
         if self.record is not None and count:
             row = self._optimizer.scalars_over(totals)
             row[NORM] = row.pop(NORM_MAX) or row[NORM]
-            self.record(row, step=self._steps())
+            self.record(row, step=self._optimizer.batches())
         self._epoch, largest = self._epoch + totals, max(self._epoch[-1], totals[-1])
         self._epoch[-1] = largest
-
-    def _steps(self) -> int:
-        """Return how many steps the optimizer has taken."""
-        return int(keras.ops.convert_to_numpy(value_of(self._optimizer.iterations)))
 
 
 def _nothing() -> None:

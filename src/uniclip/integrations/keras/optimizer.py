@@ -300,6 +300,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """
         return self.scalars_over(self.totals())
 
+    def batches(self) -> int:
+        """Return how many batches there were: steps that were skipped, too, and parts of accumulated ones."""
+        return int(keras.ops.convert_to_numpy(value_of(self._iterations)))
+
     def totals(self) -> np.ndarray[Any, Any]:
         """Return the sums of `AVERAGED`, the number of steps and the largest norm since `begin_epoch`."""
         return np.asarray(keras.ops.convert_to_numpy(value_of(self._totals)))
