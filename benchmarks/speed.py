@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Time uniclip beside each framework's own clipping function, and measure the memory both take.
+"""Time uniclip beside each framework's own clipping function.
 
 In every round each contender runs once, or as often as a short call needs, in a new order; a ratio is the median of
 the rounds' ratios. Each framework has a process of its own. The documentation shows what is kept in
@@ -9,187 +9,384 @@ the rounds' ratios. Each framework has a process of its own. The documentation s
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
+import math
 import os
+import pkgutil
 import platform
+import random
+import re
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
-import speed_tables
-from contenders import BY_NORM, EAGER, GLOBAL, LIBRARIES
-from gradient_trees import RESNET, TINY, TREES
-from measuring import Effort, FirstCalls, Point, Setting, Steps, first_calls, measure, scale, steps
-from training_steps import WHERE
+import uniclip as uc
+from calls import AGC, BY_NORM, EAGER, EPS, GLOBAL, RATIO, ZCLIP, to_time
+from compared import norm64
+from kit.frameworks import JAX, Framework, TensorFlow, Torch
+from trees import CONVOLUTIONS, FIFTY, LAYERS, LSTM, MLP, RESNET, SMALL, TEN, TREES, normal
+from uniclip import insight
 
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",  # what is compared is the CPU
-    "JAX_PLATFORMS": "cpu",
-    "KERAS_BACKEND": "tensorflow",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # else the time to compile is that of a later run
-}
 RESULTS = Path(__file__).parent.parent / "docs" / "performance.json"
-FULL, BRIEF = Effort(11, 1.0, 7.0, 5e-3), Effort(5, 0.3, 2.0, 5e-3)
-PROGRAMS = Effort(5, 0.0, 120.0, 0.0)
-QUICK, ONCE = Effort(3, 0.0, 1.0, 2e-4), Effort(1, 0.0, 1.0, 0.0)
-LEAVES = [1, 3, 10, 30, 100, 300, 1000, 3000, 10_000]  # of 16 entries
-ENTRIES = [10**n for n in range(3, 9)]  # of one leaf
-GROWTH = {GLOBAL: [*LEAVES, 100_000], BY_NORM: [100, 10_000, 100_000]}
-"""Leaves, by rule, where each leaf is cheap enough: on NumPy and PyTorch."""
-LONG = ("torch.compile", TINY)
-"""What takes many minutes to compile."""
-PER_LEAF_WAYS = {EAGER, "jax.jit"}
-"""The ways of calling in which other rules than that of the global norm are measured, and half precision."""
-COMPILERS = {"torch": "torch.compile", "jax": "jax.jit"}
-MANY, FEW = {"torch": 30, "jax": 100}, 2  # leaves that are compiled
-SMALL_LEAVES, SMALL_ENTRIES = 100, 10**5  # enough for --quick
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+"""What is compared is the CPU; a kept program would make the time to compile that of a later run."""
+FRAMEWORKS = {"torch": Torch(), "tensorflow": TensorFlow(), "jax": JAX(), "numpy": Framework()}
+NATIVE, OURS, PLAIN, TRAINING, FIRST = "native", "uniclip", "not clipped", "a training step", "first call, "
+USUAL = [RESNET, LSTM, MLP, SMALL, FIFTY, CONVOLUTIONS]
+SETTINGS = {
+    ("torch", EAGER): [*USUAL, ZCLIP],
+    ("torch", "torch.compile"): [RESNET, MLP],
+    ("tensorflow", EAGER): USUAL,
+    ("tensorflow", "tf.function"): [RESNET, MLP, FIFTY],
+    ("tensorflow", "tf.function, XLA"): [RESNET, MLP],
+    ("jax", "jax.jit"): [*USUAL, TEN],
+    ("jax", EAGER): [*USUAL, ZCLIP],
+    ("numpy", EAGER): USUAL,
+}
+"""The gradients that are clipped in each way of calling; `ZCLIP` is a rule on those of `MLP`."""
+PROGRAMS = {("torch", "torch.compile"): [CONVOLUTIONS], ("jax", "jax.jit"): [FIFTY, CONVOLUTIONS, TEN]}
+"""What is compiled again and again."""
+NETS = {"small MLP": LAYERS, "wide MLP": [784, 1024, 1024, 1024, 1024, 10]}
+BATCH, RATE, LIMIT = 128, 1e-6, 1e-3  # the weights hardly move, and every step is clipped
+SPARSE, ZEROS = "30 leaves and a sparse one", "six leaves, one of zeros"
+BRIEF, FEWEST = 5e-3, 2
+"""The seconds that a short call repeats in a round; rounds of what takes many seconds."""
+Leaves = list[Any]
+Row = dict[str, Any]
 
 
-def settings(framework: str) -> Iterator[Setting]:
-    """Yield what is compared with the native function."""
-    for way in LIBRARIES[framework].ways:
-        for tree in TREES:
-            setting = Setting(framework, way, tree)
-            if (way in PER_LEAF_WAYS or setting.rule == GLOBAL) and (way, tree) != LONG:
-                yield setting
-            if tree == RESNET and way in PER_LEAF_WAYS:
-                yield setting._replace(dtype=LIBRARIES[framework].half)
+class Contender(NamedTuple):
+    """A call on gradients, and what makes them ready for each call, which is not timed."""
+
+    call: Callable[[Leaves], Any]
+    ready: Callable[[], Leaves] = list
 
 
-def points(framework: str) -> Iterator[Point]:
-    """Yield the points of the curves; of compiled code only the sizes, since many leaves take minutes to compile."""
-    for rule, leaves in (GROWTH if framework in {"numpy", "torch"} else {GLOBAL: LEAVES}).items():
-        yield from (Point(framework, EAGER, n, 16 * n, rule) for n in leaves)
-    for way in {"jax": [EAGER, "jax.jit"]}.get(framework, [EAGER]):
-        yield from (Point(framework, way, 1, n) for n in ENTRIES)
+# What is measured: each function yields rows, and `jobs` lists what is asked of it.
 
 
-def training(framework: str) -> Iterator[Steps]:
-    """Yield the kinds of steps that are measured on a framework."""
-    return (Steps(framework, kind) for kind, frameworks in WHERE.items() if framework in frameworks)
+def clipping(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure clipping to half of the norm, then not clipping; what comes out has to have the right norm."""
+    kit, (values, leaves, params, c) = FRAMEWORKS[framework], gradients(framework, what)
+    calls = contenders(framework, way, what, params, c)
+    for size in (1.0, 0.25) if what != ZCLIP else (0.25,):
+        saved = [kit.array(v * np.float32(size)) for v in values]
+        ready = partial(copied, leaves, saved) if kit.writes else partial(list, saved)
+        made = {name: Contender(call, ready) for name, call in calls.items()}
+        for name, contender in made.items():
+            grads = contender.ready()
+            out = contender.call(grads)
+            norm = norm64([kit.numpy(leaf) for leaf in (out if isinstance(out, list) else grads)]) / c
+            if not math.isclose(norm, min(1.0, 2 * size), rel_tol=1e-3):
+                msg = f"{framework}, {way}, {what}: after {name} the norm is {norm} times the limit"
+                raise ValueError(msg)
+        yield {"clipped": size == 1, **row(interleaved(made, rounds))}
 
 
-def programs(framework: str) -> Iterator[FirstCalls]:
-    """Yield what is compiled again and again."""
-    if framework in COMPILERS:
-        yield FirstCalls(framework, COMPILERS[framework], MANY[framework])
+def gradients(framework: str, what: str) -> tuple[list[np.ndarray], Leaves, Leaves, float]:
+    """Return gradients, as arrays of NumPy and of the framework, their parameters, and half of their norm.
+
+    Every leaf has a root mean square of 0.001 and every unit is as large as its limit says, so that clipping halves
+    all norms alike, whatever the rule.
+    """
+    kit, shapes = FRAMEWORKS[framework], TREES[MLP if what == ZCLIP else what]
+    turned = what == CONVOLUTIONS and framework != "torch"  # output units last
+    values = normal([shape[::-1] for shape in shapes] if turned else shapes)
+    leaves, params = ([kit.array(v * np.float32(size)) for v in values] for size in (1, 0.5 / RATIO))
+    if framework == "torch" and what != CONVOLUTIONS:  # whose native function wants parameters
+        import torch
+
+        params = [torch.nn.Parameter(param, requires_grad=False) for param in params]
+        for param, leaf in zip(params, leaves, strict=True):
+            param.grad = leaf
+    return values, leaves, params, norm64(values) / 2
 
 
-def shortened(jobs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the tasks that take a moment, and shorter ones for some that do not."""
-    for name, task in jobs:
-        if isinstance(task, FirstCalls):
-            yield name, task._replace(leaves=FEW)
-        elif not isinstance(task, Point) or (task.leaves <= SMALL_LEAVES and task.entries <= SMALL_ENTRIES):
-            yield name, task
+def contenders(framework: str, way: str, what: str, params: Leaves, c: float) -> dict[str, Any]:
+    """Return the functions of gradients that are compared, the native one first."""
+    rule = {FIFTY: BY_NORM, CONVOLUTIONS: AGC, ZCLIP: ZCLIP}.get(what, GLOBAL)
+    c = c / math.sqrt(len(params)) if rule == BY_NORM else c
+    made = {GLOBAL: uc.by_global_norm, BY_NORM: uc.by_norm, AGC: lambda _: uc.agc(RATIO, EPS), ZCLIP: lambda _: None}
+    calls = to_time(framework, way, rule, c=c, rule=made[rule](c), clipper=uc.Clipper(uc.zclip()))
+    return {name: compiled(framework, way, call, params) for name, call in calls.items()}
 
 
-class Part(NamedTuple):
-    """A part of the results: what is measured, how and for how long, and the fields by which a row is known."""
+def compiled(framework: str, way: str, call: Any, params: Leaves) -> Callable[[Leaves], Any]:
+    """Return a function of gradients, compiled where the way says so, that returns when its results are there."""
+    if way in COMPILERS:
+        place, options = COMPILERS[way]
+        call = pkgutil.resolve_name(place)(call, **options)
+    if framework == "jax":
+        import jax
 
-    tasks: Callable[[str], Iterator[Any]]
-    function: Callable[..., list[Any]]
-    effort: Effort
-    fields: tuple[str, ...]
-    quick: Effort = QUICK
+        return lambda grads: jax.block_until_ready(call(grads, params))
+    return lambda grads: call(grads, params)
 
 
-PARTS = {
-    "rows": Part(settings, measure, FULL, Setting._fields),
-    "scaling": Part(points, scale, BRIEF, Point._fields),
-    "steps": Part(training, steps, FULL, Steps._fields),
-    "compiling": Part(programs, first_calls, PROGRAMS, FirstCalls._fields[:2], ONCE),
+COMPILERS: dict[str, tuple[str, dict[str, bool]]] = {
+    "torch.compile": ("torch:compile", {"fullgraph": True, "dynamic": False}),
+    "tf.function": ("tensorflow:function", {"autograph": False}),
+    "tf.function, XLA": ("tensorflow:function", {"autograph": False, "jit_compile": True}),
+    "jax.jit": ("jax:jit", {}),
 }
 
 
-def prepare() -> None:
-    """Set what the frameworks read when they are imported."""
-    os.environ.update(ENVIRONMENT)
+def copied(leaves: Leaves, saved: Leaves) -> Leaves:
+    """Write what was saved into arrays that are always the same, as compilers want it."""
+    for leaf, values in zip(leaves, saved, strict=True):
+        leaf[...] = values
+    return leaves
 
 
-def run(jobs: list[tuple[str, Any]], *, quick: bool) -> Iterator[tuple[str, float, list[dict[str, Any]]]]:
-    """Measure tasks of parts, those of each framework in one process that imports no other framework.
+def compiling(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure the first call of a function that is compiled anew in each round."""
+    _, leaves, params, c = gradients(framework, what)
+    forget = pkgutil.resolve_name({"torch": "torch.compiler:reset", "jax": "jax:clear_caches"}[framework])
 
-    Yields the name of the part, the seconds that a task took, and its rows.
-    """
-    with tqdm(total=len(jobs), dynamic_ncols=True, disable=not jobs) as bar:
-        for framework in dict.fromkeys(task.framework for _, task in jobs):
-            with ProcessPoolExecutor(1, get_context("spawn"), prepare) as process:
-                for name, task in ((name, task) for name, task in jobs if task.framework == framework):
-                    bar.set_description(", ".join(map(str, task)))
-                    part = PARTS[name]
-                    effort = part.quick if quick else part.effort
-                    start = time.perf_counter()
-                    rows = process.submit(part.function, task, effort).result()
-                    yield name, time.perf_counter() - start, rows
-                    bar.update()
+    def first(name: str) -> float:
+        forget()
+        call = contenders(framework, way.removeprefix(FIRST), what, params, c)[name]
+        return seconds(Contender(call, lambda: leaves), 1)
+
+    first(NATIVE)  # the compiler itself has a first time, too
+    yield row(in_turn([NATIVE, OURS], min(rounds, FEWEST), first))
 
 
-def save(path: Path, new: dict[str, Any]) -> None:
+def beside(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure gradients without and with a leaf that is sparse, or that is all zeros."""
+    kit, rule = FRAMEWORKS[framework], BESIDE[what]
+    usual = [kit.array(v) for v in normal([(16, 16)] * (30 if what == SPARSE else 6))]
+    other = kit.sparse((1000, 16), [1, 5, 5], np.ones((3, 16))) if what == SPARSE else kit.array(np.zeros((16, 16)))
+    call = compiled(framework, way, lambda grads, params: uc.clip(grads, rule, params)[0], usual)
+    with_it = [*usual, other] if what == SPARSE else [*usual[1:], other]
+    made = {"without it": usual, "with it": with_it}
+    yield row(interleaved({name: Contender(call, partial(list, grads)) for name, grads in made.items()}, rounds))
+
+
+BESIDE = {SPARSE: uc.by_global_norm(LIMIT), f"by_norm, {ZEROS}": uc.by_norm(LIMIT), f"agc, {ZEROS}": uc.agc()}
+
+
+def recording(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure a call of a recorder, and what it takes to write the row of a call."""
+    report = uc.clip(list(map(FRAMEWORKS[framework].array, normal([(64,)] * 20))), uc.by_norm(LIMIT))[1]
+    steps = 20 * rounds
+    with tempfile.TemporaryDirectory() as folder, insight.Recorder(Path(folder, "run.jsonl"), steps + 1) as record:
+        spent = {"a call": seconds(Contender(lambda _: record(report, loss=0.5)), steps)}
+        spent["its row at a flush"] = seconds(Contender(lambda _: record.flush()), 1) / steps
+    yield {"us": {name: 1e6 * s for name, s in spent.items()}, "times": {}}
+
+
+def joined(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure a clip that joins norms over a process group of one, beside the bare reduction."""
+    import torch
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    grads, number, rule = list(map(torch.tensor, normal(TREES[TEN]))), torch.zeros(1), uc.by_global_norm(1.0)
+    made = {
+        "all_reduce": Contender(lambda _: distributed.all_reduce(number)),
+        OURS: Contender(lambda _: uc.clip_(grads, rule, all_reduce=distributed.group.WORLD)),
+    }
+    yield row(interleaved(made, rounds))
+    distributed.destroy_process_group()
+
+
+def training(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure steps of training without clipping, clipped by the native function, and by uniclip."""
+    rng, sizes = np.random.default_rng(0), NETS[what]
+    x, y = rng.normal(size=(BATCH, sizes[0])).astype("f"), rng.integers(sizes[-1], size=BATCH)
+    steps = {"torch": torch_steps, "tensorflow": keras_steps, "jax": jax_steps}[framework](sizes, x, y)
+    yield row(interleaved({name: Contender(lambda _, step=step: step()) for name, step in steps}, rounds))
+
+
+def torch_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Any]]:
+    """Yield eager steps with AdamW, clipped by PyTorch's function, by uniclip's drop-in and by `attach`."""
+    import torch
+
+    from uniclip.integrations.torch import attach, clip_grad_norm_
+
+    x, y = map(torch.tensor, data)
+
+    def step(model: Any, optimizer: Any, clip: Any) -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        if clip:
+            clip(model.parameters(), LIMIT)
+        optimizer.step()
+
+    clips = {PLAIN: None, NATIVE: torch.nn.utils.clip_grad_norm_, "clip_grad_norm_": clip_grad_norm_, "attach": None}
+    for name, clip in clips.items():
+        layers = [part for a, b in pairwise(sizes) for part in (torch.nn.Linear(a, b), torch.nn.ReLU())]
+        model = torch.nn.Sequential(*layers[:-1])
+        optimizer = torch.optim.AdamW(model.parameters(), RATE)
+        if name == "attach":
+            attach(optimizer, uc.by_global_norm(LIMIT))
+        yield name, partial(step, model, optimizer, clip)
+
+
+def keras_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Any]]:
+    """Yield calls of ``train_on_batch`` with Adam, compiled as Keras does by itself."""
+    import keras
+
+    from uniclip.integrations.keras import ClippedOptimizer
+
+    adam = partial(keras.optimizers.Adam, RATE)
+    clipped = ClippedOptimizer(adam(), uc.by_global_norm(LIMIT))
+    for name, optimizer in {PLAIN: adam(), NATIVE: adam(global_clipnorm=LIMIT), "ClippedOptimizer": clipped}.items():
+        layers = [keras.layers.Dense(n, activation="relu") for n in sizes[1:-1]]
+        model = keras.Sequential([keras.Input(sizes[:1]), *layers, keras.layers.Dense(sizes[-1])])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        yield name, partial(model.train_on_batch, *data)
+
+
+def jax_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Any]]:
+    """Yield steps with Adam under ``jax.jit``, the clipping in a chain of optax."""
+    import jax
+    import optax
+
+    from uniclip.integrations.optax import to_optax
+
+    x, y = map(jax.numpy.asarray, data)
+    start = [jax.numpy.asarray(w) for shape in pairwise(sizes) for w in normal([shape, shape[1:]])]
+
+    def loss(params: Leaves) -> Any:
+        out = x
+        for weight, bias in zip(params[::2], params[1::2], strict=True):
+            out = jax.nn.relu(out @ weight + bias)
+        return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
+
+    def step(transform: Any, params: Leaves, state: Any) -> tuple[Leaves, Any]:
+        updates, state = transform.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    native, ours = optax.clip_by_global_norm(LIMIT), to_optax(uc.by_global_norm(LIMIT))
+    for name, clip in {PLAIN: optax.identity(), NATIVE: native, "to_optax": ours}.items():
+        transform = optax.chain(clip, optax.adam(RATE))
+        held, call = [(start, transform.init(start))], jax.jit(partial(step, transform))
+        yield name, lambda held=held, call=call: held.append(jax.block_until_ready(call(*held.pop())))
+
+
+# How it is measured.
+
+
+def row(times: dict[str, np.ndarray]) -> Row:
+    """Return the median time of each contender, and how many times as fast as the first one the others are."""
+    first = next(iter(times))
+    ratios = {name: np.quantile(times[first] / spent, [0.25, 0.5, 0.75]).tolist() for name, spent in times.items()}
+    del ratios[first]
+    return {"us": {name: 1e6 * float(np.median(spent)) for name, spent in times.items()}, "times": ratios}
+
+
+def interleaved(made: dict[str, Contender], rounds: int) -> dict[str, np.ndarray]:
+    """Return the seconds of a call, by contender and round; what compiles does so before."""
+    for contender in made.values():
+        seconds(contender, FEWEST)
+    numbers = {name: math.ceil(BRIEF / seconds(contender, 1)) for name, contender in made.items()}
+    return in_turn(list(made), rounds, lambda name: seconds(made[name], numbers[name]))
+
+
+def in_turn(names: list[str], rounds: int, spent: Callable[[str], float]) -> dict[str, np.ndarray]:
+    """Measure every contender once in each round, in a new order; return the seconds by contender and round."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    order, shuffle = list(times), random.Random(0).shuffle  # noqa: S311 - no secret
+    gc.disable()
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            times[name].append(spent(name))
+    gc.enable()
+    return {name: np.asarray(found) for name, found in times.items()}
+
+
+def seconds(contender: Contender, number: int) -> float:
+    """Return the mean seconds of a call; making its gradients ready is not counted."""
+    spent = 0.0
+    for _ in range(number):
+        grads = contender.ready()
+        start = time.perf_counter()
+        contender.call(grads)
+        spent += time.perf_counter() - start
+    return spent / number
+
+
+FIELDS = ("framework", "way", "what")
+"""By which a row is known, beside whether something is clipped."""
+Job = tuple[str, str, str, Callable[[str, str, str, int], Iterator[Row]]]
+
+
+def jobs() -> Iterator[Job]:
+    """Yield all that is measured: the fields, and the function that does it."""
+    for (framework, way), trees in SETTINGS.items():
+        yield from ((framework, way, tree, clipping) for tree in trees)
+    for place in [one for one in SETTINGS if one[1] in {EAGER, "tf.function", "jax.jit"}]:
+        yield from ((*place, what, beside) for what in BESIDE if what != SPARSE or place == ("torch", EAGER))
+    for (framework, way), trees in PROGRAMS.items():
+        yield from ((framework, FIRST + way, tree, compiling) for tree in trees)
+    for framework in ("torch", "tensorflow", "jax"):
+        yield from ((framework, TRAINING, net, training) for net in NETS)
+    yield "torch", EAGER, "10 leaves, a process group of one", joined
+    yield from ((framework, EAGER, "insight.Recorder, 20 norms", recording) for framework in ("torch", "jax", "numpy"))
+
+
+def measured(job: Job, rounds: int) -> tuple[dict[str, Any], list[Row]]:
+    """Return what the times depend on, and the rows of a job; this process imports no other framework."""
+    *fields, measure = job
+    rows = [{**dict(zip(FIELDS, fields, strict=True)), **found} for found in measure(*fields, rounds)]
+    names = {"jax": ["jax", "optax"], "tensorflow": ["tensorflow", "keras"]}.get(job[0], [job[0]])
+    versions = {name: importlib.import_module(name).__version__ for name in names}
+    cpu, about = Path("/proc/cpuinfo"), {"versions": versions | {"python": platform.python_version()}}
+    model = re.search(r"model name\s*: (.*)", cpu.read_text("utf-8")) if cpu.exists() else None
+    machine = {"cpu": model[1] if model else platform.machine(), "cores": os.cpu_count()}
+    return {**about, **machine, "date": datetime.now(timezone.utc).date().isoformat()}, rows
+
+
+def save(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     """Write results, one row a line; what was measured before and not again stays."""
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    before = old.get("about", {})
-    about = {f: a | {"took": before.get(f, {}).get("took", {}) | a["took"]} for f, a in new["about"].items()}
-    blocks = [f'"about": {json.dumps(rounded(before | about), indent=1)}']
-    for name, part in PARTS.items():
-        rows = [*old.get(name, []), *new[name]]
-        found = {(*(row[field] for field in part.fields), row.get("clipped")): row for row in rows}
-        measured = (task for framework in LIBRARIES for task in part.tasks(framework))
-        keys = [(*(getattr(task, field) for field in part.fields), c) for task in measured for c in (True, False, None)]
-        lines = ",\n".join(json.dumps(rounded(found[key])) for key in keys if key in found)
-        blocks.append(f'"{name}": [\n{lines}\n]')
-    path.write_text("{" + ",\n".join(blocks) + "}\n", encoding="utf-8")
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"about": {}, "rows": []}
+    found = {(*(row[field] for field in FIELDS), row.get("clipped")): row for row in [*old["rows"], *rows]}
+    order = [(*job[:3], clipped) for job in jobs() for clipped in (False, True, None)]
+    lines = ",\n".join(json.dumps(found[fields]) for fields in order if fields in found)
+    path.write_text(f'{{"about": {json.dumps(old["about"] | about, indent=1)},\n"rows": [\n{lines}\n]}}\n', "utf-8")
 
 
-def rounded(value: Any) -> Any:
-    """Keep six digits."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def about(framework: str) -> dict[str, Any]:
-    """Return what the times depend on."""
-    cpu = platform.processor() or platform.machine()
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), cpu)
-    today = datetime.now(timezone.utc).date().isoformat()
-    versions = LIBRARIES[framework].versions() | {"python": platform.python_version()}
-    return {"versions": versions, "cpu": cpu, "cores": os.cpu_count(), "date": today, "took": {}}
+def line(row: Row) -> str:
+    """Return a row as a line of text."""
+    clipped = {None: "", True: ", clipped", False: ", not clipped"}[row.get("clipped")]
+    parts = [f"{name} {us:,.1f} µs" for name, us in row["us"].items()]
+    parts += [f"{name} {ratio:.2f} ({low:.2f}-{high:.2f})" for name, (low, ratio, high) in row["times"].items()]
+    return f"{', '.join(row[field] for field in FIELDS)}{clipped}: {'; '.join(parts)}"
 
 
 def main() -> None:
-    """Measure what is asked for, print it beside the targets, and keep it for the documentation."""
+    """Measure what is asked for, print it, and keep it for the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--framework", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), help="only these")
-    parser.add_argument("--part", nargs="+", choices=PARTS, help="only these parts of the results; rows, with --tree")
-    parser.add_argument("--tree", nargs="+", choices=TREES, default=list(TREES), help="rows of these trees only")
-    parser.add_argument("--quick", action="store_true", help="few repetitions; kept only where --out says")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"keep the results here, not in docs/{RESULTS.name}")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="only rows with each of these words")
+    parser.add_argument("--rounds", type=int, default=15, help="the number of rounds, 15 unless given")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"the file to keep results in, not {RESULTS.name}")
     args = parser.parse_args()
-    out = args.out or (None if args.quick else RESULTS)
-    results: dict[str, Any] = {"about": {f: about(f) for f in args.framework}} | {name: [] for name in PARTS}
-    parts = args.part or (list(PARTS) if args.tree == list(TREES) else ["rows"])
-    jobs = [(name, task) for name in parts for framework in args.framework for task in PARTS[name].tasks(framework)]
-    jobs = [(name, task) for name, task in jobs if name != "rows" or task.tree in args.tree]
-    for name, seconds, rows in run(list(shortened(jobs)) if args.quick else jobs, quick=args.quick):
-        results[name] += rows
-        took = results["about"][rows[0]["framework"]]["took"]  # seconds, by part
-        took[name] = took.get(name, 0.0) + seconds
-        if out:
-            save(out, results)  # every time, lest an error cost what was measured before it
-    print(speed_tables.report(results))
+    chosen = [job for job in jobs() if all(text in ", ".join(job[:3]) for text in args.only)]
+    os.environ.update(ENVIRONMENT)
+    with tqdm(total=len(chosen), dynamic_ncols=True) as bar:
+        for framework in FRAMEWORKS:
+            with ProcessPoolExecutor(1, get_context("spawn")) as process:
+                for job in filter(lambda job: job[0] == framework, chosen):
+                    bar.set_description(", ".join(job[:3]))
+                    about, rows = process.submit(measured, job, args.rounds).result()
+                    bar.write("\n".join(map(line, rows)))
+                    save(args.out, {framework: about}, rows)  # now, lest an error cost it
+                    bar.update()
 
 
 if __name__ == "__main__":

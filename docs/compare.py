@@ -18,10 +18,8 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "benchmarks")]
 
-import compared_tables  # noqa: E402 - needs the path above
-
-import how_others_behave  # noqa: E402 - needs the path above
-import native_functions  # noqa: E402 - needs the path above
+import calls  # noqa: E402 - needs the path above
+import compared  # noqa: E402 - needs the path above
 
 LARGE_AND_SMALL = [(float(x), [[0.6 * x, 0.8 * x]]) for x in np.logspace(-36, 38, 75)]
 MANY = [(n, [[1.0]] * n) for n in (1, *range(20, 801, 20))]
@@ -29,8 +27,8 @@ MANY = [(n, [[1.0]] * n) for n in (1, *range(20, 801, 20))]
 
 def norms() -> dict[str, Any]:
     """Return the norms that libraries report, of large and small gradients and of many tensors."""
-    native = [library for library in native_functions.LIBRARIES if "global norm" in library.calls]
-    libraries = {f"uniclip, on {native[0].name}": native_functions.uniclip_on(native[0])}
+    native = [library for library in calls.LIBRARIES if "global norm" in library.calls]
+    libraries = {f"uniclip, on {native[0].name}": calls.uniclip_on(native[0])}
     libraries |= {library.name: library for library in native}
     return {
         name: {
@@ -41,7 +39,7 @@ def norms() -> dict[str, Any]:
     }
 
 
-def reported(library: native_functions.Library, dtype: str, grads: list[Any]) -> list[list[float]]:
+def reported(library: calls.Library, dtype: str, grads: list[Any]) -> list[list[float]]:
     """Return what gradients are drawn at, and the norms that a library reports of them."""
     arrays = [[library.framework.array(leaf, dtype) for leaf in leaves] for _, leaves in grads]
     found = [library.call("global norm", leaves, 1.0) for leaves in arrays]
@@ -49,7 +47,6 @@ def reported(library: native_functions.Library, dtype: str, grads: list[Any]) ->
 
 
 if __name__ == "__main__":
-    elsewhere = json.loads((HERE / "compared.json").read_text(encoding="utf-8"))
-    pages = {"parts": compared_tables.parts(how_others_behave.GROUPS, elsewhere), "norms": norms()}
+    pages = {"parts": compared.parts(), "norms": norms()}
     text = json.dumps(pages, indent=1, ensure_ascii=False) + "\n"
     (HERE / "compared-pages.json").write_text(text, encoding="utf-8")

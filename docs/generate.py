@@ -12,12 +12,10 @@ ROOT = HERE.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
-import performance_figures  # noqa: E402 - needs the path above
-import processes_tables  # noqa: E402 - needs the path above
+import performance_tables  # noqa: E402 - needs the path above
 import rule_figures  # noqa: E402 - needs the path above
 import rule_tables  # noqa: E402 - needs the path above
 
-import speed_tables  # noqa: E402 - needs the path above
 from kit import contract  # noqa: E402 - needs the path above
 
 
@@ -40,12 +38,8 @@ def everything() -> None:
     for name, text in rule_tables.parts():
         write(HERE / "_generated" / f"{name}.md", text)
     measured = json.loads((HERE / "performance.json").read_text(encoding="utf-8"))
-    for name, text in speed_tables.parts(measured).items():
+    for name, text in performance_tables.parts(measured).items():
         write(HERE / "_generated" / f"speed-{name}.md", text)
-    performance_figures.draw(HERE / "_static" / "generated", measured)
-    counted = json.loads((HERE / "processes.json").read_text(encoding="utf-8"))
-    for name, text in processes_tables.parts(counted).items():
-        write(HERE / "_generated" / f"processes-{name}.md", text)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from typing import Any
 
 from rule_presets import FAMILIES, PRESETS, check, family, made
 from rule_shares import NORMS, settled, share_above, shares, shares_over_time
-from speed_format import table
 
 import uniclip as uc
+from compared import table
 
 DEFINED = "/rules/index.md#calm-usual-and-wild-norms"
 """Where the three kinds of norms are defined."""

@@ -64,15 +64,29 @@ UNICLIP = {
     "by value": "uc.clip_by_value(grads, -c, c)",
 }
 DEFINITIONS = {
-    "import": "import numpy as np, definition",
-    "global norm": "definition.norm(definition.together(grads))",
-    "by global norm": "definition.by_global_norm(grads, c)",
-    "each tensor by norm": "[definition.by_norm(g, c) for g in grads]",
-    "each row by norm": "[definition.by_norm(g, c, axis=1) for g in grads]",
-    "each tensor by root mean square": "[definition.by_norm(g, c, size_power=0.5) for g in grads]",
-    "sum of clipped examples": "[definition.by_norm(g, c, axis=1).sum(0) for g in grads]",
+    "import": "import numpy as np; from calls import norm, shrunk",
+    "global norm": "norm(np.concatenate([g.ravel() for g in grads]))",
+    "by global norm": "[shrunk(g, norm(np.concatenate([g.ravel() for g in grads])), c) for g in grads]",
+    "each tensor by norm": "[shrunk(g, norm(g), c) for g in grads]",
+    "each row by norm": "[shrunk(g, norm(g, 1), c) for g in grads]",
+    "each tensor by root mean square": "[shrunk(g, norm(g) / g.size**0.5, c) for g in grads]",
+    "sum of clipped examples": "[shrunk(g, norm(g, 1), c).sum(0) for g in grads]",
     "by value": "[np.clip(g, -c, c) for g in grads]",
 }
+
+
+# What clipping is, in float64, where the squares of all numbers here are in range.
+
+
+def norm(values: Any, axis: int | None = None) -> Any:
+    """Return √Σ|x|²."""
+    return np.sqrt(np.sum(np.square(np.abs(values)), axis, keepdims=axis is not None))
+
+
+def shrunk(values: Any, size: Any, limit: float) -> np.ndarray:
+    """Return the values times min(1, limit/size)."""
+    below = size <= limit
+    return values * np.where(below, 1.0, limit / np.where(below, 1.0, size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +96,6 @@ class Library:
     name: str
     framework: Framework
     calls: Mapping[str, str]
-    install: str = ""
     lacks: frozenset[str] = frozenset()
     """Which of "derivative" and "sparse" it has not."""
 
@@ -90,11 +103,7 @@ class Library:
     def modules(self) -> dict[str, Any]:
         """What the library's calls need, by the names they use."""
         names: dict[str, Any] = {}
-        try:
-            exec(self.calls["import"], names)  # noqa: S102 - our own text
-        except ImportError as error:
-            msg = f"{self.name} is missing, and no result is left out: python -m pip install {self.install}"
-            raise ImportError(msg) from error
+        exec(self.calls["import"], names)  # noqa: S102 - our own text
         return names
 
     def call(self, kind: str, grads: list[Any], c: float, **places: Any) -> Any:
@@ -140,7 +149,7 @@ class Indexed(JAX):
 
 
 class Float64(Framework):
-    """NumPy in float64, where everything is dense and the squares of all numbers here are in range."""
+    """NumPy in float64, where everything is dense."""
 
     def array(self, values: Any, dtype: str = "float32") -> np.ndarray:
         """Round to the dtype, then widen."""
@@ -161,14 +170,79 @@ class Float64(Framework):
 
 TRUTH = Library("the definition", Float64(), DEFINITIONS)
 LIBRARIES = (
-    InPlace("PyTorch", Torch(), PYTORCH, "torch"),
-    Library("TensorFlow", TensorFlow(), TENSORFLOW, "tensorflow"),
-    Optimizer("Keras", TensorFlow(), KERAS, "tensorflow keras", frozenset({"derivative"})),
-    Library("optax", Indexed(), OPTAX, "optax"),
-    Library("MLX", MLX(), MLX_OPTIMIZERS, '"mlx[cpu]"', frozenset({"sparse"})),
+    InPlace("PyTorch", Torch(), PYTORCH),
+    Library("TensorFlow", TensorFlow(), TENSORFLOW),
+    Optimizer("Keras", TensorFlow(), KERAS, frozenset({"derivative"})),
+    Library("optax", Indexed(), OPTAX),
+    Library("MLX", MLX(), MLX_OPTIMIZERS, frozenset({"sparse"})),
 )
 
 
 def uniclip_on(library: Library) -> Library:
     """Return uniclip on the arrays of a library."""
     return Library("uniclip", library.framework, UNICLIP)
+
+
+# What is timed, of gradients and parameters: the native function or lines by hand, and uniclip's beside them.
+
+EAGER, GLOBAL, BY_NORM, AGC, ZCLIP = "eager", "by_global_norm", "by_norm", "agc", "Clipper(zclip)"
+RATIO, EPS = 0.01, 1e-3  # of adaptive gradient clipping, as in the paper, timm and optax
+UNIT_NORM = {
+    "numpy": "np.sqrt(np.sum(x * x, axis=tuple(range(x.ndim - 1)), keepdims=True))",
+    "torch": "torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True)",
+    "tensorflow": "tf.sqrt(tf.reduce_sum(x * x, axis=list(range(len(x.shape) - 1)), keepdims=True))",
+}
+NATIVE = {
+    ("numpy", GLOBAL): "scaled(grads, np.sqrt(sum(np.vdot(g, g) for g in grads)), c)",
+    ("numpy", BY_NORM): "[scaled([g], np.sqrt(np.vdot(g, g)), c)[0] for g in grads]",
+    ("numpy", AGC): "agc(grads, params, unit_norm, np.where, np.maximum)",
+    ("torch", GLOBAL): PYTORCH["by global norm"],
+    ("torch", BY_NORM): "[g.mul_((c / (torch.linalg.vector_norm(g) + 1e-6)).clamp(max=1.0)) for g in grads]",
+    ("torch", AGC): (
+        "[g.copy_(x) for g, x in zip(grads, agc(grads, params, unit_norm, torch.where, torch.clamp), strict=True)]"
+    ),
+    ("tensorflow", GLOBAL): TENSORFLOW["by global norm"],
+    ("tensorflow", BY_NORM): TENSORFLOW["each tensor by norm"],
+    ("tensorflow", AGC): "agc(grads, params, unit_norm, tf.where, tf.maximum)",
+    ("jax", GLOBAL): OPTAX["by global norm"],
+    ("jax", BY_NORM): "[g * jnp.minimum(1.0, c / jnp.linalg.norm(g)) for g in grads]",
+    ("jax", AGC): f"optax.adaptive_grad_clip({RATIO}, {EPS}).update(grads, optax.EmptyState(), params)[0]",
+}
+FUNCTIONAL = {
+    GLOBAL: UNICLIP["by global norm"],
+    BY_NORM: UNICLIP["each tensor by norm"],
+    AGC: "uc.clip(grads, rule, params)[0]",
+    ZCLIP: "clipper(grads)",
+}
+IN_PLACE = {(EAGER, GLOBAL): "drop_in.clip_grad_norm_(params, c)", (EAGER, ZCLIP): "clipper.clip_(grads)"}
+TORCH = "import torch; from uniclip.integrations import torch as drop_in"
+IMPORTS = {"numpy": "import numpy as np", "torch": TORCH, "tensorflow": TENSORFLOW["import"], "jax": OPTAX["import"]}
+
+
+def scaled(grads: list[Any], size: Any, c: float) -> list[Any]:
+    """Clip by hand."""
+    if size <= c:
+        return grads
+    f = c / size
+    return [g * f for g in grads]
+
+
+def agc(grads: list[Any], params: list[Any], unit_norm: Any, where: Any, at_least: Any) -> list[Any]:
+    """Clip each unit as timm's ``adaptive_clip_grad`` does."""
+
+    def clipped(g: Any, w: Any) -> Any:
+        limit, size = RATIO * at_least(unit_norm(w), EPS), unit_norm(g)
+        return where(size > limit, g * (limit / at_least(size, 1e-6)), g)
+
+    return [clipped(g, w) for g, w in zip(grads, params, strict=True)]
+
+
+def to_time(framework: str, way: str, which: str, **names: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    """Return functions of gradients and parameters by name, native first; in PyTorch these two clip in place."""
+    texts = {"native": NATIVE[framework, GLOBAL if which == ZCLIP else which], "uniclip": FUNCTIONAL[which]}
+    if framework == "torch":
+        in_place = IN_PLACE.get((way, which), "uc.clip_(grads, rule, params)")
+        texts = {**texts, "uniclip": in_place, **({"uniclip, functional": FUNCTIONAL[which]} if way == EAGER else {})}
+    exec(f"import uniclip as uc; from calls import agc, scaled; {IMPORTS[framework]}", names)  # noqa: S102 - our own text
+    names["unit_norm"] = eval(f"lambda x: {UNIT_NORM.get(framework)}", names)  # noqa: S307 - our own text
+    return {name: eval(f"lambda grads, params: {text}", names) for name, text in texts.items()}  # noqa: S307 - our own

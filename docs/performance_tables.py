@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: MIT
+"""The tables of the page on performance, of what ``benchmarks/speed.py`` measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from compared import table
+
+Row = dict[str, Any]
+PLACES = {
+    ("torch", "eager"): "PyTorch",
+    ("torch", "torch.compile"): "PyTorch, `torch.compile`",
+    ("tensorflow", "eager"): "TensorFlow, eager",
+    ("tensorflow", "tf.function"): "TensorFlow, `tf.function`",
+    ("tensorflow", "tf.function, XLA"): "TensorFlow, XLA",
+    ("jax", "jax.jit"): "JAX, `jit`",
+    ("jax", "eager"): "JAX, no `jit`",
+    ("numpy", "eager"): "NumPy",
+}
+NETS = {"ResNet-50": "ResNet-50", "MLP": "small MLP", "LSTM": "LSTM", "one leaf of 16": "16 entries"}
+OTHERS = {"50 leaves of 64": "50 tensors, each by its norm", "10 convolutions": "AGC, 10 layers"}
+TRAINED = {"torch": "PyTorch", "jax": "JAX, `jit`", "tensorflow": "Keras, `train_on_batch`"}
+
+
+def parts(results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables by name."""
+    rows = results["rows"]
+    steps = [row for row in rows if row["way"] == "a training step"]
+    others = [row for row in rows if row["way"] != "a training step"]
+    return {
+        "ratios": ratios(rows, NETS),
+        "rules": ratios(rows, OTHERS),
+        "training": table(["a step of", "takes", "the native function adds", "uniclip adds"], training(steps)),
+        "all": table(["", "times as fast", "native", "uniclip"], everything(others)),
+        "versions": versions(results["about"]),
+    }
+
+
+def ratios(rows: list[Row], columns: dict[str, str]) -> str:
+    """Return how many times as fast uniclip is, not clipped / clipped, for each way of calling."""
+    found = {(row["framework"], row["way"], row["what"], row.get("clipped")): row["times"] for row in rows}
+    lines = []
+    for place, title in PLACES.items():
+        pairs = [[found.get((*place, what, clipped)) for clipped in (False, True)] for what in columns]
+        cells = [" / ".join(number(times["uniclip"][1]) for times in pair) if all(pair) else "" for pair in pairs]
+        lines += [[title, *cells]] * any(cells)
+    return table(["", *columns.values()], lines)
+
+
+def training(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield what clipping adds to a step of training: the native function, then each of uniclip's ways."""
+    for row in rows:
+        native, *ours = [f"{added(ratio)}, `{name}`" for name, ratio in row["times"].items()]
+        about = [f"{TRAINED[row['framework']]}, {row['what']}", duration(row["us"]["not clipped"])]
+        yield [*about, native.removesuffix(", `native`"), "; ".join(ours)]
+
+
+def everything(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield what was measured but in training, with quartiles and the medians of the times."""
+    for row in rows:
+        place = PLACES.get((row["framework"], row["way"]), row["way"])
+        clipped = {True: ", clipped", False: ", not clipped", None: ""}[row.get("clipped")]
+        first = next(iter(row["us"].values()))
+        for name, ratio in row["times"].items():
+            title = f"{place}, {row['what']}{clipped}{name.removeprefix('uniclip')}"
+            yield [title, spread(ratio), duration(first), duration(row["us"][name])]
+
+
+def versions(about: dict[str, Any]) -> str:
+    """Return what was installed, where and when, in a sentence."""
+    packages: dict[str, None] = {}
+    for one in about.values():
+        packages |= dict.fromkeys(f"{name} {number}" for name, number in one["versions"].items())
+    machines = " and ".join(dict.fromkeys(f"{a['cores']} cores of an {a['cpu']}" for a in about.values()))
+    dates = sorted({a["date"] for a in about.values()})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"Measured on {machines}, {when}, with {', '.join(packages)}."
+
+
+def number(ratio: float) -> str:
+    """Return a ratio to two decimals, or without any if it is large."""
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"  # noqa: PLR2004
+
+
+def spread(quartiles: list[float]) -> str:
+    """Return a median and the quartiles around it, bold where uniclip is slower."""
+    low, middle, high = map(number, quartiles)
+    text = f"{middle} ({low}-{high})" if low != high else middle
+    return f"**{text}**" if round(quartiles[1], 2) < 1 else text
+
+
+def added(ratio: list[float]) -> str:
+    """Return how much longer something takes, from quartiles of how many times as fast it is."""
+    high, middle, low = (round(100 / x - 100) for x in ratio)
+    return f"{middle} % ({low} to {high})"
+
+
+def duration(us: float) -> str:
+    """Return a time to three digits."""
+    unit, size = next(((unit, size) for unit, size in [("s", 1e6), ("ms", 1e3)] if us >= size), ("µs", 1.0))
+    return f"{us / size:.3g} {unit}"
