@@ -86,7 +86,8 @@ def norm(values: Any, axis: int | None = None) -> Any:
 def shrunk(values: Any, size: Any, limit: float) -> np.ndarray:
     """Return the values times min(1, limit/size)."""
     below = size <= limit
-    return values * np.where(below, 1.0, limit / np.where(below, 1.0, size))
+    with np.errstate(invalid="ignore"):  # of ∞ times 0
+        return values * np.where(below, 1.0, limit / np.where(below, 1.0, size))
 
 
 @dataclass(frozen=True, eq=False)

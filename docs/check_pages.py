@@ -33,7 +33,7 @@ PLANTED = """<body style="background: #fff; width: 3000px"><article>
 <div style="overflow-x: auto; width: 300px"><table><td style="min-width: 3000px">wide</td></table></div>
 <p style="color: #eee">pale</p><code style="opacity: 0.1"><span>faded</span></code>
 <pre style="overflow-x: auto; width: 40px">x = "a long line of code"</pre>
-<img src="/_static/insight-page-light.png"><img src="/nowhere.png" alt="nothing">
+<img src="/_static/hero-light.svg"><img src="/nowhere.png" alt="nothing">
 </article></body>"""
 PLANTED_SEARCH = ("plot", "nowhere")
 PLANTED_FAULTS = (

@@ -1,21 +1,25 @@
-"""The comparison with other libraries shows uniclip right, and its programs run."""
+"""The comparison with other libraries shows uniclip right, and the programs that compare and measure run."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from how_others_behave import GROUPS
-from native_functions import LIBRARIES, uniclip_on
-from side_by_side import RIGHT, Case, offers, result
+import calls
+import speed
+from calls import LIBRARIES, uniclip_on
+from cases import GROUPS, Case
+from compared import RIGHT, offers, result
+from trees import LSTM, RESNET, SMALL, TREES
 
 ROOT = Path(__file__).parents[1]
-CASES = [case for group in GROUPS for case in group.cases]
-MEASURED = json.loads((ROOT / "docs" / "compared.json").read_text(encoding="utf-8"))
+CASES = [case for cases in GROUPS.values() for case in cases]
+PAGES = json.loads((ROOT / "docs" / "compared-pages.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
@@ -28,26 +32,43 @@ def test_case(case: Case) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
-def test_calls_of_others(library: object) -> None:
+def test_calls_of_others(library: calls.Library) -> None:
     """In the usual case every library is right in all that it has: else its call is written wrongly."""
-    usual = [case for case in GROUPS[0].cases if offers(library, case)]
+    usual = [case for case in GROUPS["usual"] if offers(library, case)]
     assert {case.kind for case in usual} == library.calls.keys() - {"import"}
     assert {case.title: found for case in usual if (found := result(library, case)).mark != RIGHT} == {}
 
 
-def test_what_was_measured() -> None:
-    """What is kept of other libraries has the cases of today, and uniclip's part is what it is."""
-    assert MEASURED["number of cases"] == len(CASES)
-    assert {sum(counts.values()) for counts in MEASURED["cases"].values()} == {len(CASES)}
-    assert MEASURED["sharded"]["uniclip"] == RIGHT
+def test_what_is_said() -> None:
+    """What was found is of the cases of today, and the README and the page have its numbers."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGES["parts"]["tally"].splitlines()[2:]]
+    counts = {name: cells for name, *cells in lines}
+    right, wrong = counts["uniclip"][0], counts.pop("at least one built-in")[1]
+    assert {sum(map(int, cells)) for cells in counts.values()} == {len(CASES)}
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/compared.md"))
+    assert f"In {wrong} of {len(CASES)} cases at least one" in readme
+    assert f"uniclip is right in all {right}." in readme
+    assert f"right in all {right} cases. At least one built-in function is wrong, without an error, in {wrong}." in page
+
+
+@pytest.mark.parametrize(("tree", "leaves", "entries"), [(RESNET, 161, 25_557_032), (LSTM, 10, 66_688)])
+def test_trees(tree: str, leaves: int, entries: int) -> None:
+    """The networks whose gradients are clipped have as many parameters as they have where they are published."""
+    assert (len(TREES[tree]), sum(map(math.prod, TREES[tree]))) == (leaves, entries)
 
 
 def test_speed(tmp_path: Path) -> None:
-    """The program that measures speed measures one small tree, and what it times is right."""
+    """The program that measures speed measures one small tree, and keeps it."""
     path = tmp_path / "speed.json"
-    words = ["--quick", "--framework", "numpy", "--part", "rows", "--tree", "one leaf of 16", "--out", str(path)]
+    words = ["--only", "numpy", SMALL, "--rounds", "2", "--out", str(path)]
     subprocess.run([sys.executable, ROOT / "benchmarks" / "speed.py", *words], check=True)
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert {row["clipped"] for row in rows} == {True, False}
-    ours = {row["clipped"]: row["contenders"]["uniclip"] for row in rows}
-    assert {key: found["norm"] for key, found in ours.items()} == pytest.approx({True: 1.0, False: 0.5}, rel=1e-6)
+    assert [row["clipped"] for row in rows] == [False, True]
+    assert all(row["us"].keys() == {"native", "uniclip"} for row in rows)
+
+
+def test_wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed has to clip."""
+    monkeypatch.setitem(calls.NATIVE, ("numpy", calls.GLOBAL), "grads")
+    with pytest.raises(ValueError, match=r"after native the norm is 2\.0"):
+        list(speed.clipping("numpy", calls.EAGER, SMALL, 1))
