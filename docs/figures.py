@@ -27,7 +27,7 @@ def draw(folder: Path) -> None:
     """Write every picture into ``folder`` as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context(STYLE):
-        for figure in (place, direction, curve, norms):
+        for figure in (place, direction, norms):
             figure().savefig(folder / f"{figure.__name__}.svg", metadata={"Date": None}, bbox_inches="tight")
     write_page(folder / "exploding_rnn.html")
 
@@ -87,22 +87,6 @@ def direction() -> Figure:
     return figure
 
 
-def curve() -> Figure:
-    """Draw the factor and the clipped norm against the norm, for a limit of 1."""
-    figure = Figure(figsize=(8, 2.6))
-    left, right = figure.subplots(1, 2)
-    norm = np.linspace(0, 5, 501)
-    factor = uc.curves.hard(np, norm, np.asarray(1.0))
-    left.plot(norm, factor, color=BLUE)
-    left.set(xlabel="norm n", ylabel="factor", title="factor = min(1, c/n), c = 1", ylim=(0, 1.15), xlim=(0, 5))
-    right.plot(norm, norm, color=GRAY, linewidth=1, linestyle="--", label="not clipped")
-    right.plot(norm, norm * factor, color=BLUE, label="clipped")
-    right.set(xlabel="norm before", ylabel="norm after", title="norm after = min(n, c)", ylim=(0, 2.3), xlim=(0, 5))
-    right.legend(loc="upper right")
-    figure.subplots_adjust(wspace=0.3)
-    return figure
-
-
 def norms() -> Figure:
     """Draw the norms that libraries report, of large and small gradients and of many tensors."""
     figure = Figure(figsize=(5.6, 6.4))
@@ -135,7 +119,3 @@ def _arrow(ax: Any, start: Any, end: Any, color: str) -> None:
         xytext=start,
         arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2, "shrinkA": 0, "shrinkB": 0},
     )
-
-
-if __name__ == "__main__":
-    draw(Path(__file__).parent / "_static" / "generated")

@@ -12,18 +12,8 @@ import uniclip as uc
 from uniclip import presets
 
 
-class Line(NamedTuple):
-    """A line of factors against norms: those of an array of equal entries in a leaf of this shape."""
-
-    text: str
-    rule: Any
-    shape: tuple[int, ...] = (1,)
-    params: Any = None
-    beside: int = 0  # so many more leaves, of zeros
-
-
 class Example(NamedTuple):
-    """A gradient before and after a rule: its leaves, the parts that have names, and in which order they stand."""
+    """A gradient before and after a rule: its leaves, and the parts that have names, in the order of the picture."""
 
     rule: Any
     names: tuple[str, ...] = ("leaf a", "leaf b", "leaf c")
@@ -31,14 +21,20 @@ class Example(NamedTuple):
     params: tuple[Any, ...] | None = None
     by: str = "leaves"  # or "units", the last axis, or "rows", the first one of all leaves
 
+    def parts(self, leaves: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the entries of each part."""
+        if self.by == "leaves":
+            return leaves
+        flat = leaves[0].T if self.by == "units" else np.concatenate(leaves, axis=1)
+        return np.split(flat.ravel(), len(self.names))
+
 
 class Preset(NamedTuple):
-    """A preset; without an example or lines its picture is made from the preset itself."""
+    """A preset; without an example its picture is made from the preset itself."""
 
     phrase: str
     arguments: tuple[Any, ...] = ()
     example: Callable[[], Example] | None = None
-    lines: Callable[[], list[Line]] | None = None
 
 
 def label(path: Any, leaf: Any) -> Any:  # noqa: ARG001 - the signature of a label
@@ -49,11 +45,6 @@ def label(path: Any, leaf: Any) -> Any:  # noqa: ARG001 - the signature of a lab
 def two_parts(path: Any, leaf: Any) -> Any:  # noqa: ARG001 - the signature of a label
     """Put the first leaf of an example into one group, the others into another."""
     return min(path[0], 1)
-
-
-def sizes(preset: Callable[[float], Any], limit: float) -> list[Line]:
-    """Return the lines of leaves of several sizes."""
-    return [Line(f"{size} entries", preset(limit), (size,)) for size in (64, 16, 4)]
 
 
 def units() -> Example:
@@ -70,6 +61,12 @@ def rows() -> Example:
     grads = np.asarray([[1.0, -0.6, 0.3, 0.8], [-1.0, 2.0, 0.7, 0.5], [0.4, 1.3, -2.4, 0.6]])
     names = ("count 1", "count 2", "count 4")
     return Example(uc.cowclip(np.asarray([1.0, 2.0, 4.0])), names, (grads,), (table,), by="rows")
+
+
+def groups() -> Example:
+    """Return a leaf of one group, and two of another."""
+    rule = uc.by_group_norm({0: 2.0, 1: 1.0}, two_parts)
+    return Example(rule, ("body: leaf a", "head: leaf b", "head: leaf c"))
 
 
 def beside(rule: Any) -> Example:
@@ -96,45 +93,17 @@ PRESETS = {
     "by_value": Preset("limits each entry to an interval", (-1.0, 1.0)),
     "by_norm": Preset("scales each leaf by its own norm", (1.0,)),
     "by_average_norm": Preset(
-        "scales each leaf by TensorFlow 1's average norm",
-        (1.0,),
-        lambda: Example(uc.by_average_norm(0.5)),
-        lambda: sizes(uc.by_average_norm, 0.04),
+        "scales each leaf by TensorFlow 1's average norm", (1.0,), lambda: Example(uc.by_average_norm(0.5))
     ),
     "by_global_norm": Preset(
         "scales everything by one factor: the usual choice", (1.0,), lambda: Example(uc.by_global_norm(2.0))
     ),
-    "by_block_rms": Preset(
-        "scales each leaf by its root mean square", (1.0,), lines=lambda: sizes(uc.by_block_rms, 0.25)
-    ),
-    "by_group_norm": Preset(
-        "gives each group of leaves a limit of its own",
-        ({0: 1.0, 1: 1.0}, label),
-        lambda: Example(
-            uc.by_group_norm({0: 2.0, 1: 1.0}, two_parts), ("body: leaf a", "head: leaf b", "head: leaf c")
-        ),
-        lambda: [Line(f"limit {limit:g}", uc.by_group_norm({0: limit}, label)) for limit in (2.0, 1.0)],
-    ),
+    "by_block_rms": Preset("scales each leaf by its root mean square", (1.0,)),
+    "by_group_norm": Preset("gives each group of leaves a limit of its own", ({0: 1.0, 1: 1.0}, label), groups),
     "to_global_norm": Preset("gives every gradient the same norm", (), lambda: Example(uc.to_global_norm(2.0))),
-    "agc": Preset(
-        "scales each output unit relative to its weights",
-        (),
-        units,
-        lambda: [Line(f"‖w‖ = {size:g}", uc.agc(0.01), params=np.full(1, size)) for size in (200.0, 100.0, 50.0)],
-    ),
-    "cowclip": Preset(
-        "scales each embedding row relative to its weights and count",
-        (np.ones(2),),
-        rows,
-        lambda: [
-            Line(f"count {n}", uc.cowclip(np.asarray([float(n)])), (1, 1), np.full((1, 1), 0.5)) for n in (4, 2, 1)
-        ],
-    ),
-    "larc": Preset(
-        "keeps each leaf's step small relative to its weights",
-        (0.1,),
-        lines=lambda: [Line(f"lr = {lr:g}", uc.larc(lr), params=np.asarray([5.0])) for lr in (0.05, 0.1, 0.2)],
-    ),
+    "agc": Preset("scales each output unit relative to its weights", (), units),
+    "cowclip": Preset("scales each embedding row relative to its weights and count", (np.ones(2),), rows),
+    "larc": Preset("keeps each leaf's step small relative to its weights", (0.1,)),
     "autoclip": Preset("clips at a percentile of all norms so far"),
     "percentile_clipping": Preset("clips each leaf at a percentile of its last norms"),
     "zclip": Preset("sets spikes back towards the running mean"),
@@ -144,36 +113,11 @@ PRESETS = {
     "skip_spikes": Preset("zeroes the gradients of steps with a spike"),
     "spam": Preset("clips entries far above their own usual size"),
     "adagn": Preset("scales each leaf to a norm of about 1"),
-    "by_example_norm": Preset(
-        "scales each example by its norm over all leaves",
-        (1.0,),
-        lines=lambda: [
-            Line("hard", uc.by_example_norm(1.0), (1, 1)),
-            Line("reject", uc.by_example_norm(1.0, curve=uc.curves.reject), (1, 1)),
-        ],
-    ),
-    "by_example_layer_norm": Preset(
-        "scales each leaf of each example, for one total",
-        (1.0,),
-        layers,
-        lambda: [
-            Line(text, uc.by_example_layer_norm(1.0), (1, 1), beside=count)
-            for text, count in (("1 leaf", 0), ("2 leaves", 1), ("4 leaves", 3))
-        ],
-    ),
+    "by_example_norm": Preset("scales each example by its norm over all leaves", (1.0,)),
+    "by_example_layer_norm": Preset("scales each leaf of each example, for one total", (1.0,), layers),
     "by_example_quantile": Preset("finds the limit that a share of the examples is below"),
-    "auto_s": Preset(
-        "scales each example to just below the limit",
-        (),
-        lambda: batch(uc.auto_s(), 0.1),
-        lambda: [Line(f"gamma {gamma}", uc.auto_s(gamma=gamma), (1, 1)) for gamma in (0.01, 0.5)],
-    ),
-    "psac": Preset(
-        "scales each example to about the limit, tiny ones stay tiny",
-        (),
-        lambda: batch(uc.psac(), 0.1),
-        lambda: [Line(f"r {r}", uc.psac(r=r), (1, 1)) for r in (0.01, 0.1)],
-    ),
+    "auto_s": Preset("scales each example to just below the limit", (), lambda: batch(uc.auto_s(), 0.1)),
+    "psac": Preset("scales each example to about the limit, tiny ones stay tiny", (), lambda: batch(uc.psac(), 0.1)),
 }
 """The phrases complete "this rule ..."; arguments are 1 or its like where the preset has no default."""
 
@@ -197,14 +141,6 @@ def example_of(name: str) -> Example:
     if family(name) == "examples":
         return batch(made(name))
     return beside(made(name)) if family(name) == "relative" else Example(made(name))
-
-
-def lines_of(name: str) -> list[Line]:
-    """Return the lines of the picture of a preset without memory: its own, or one of the preset."""
-    if make := PRESETS[name].lines:
-        return make()
-    shape = (1, 1) if family(name) == "examples" else (1,)
-    return [Line("", made(name), shape, np.full(shape, 5.0) if family(name) == "relative" else None)]
 
 
 def check() -> None:
