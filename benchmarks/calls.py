@@ -16,7 +16,7 @@ import numpy as np
 # The tests know how each framework makes an array.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from kit.frameworks import JAX, MLX, Framework, TensorFlow, Torch
 

@@ -16,7 +16,7 @@ import uniclip as uc
 from uniclip import insight
 from uniclip.insight.page import page
 
-sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("benchmarks", "examples")]
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 from drawing_style import BLUE, GRAY, GREEN, ORANGE, RED, STYLE
 

@@ -54,7 +54,7 @@ def training(rows: list[Row]) -> Iterator[list[str]]:
     for row in rows:
         native, *ours = [f"{added(ratio)}, `{name}`" for name, ratio in row["times"].items()]
         about = [f"{TRAINED[row['framework']]}, {row['what']}", duration(row["us"]["not clipped"])]
-        yield [*about, native.removesuffix(", `native`"), "; ".join(ours)]
+        yield [*about, native.removesuffix(", `native`"), "<br>".join(ours)]
 
 
 def everything(rows: list[Row]) -> Iterator[list[str]]:
