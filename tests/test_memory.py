@@ -628,3 +628,21 @@ def test_threads_that_read(framework: Framework) -> None:
         assert last <= counts[0] == counts[1] <= norms[0] == norms[1]
         last = norms[0]
     assert len({norms[0] for _, norms, _ in seen}) > 1
+
+
+@pytest.mark.parametrize("percentile", [0, 37, 50, 80, 100])
+def test_percentiles_of_rows_that_are_absent(framework: Framework, percentile: float) -> None:
+    """Each leaf has the percentile of its own last norms, however many of its gradients there were."""
+    rng, window = np.random.default_rng(0), 4
+    rule = uc.Rule(uc.limits.Percentile(percentile, window), scope=uc.scopes.each_leaf)
+    state, seen = rule.init([framework.array([1.0])] * 3), [list[float]() for _ in range(3)]
+    for step in range(9):
+        norms = rng.lognormal(size=3)
+        here = [leaf == 0 or bool(rng.random() < 0.5) for leaf in range(3)]
+        grads = [framework.array([norm]) if there else None for norm, there in zip(norms, here, strict=True)]
+        _, state, report = rule.update(grads, state)
+        for own, norm, there, limit in zip(seen, norms, here, report.limits, strict=True):
+            if there:
+                own.append(norm)
+                wanted = np.percentile(own[-window:], percentile)
+                assert float(limit) == pytest.approx(wanted, rel=1e-5), (step, own)
