@@ -280,7 +280,7 @@ def test_a_mask_of_nothing_teaches_nothing() -> None:
 class Negate:
     """A rule of one's own that has only what every rule has."""
 
-    memory = by_leaf = False
+    memory = False
 
     def init(self, grads: Any) -> Any:
         """Return no state."""

@@ -26,7 +26,6 @@ class EachArray(BaseRule):
     """A rule without norm and memory; its reports are empty."""
 
     memory = False
-    by_leaf = False
 
     def init(self, grads: Any) -> NoState:  # noqa: ARG002 - every rule has it
         """Return the empty state."""

@@ -21,10 +21,6 @@ class RuleLike(Protocol):
     def memory(self) -> bool:
         """Whether the rule has memory."""
 
-    @property
-    def by_leaf(self) -> bool:
-        """Whether rows of the state belong to leaves by their order."""
-
     def init(self, grads: Any) -> Any:
         """Return the state before the first step."""
 

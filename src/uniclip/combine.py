@@ -104,11 +104,6 @@ class Chain(BaseRule):
         """Whether one of the rules has memory."""
         return any(rule.memory for rule in self.rules)
 
-    @property
-    def by_leaf(self) -> bool:
-        """Whether one of the states belongs to leaves by their order; see `Rule.by_leaf`."""
-        return any(rule.by_leaf for rule in self.rules)
-
     def init(self, grads: Any) -> tuple[Any, ...]:
         """Return the states of the rules before the first step; see `Rule.init`."""
         return tuple(rule.init(grads) for rule in self.rules)
@@ -149,11 +144,6 @@ class Masked(BaseRule):
     def memory(self) -> bool:
         """Whether the rule has memory."""
         return bool(self.rule.memory)
-
-    @property
-    def by_leaf(self) -> bool:
-        """Whether the state belongs to leaves by their order; see `Rule.by_leaf`."""
-        return bool(self.rule.by_leaf)
 
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""

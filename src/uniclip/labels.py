@@ -48,9 +48,7 @@ def labelled(rule: Any) -> bool:
         return any(map(labelled, rule.rules))
     if isinstance(rule, Masked):
         return labelled(rule.rule)
-    if isinstance(rule, Rule):
-        return rule.memory and rule.scope.label is not everything
-    return bool(rule.by_leaf)
+    return isinstance(rule, Rule) and rule.memory and rule.scope.label is not everything
 
 
 def leaves_of(rule: Any, tree: Tree) -> Leaves:
@@ -65,7 +63,7 @@ def leaves_of(rule: Any, tree: Tree) -> Leaves:
         return [None]
     whole = tree.with_none()
     both = zip(whole.paths(), whole.leaves, strict=True)
-    if rule.by_leaf:
+    if rule.scope.label is None:
         return [[None if leaf is None else _name(path) for path, leaf in both]]
     groups: dict[str, bool] = {}
     for path, leaf in both:

@@ -138,11 +138,6 @@ class Rule(BaseRule):
         """Whether the rule has memory, a state that changes from step to step."""
         return self.limit.memory
 
-    @property
-    def by_leaf(self) -> bool:
-        """Whether rows of the state belong to leaves by their order, which must then be the same at every step."""
-        return self.memory and self.scope.label is None
-
     def init(self, grads: Any) -> Any:
         """Return the state before the first step.
 

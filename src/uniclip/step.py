@@ -57,7 +57,8 @@ class Decision(NamedTuple):
 
     def total(self) -> Any:
         """Return the norms of the report."""
-        return self.report().norms
+        tree, own = self.given.tree, list(map(self.given.own, self.norms))
+        return self.layout.arranged(tree, own)
 
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else with functions that make them on first access."""

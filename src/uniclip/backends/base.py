@@ -40,8 +40,6 @@ class Backend:
     """The axis of a weight along which its output units lie."""
     static_shapes = True
     """Whether lengths that are known in traced code can be told from others: they are numbers."""
-    accelerators = False
-    """Whether arrays may lie on an accelerator, where each multiplication is a pass over memory."""
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp

@@ -123,7 +123,6 @@ def _scaled(arrays: list[Array], factors: Any) -> list[Array]:
 
 class _JAX(Backend):
     processes = jax_axes.Devices()
-    accelerators = True
 
     def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
         return all(isinstance(leaf, jax.Array) and leaf.dtype in _FLOATS for leaf in leaves)

@@ -179,7 +179,6 @@ class _Processes(Processes):
 
 class _TensorFlow(Backend):
     processes = _Processes()
-    accelerators = True
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (

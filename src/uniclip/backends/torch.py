@@ -96,7 +96,6 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
 class _Torch(Backend):
     output_axis = 0
     static_shapes = False
-    accelerators = True
     in_place = TensorsInPlace()
     processes = dtensor.Distributed()
 
