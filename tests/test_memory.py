@@ -233,6 +233,21 @@ def test_gradients_that_are_absent_in_some_steps(framework: Framework, name: str
         clipper({"other" if key == "w" else key: leaf for key, leaf in grads.items()}, weights)
 
 
+@on_numpy
+def test_a_gradient_that_comes_late() -> None:
+    """A leaf has a name in what is saved once it had a gradient; what was saved before loads where it has one."""
+    rule, both = uc.adagc(warmup=1), {"b": np.asarray([2.0]), "w": np.asarray([3.0, 4.0])}
+    early = after(rule, {**both, "b": None})
+    assert early.state_dict()["leaves"] == [[None, "['w']"]]
+    late = loaded(rule, early.state_dict())
+    same([leaves(late(both))], [leaves(early(both))])
+    assert early.state_dict() == late.state_dict()
+    assert early.state_dict()["leaves"] == [["['b']", "['w']"]]
+    turned = loaded(rule, early.state_dict())(OrderedDict(w=9 * both["w"], b=9 * both["b"]))
+    wanted = early({key: 9 * leaf for key, leaf in both.items()})
+    same([[turned["b"], turned["w"]]], [leaves(wanted)])
+
+
 def test_parameters_make_the_first_state(framework: Framework) -> None:
     """``init`` takes parameters of the shapes of the gradients, before the first step and after loading."""
     weights = mapped(framework.array, params("float32"))
