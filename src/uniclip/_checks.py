@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from functools import partial
 from numbers import Integral, Real
@@ -197,3 +198,13 @@ def flag(name: str, value: Any) -> bool:
     single = getattr(value, "shape", None) == () and "bool" in str(getattr(value, "dtype", ""))
     check(name, value, single, "True or False")
     return bool(value)
+
+
+@contextmanager
+def needs(library: str, install: str) -> Iterator[None]:
+    """Raise an error that says what to install if the imports inside fail."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        msg = f"this part of uniclip needs {library}: pip install {install} ({error})"
+        raise ModuleNotFoundError(msg, name=error.name) from error

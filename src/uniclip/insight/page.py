@@ -10,10 +10,10 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
+from uniclip._checks import needs
 from uniclip._version import version
-from uniclip.insight._extra import extra
 from uniclip.insight.plot import plot
-from uniclip.insight.record import Record
+from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import Spike, largest
 from uniclip.insight.summary import printable, summary
 
@@ -62,7 +62,7 @@ def _row(spike: Spike) -> str:
 
 def _figure(record: Record) -> str:
     """Return the figure as an element of a page, in the color of its text."""
-    with extra("pictures need matplotlib"):
+    with needs("matplotlib", INSTALL):
         import matplotlib.style  # noqa: PLC0415 - takes longer to import than uniclip
         from matplotlib.figure import Figure  # noqa: PLC0415
     file = io.StringIO()

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip._checks import check
-from uniclip.insight._extra import extra
-from uniclip.insight.record import Record
+from uniclip._checks import check, needs
+from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import largest
 from uniclip.insight.summary import printable
 
@@ -69,7 +68,7 @@ def plot(record: Record, ax: Any = None) -> Any:
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     check("ax", ax, ax is None or hasattr(ax, "inset_axes"), "one Axes of matplotlib, or None")
     if ax is None:
-        with extra("pictures need matplotlib"):
+        with needs("matplotlib", INSTALL):
             import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
         ax = plt.figure(figsize=_SIZE, layout="constrained").subplots()
     ax.set(xlabel="step", ylabel="norm before clipping", yscale="log")

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+INSTALL = '"uniclip-gradients[insight]"'
+"""What installs what pictures and replays need."""
 FORMAT = 1
 """The version of the format, in the header as ``"uniclip"``."""
 BEGINNING = b'{"uniclip"'
@@ -149,11 +151,8 @@ def _record(rows: list[dict[str, Any]]) -> Record:
     losses[[row.get("loss", 0.0) is None for row in rows]] = np.inf
     return Record(
         steps=np.asarray([row["step"] for row in rows], np.int64),
-        norms=_column(rows, "norm"),
         limits=limits,
-        thresholds=_column(rows, "threshold"),
-        factors=_column(rows, "factor"),
-        shares=_column(rows, "share"),
+        **{f"{name}s": _column(rows, name) for name in ("norm", "threshold", "factor", "share")},
         finite=np.asarray([row.get("finite", True) for row in rows], bool),
         skipped=np.asarray([row.get("skipped", False) for row in rows], bool),
         losses=losses,

@@ -9,9 +9,10 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,20 +29,6 @@ from uniclip.tree import flatten
 _WAITING: set[Recorder] = set()
 """The recorders with steps to write, held here so that they are not garbage-collected before."""
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
-
-
-class _Kept(NamedTuple):
-    """One step: its arrays, and what they are."""
-
-    step: int
-    arrays: list[Any]
-    report: Callable[[list[Any]], Any]
-    """Makes the report, or its scalars, of the first ``of_report`` arrays."""
-    of_report: int
-    leaves: bool
-    """Whether the next array holds the norms of all leaves."""
-    names: list[str]
-    """The names of the others."""
 
 
 class Recorder:
@@ -92,9 +79,9 @@ class Recorder:
     >>> insight.read(path).norms.round(3)
     array([3.   , 5.   , 8.544])
 
-    >>> with insight.Recorder(print) as rec:
-    ...     rec(report)
-    {'step': 1, 'clip/norm': 8.54400374531753, 'clip/limit': 1.0, 'clip/factor': 0.11704114719613057, 'clip/share': 1.0}
+    >>> with insight.Recorder(lambda row: print(row["step"], row["clip/factor"])) as rec:
+    ...     rec(uc.clip([np.asarray([3.0, 4.0])], rule)[1])
+    1 0.2
     """
 
     def __init__(
@@ -122,7 +109,7 @@ class Recorder:
         """A weak reference to the handle that records by it, unless a loop does; there is only one."""
         self._labels: list[str] | None = None
         self._file = None if self.path is None else File(self.path)
-        self._kept: list[_Kept] = []
+        self._kept: list[tuple[list[Any], Callable[[list[Any]], dict[str, Any]]]] = []
         self._norms: list[float] = []
         self._writes: bool | None = None
         self._closed = False
@@ -205,7 +192,7 @@ class Recorder:
             number = self._number(step)
             if self._is_first_process(report, arrays):
                 kept = _by_library([*arrays, *rows, *numbers.values()], "to_keep")
-                self._kept.append(_Kept(number, kept, rebuilt, len(arrays), bool(rows), list(numbers)))
+                self._kept.append((kept, partial(self._made, number, rebuilt, len(arrays), list(numbers))))
                 _WAITING.add(self)
             self.step, self.loss = number, None
             if len(self._kept) >= self.every:
@@ -270,8 +257,8 @@ class Recorder:
             _WAITING.discard(self)
             if not kept or self._process != os.getpid():  # what was forked has no steps of its own
                 return
-            values = iter(_by_library([array for one in kept for array in one.arrays], "to_host"))
-            rows = [_row_of(one, list(islice(values, len(one.arrays))), self._labels) for one in kept]
+            values = iter(_by_library([array for arrays, _ in kept for array in arrays], "to_host"))
+            rows = [row(list(islice(values, len(arrays)))) for arrays, row in kept]
             if self.leaves is True:
                 self._drop_leaves(rows)
             if self._file is not None:
@@ -279,6 +266,17 @@ class Recorder:
             else:
                 for row in rows:
                     self._to(row)
+
+    def _made(self, step: int, rebuilt: Any, count: int, names: list[str], values: list[Any]) -> dict[str, Any]:
+        """Return the row of a step: of its report, made of ``count`` values, the norms of leaves, and other numbers."""
+        report, more = rebuilt(values[:count]), iter(values[count:])
+        scalars = report if isinstance(report, dict) else report.scalars()
+        row: dict[str, Any] = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
+        if self.leaves:
+            row["leaves"] = dict(zip(self._labels or (), map(_plain, next(more)), strict=True))
+        row |= {name: _plain(value) for name, value in zip(names, more, strict=True)}
+        sound = math.isfinite(row.get(NORM, 0.0)) and bool(getattr(report, "finite", True) or NORM not in row)
+        return row if sound else row | {"finite": False}
 
     def _flush_in_training(self) -> None:
         """Write the rows that are kept, without stopping a training run at an error in the file."""
@@ -336,19 +334,6 @@ def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[
             for number, array in zip(numbers, getattr(own, hook)(some), strict=True):
                 found[number] = array
     return found
-
-
-def _row_of(kept: _Kept, values: list[Any], labels: list[str] | None) -> dict[str, Any]:
-    """Return the row of a step."""
-    report = kept.report(values[: kept.of_report])
-    scalars = report if isinstance(report, dict) else report.scalars()
-    row: dict[str, Any] = {"step": kept.step, **{name: _plain(value) for name, value in scalars.items()}}
-    more = iter(values[kept.of_report :])
-    if kept.leaves:
-        row["leaves"] = dict(zip(labels or (), map(_plain, next(more)), strict=True))
-    row |= {name: _plain(value) for name, value in zip(kept.names, more, strict=True)}
-    sound = math.isfinite(row.get(NORM, 0.0)) and bool(getattr(report, "finite", True) or NORM not in row)
-    return row if sound else row | {"finite": False}
 
 
 def _plain(value: Any) -> float:

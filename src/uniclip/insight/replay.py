@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip._checks import check
+from uniclip._checks import check, needs
 from uniclip._repr import short
-from uniclip.insight._extra import extra
+from uniclip.insight.record import INSTALL
 from uniclip.report import UNLIMITED
 from uniclip.rules import AnyRule, Rule, as_rule
 from uniclip.scopes import all_leaves, each_leaf
@@ -87,10 +87,10 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
     >>> from uniclip import insight
     >>> record = insight.read("run.jsonl")
     >>> replayed = insight.replay(record.norms, uc.zclip())
-    >>> f"{np.mean(replayed.factors < 1):.1%} clipped, to {np.nanmin(replayed.factors):.2g} at least"
-    '3.3% clipped, to 0.049 at least'
+    >>> float(np.mean(replayed.factors < 1)), float(replayed.factors.min().round(3))
+    (0.0325, 0.049)
     """
-    with extra("a replay shows its progress by tqdm"):
+    with needs("tqdm", INSTALL):
         from tqdm import tqdm  # noqa: PLC0415 - not everybody has it
     own: Any = as_rule(rule)
     norms = np.asarray(norms, np.float64)

@@ -46,7 +46,8 @@ def summary(record: Record) -> str:
     above  0.25: 100 %   1: 47 %   4: 0.25 %   16: 0.25 %
     1 spike:
       step 300, 22 times the median
-    No limit follows from norms alone: try 1, or compare 0.25, 1 and 4 (around the power of four nearest the median).
+    No limit follows from norms alone: try 1, or compare 0.25, 1 and 4,
+    around the power of four nearest the median.
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     known = np.isfinite(record.norms)
@@ -68,8 +69,9 @@ def summary(record: Record) -> str:
         lines += [f"{counted(len(found), 'spike')}{more}:", *map(_described, found[:_SHOWN])]
     if (norms > 0).any():
         middle = 4.0 ** round(math.log(np.median(norms[norms > 0]), 4))
-        three = f"{middle / 4:g}, {middle:g} and {4 * middle:g} (around the power of four nearest the median)"
-        lines += [f"No limit follows from norms alone: try 1, or compare {three}."]
+        three = f"{middle / 4:g}, {middle:g} and {4 * middle:g}"
+        lines += [f"No limit follows from norms alone: try 1, or compare {three},"]
+        lines += ["around the power of four nearest the median."]
     if clipped.size and clipped.mean() > _HALF:
         lines += [
             "Clipped in more than half of the steps, the limit sets their length: tune it with the learning rate."

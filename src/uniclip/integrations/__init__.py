@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Clipping inside training frameworks; each module imports its own library, and nothing here imports any."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import uniclip
@@ -18,16 +16,6 @@ if not hasattr(uniclip, "Rule"):
     _repair = "pip uninstall uniclip; then pip install --force-reinstall --no-deps uniclip-gradients"
     _msg = f"{_found}: {_why}. To repair it: {_repair}"
     raise ImportError(_msg)
-
-
-@contextmanager
-def needs(library: str, install: str) -> Iterator[None]:
-    """Raise an error that says what to install if the imports inside fail."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        msg = f"this part of uniclip needs {library}: pip install {install} ({error})"
-        raise ModuleNotFoundError(msg, name=error.name) from error
 
 
 def rule_for_steps(rule: AnyRule) -> RuleLike:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs, refuse_record, rule_for_steps
+from uniclip._checks import needs
+from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX
 from uniclip.rules import AnyRule
 

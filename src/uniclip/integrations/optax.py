@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from uniclip.integrations import needs, rule_for_steps
+from uniclip._checks import needs
+from uniclip.integrations import rule_for_steps
 
 with needs("optax", "optax"):
     import jax
