@@ -59,9 +59,8 @@ def backend_of(leaf: Any) -> Backend | None:
 def _found(leaf: Any) -> Backend | None:
     """Return the backend of a class that is met for the first time, by the libraries of its bases."""
     cls = type(leaf)
-    load = next(
-        (_LOADERS[root] for base in cls.__mro__ if (root := base.__module__.partition(".")[0]) in _LOADERS), None
-    )
+    roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
+    load = next(filter(None, map(_LOADERS.get, roots)), None)
     backend = load() if load else _other(leaf)
     if not compiling():  # which would compile again for each class
         _BACKENDS[cls] = backend
