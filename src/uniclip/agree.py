@@ -7,22 +7,19 @@ sums are added; leaves with different labels are whole. The comparison uses only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import optree
 
-from uniclip._checks import all_reduce_fits, check
+from uniclip._checks import check
 from uniclip._repr import holds_arrays, short, stable
-from uniclip.backends import backend_by, backend_of
 from uniclip.backends.processes import Op, Reduce
 from uniclip.layout import Layout, Opened
 from uniclip.limits import Constant
-from uniclip.processes import Joining, Joint, Rows, along_names, reducer_of
+from uniclip.processes import Joining, Joint, Rows, reducer_of
 from uniclip.scopes import Scope, everything
-from uniclip.tree import closed, flatten, place
+from uniclip.tree import place
 
 if TYPE_CHECKING:
     from uniclip.rules import Rule
@@ -71,8 +68,10 @@ def joint_of(rule: Rule, given: Opened, layout: Layout, all_reduce: Any, theirs:
     if rule.scope.label is not everything or shared is not None:
         structure = tuple(tree.paths()) if tree.spec is None else tree.spec
     key, known = (said, structure, *_kind(rule)), rule.scope.agreed
-    if known.get(key) is None:
-        known[key] = _agreed(rule, given, layout, reduce, shared, key), rule  # whose choices keep their ids
+    if key not in known:
+        while len(known) >= _KEPT:
+            known.pop(next(iter(known)))  # the oldest; other threads may be comparing by a newer one
+        known[key] = _agreed(rule, given, layout, reduce, shared), rule  # whose choices keep their ids
     return Joint(given, reduce, *known[key][0])
 
 
@@ -100,33 +99,6 @@ def refuse_kept_axes(scope: Scope, all_reduce: Any) -> None:
         raise ValueError(msg)
 
 
-@contextmanager
-def telling(scope: Any, rule: Rule | None, all_reduce: Any, *trees: Any) -> Iterator[None]:
-    """Make the other processes fail too if this one fails in a rule's first step, or they would wait for it."""
-    try:
-        yield
-    except Exception:
-        if all_reduce is not None:
-            _tell(scope, rule, all_reduce, *trees)
-        raise
-
-
-def _tell(scope: Any, rule: Rule | None, all_reduce: Any, *trees: Any) -> None:
-    said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
-    if along_names(said) or not all_reduce_fits(said.all_reduce):
-        return  # before it is compared: an invalid one may be an array
-    if any(key[0] == said and (rule is None or key[2:] == _kind(rule)) for key in list(scope.agreed)):
-        return
-    leaves = [leaf for tree in trees for leaf in optree.tree_leaves(closed(tree)) if backend_of(leaf) is not None]
-    backend = backend_of(leaves[0]) if leaves else backend_by(said.all_reduce)
-    if backend is not None and not (leaves and backend.traced(leaves[0])):
-        if rule is not None:
-            key = (said, None, *_kind(rule))
-            scope.agreed[key] = None
-        given = Opened(backend, flatten([]), leaves[:1])
-        _words(_over(given, reducer_of(backend, said.all_reduce)), "", "", failed=True)
-
-
 def _shared(given: Opened, shared: Callable[..., Any]) -> list[bool]:
     """Return for each leaf whether the user declares it a copy."""
     answers = [shared(*pair) for pair in zip(given.tree.paths(), given.tree.leaves, strict=True)]
@@ -146,20 +118,14 @@ def _over(given: Opened, reduce: Reduce) -> Callable[[Any, Op], Any]:
     return call
 
 
-def _agreed(  # noqa: PLR0913, PLR0917
-    rule: Rule, given: Opened, layout: Layout, reduce: Reduce, shared: list[bool] | None, key: Any
-) -> Agreed:
+def _agreed(rule: Rule, given: Opened, layout: Layout, reduce: Reduce, shared: list[bool] | None) -> Agreed:
     """Compare rules and labels with those of all other processes."""
     over, labels = _over(given, reduce), _labels(rule, given, layout)
     paths = [stable(place("", path)) for path in given.tree.paths()] if shared is not None else []
     copied = [path for path, one in zip(paths, shared or (), strict=True) if one]
     dtype = "" if rule.scope.label is None else next(iter(layout.dtypes), given.backend.xp.float32)
     text = f"{stable(repr(rule))} {shared is not None} {dtype}"
-    known = rule.scope.agreed
-    while len(known) >= _KEPT:
-        known.pop(next(iter(known)))  # the oldest; other threads may be comparing by a newer one
-    known[key] = None  # an error from here on is raised in all processes
-    same = _words(over, text, repr((sorted(labels), sorted(copied))), rule=rule)
+    same = _words(over, text, repr((sorted(labels), sorted(copied))), rule)
     if same and shared is None:
         return Agreed(None, None)
     if same:
@@ -199,17 +165,12 @@ def _digest(text: str, salt: int = 0) -> list[int]:
     return [int.from_bytes(data[4 * n : 4 * n + 4], "big") % _TOP for n in range(_WORDS + 1)]
 
 
-def _words(over: Any, rule_text: str, labels: str, *, rule: Any = None, failed: bool = False) -> bool:
-    """Return whether all processes have the same labels; refuse other rules, and processes that failed."""
+def _words(over: Any, rule_text: str, labels: str, rule: Any) -> bool:
+    """Return whether all processes have the same labels; refuse other rules."""
     numbers = np.asarray([_digest(rule_text), _digest(labels)])
-    got = over(np.concatenate([numbers.ravel(), _TOP - numbers.ravel(), [failed]]), "max")
-    if failed:
-        return False
-    if got[-1] > 0:
-        msg = "another process that all_reduce joins failed at its first step: its own error says why"
-        raise RuntimeError(msg)
+    got = over(np.concatenate([numbers.ravel(), _TOP - numbers.ravel()]), "max")
     half = numbers.size
-    alike = (got[:half] == _TOP - got[half:-1]).reshape(2, -1).all(axis=1)
+    alike = (got[:half] == _TOP - got[half:]).reshape(2, -1).all(axis=1)
     if not alike[0]:
         msg = (
             f"the processes that all_reduce joins use different rules, shared= in some only, or norms of two dtypes, "

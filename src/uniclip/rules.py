@@ -14,7 +14,7 @@ from uniclip._checks import check, one_of, refuse_in_step, settle
 from uniclip._repr import holds_arrays, short
 from uniclip._types import Array
 from uniclip.absent import Filled, filled
-from uniclip.agree import refuse_kept_axes, telling
+from uniclip.agree import refuse_kept_axes
 from uniclip.arraywise import Function
 from uniclip.ask import Step
 from uniclip.backends import backend_by, compiling
@@ -180,12 +180,11 @@ def taken(
     if step.all_reduce is None:
         refuse_in_step(None, None if isinstance(step.loss, Loss) else step.loss, step.params)
         return _finished(rule, Filled(grads), state, step, finish)
-    with telling(rule.scope, rule, step.all_reduce, grads, step.params):
-        refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
-        refuse_kept_axes(rule.scope, step.all_reduce)
-        known = backend_by(of(step.all_reduce)) is not None
-        whole = filled(rule.scope, grads, step.params, state, known=known, left_out=step.left_out)
-        return _finished(rule, whole, state, step, finish)
+    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
+    refuse_kept_axes(rule.scope, step.all_reduce)
+    known = backend_by(of(step.all_reduce)) is not None
+    whole = filled(rule.scope, grads, step.params, state, known=known, left_out=step.left_out)
+    return _finished(rule, whole, state, step, finish)
 
 
 def _finished(

@@ -281,7 +281,6 @@ REFUSALS: dict[str, tuple[Callable[[bool], Any], str]] = {
         "rule",
     ),
     "other leaves": (lambda wrong: stepped(OF_EACH, "a", "c" if wrong else "b"), "shared="),
-    "units of one process": (lambda wrong: stepped(uc.agc(0.1) if wrong else OF_EACH, "a"), "all_reduce"),
 }
 
 

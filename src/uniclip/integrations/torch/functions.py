@@ -17,7 +17,6 @@ import torch
 from uniclip._checks import LIMIT, nonnegative, number, within
 from uniclip._repr import article, short
 from uniclip._types import Array
-from uniclip.agree import telling
 from uniclip.ask import Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
@@ -27,7 +26,6 @@ from uniclip.nonfinite import NonFinite
 from uniclip.presets import by_global_norm, by_value
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.rules import Rule, clip_known, made_once, taken
-from uniclip.scopes import all_leaves
 from uniclip.verbs import clip_
 
 
@@ -99,11 +97,10 @@ def clip_grad_norm_(
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     joins = joining(all_reduce, shared)
-    with nullcontext() if joins is None else telling(all_leaves, None, joins, torch.zeros(0)):
-        tensors = _tensors(parameters, "parameters")
-        rule = _rule(max_norm, norm_type, error_if_nonfinite)
-        refuse_parts(tensors, "parameters", rule, joins)
-        grads = _grads_of(tensors)
+    tensors = _tensors(parameters, "parameters")
+    rule = _rule(max_norm, norm_type, error_if_nonfinite)
+    refuse_parts(tensors, "parameters", rule, joins)
+    grads = _grads_of(tensors)
     if joins is None and not _any(grads):
         return torch.tensor(0.0)
     params = None if joins is None else [tensor.detach() for tensor in tensors]
@@ -183,10 +180,9 @@ def get_total_norm(
     tensor(13.)
     """
     joins = joining(all_reduce, shared)
-    with nullcontext() if joins is None else telling(all_leaves, None, joins, torch.zeros(0)):
-        given = _tensors(tensors, "tensors", absent=True, level=3)
-        rule = _rule(math.inf, norm_type, error_if_nonfinite)
-        refuse_parts(given, "tensors", rule, joins)
+    given = _tensors(tensors, "tensors", absent=True, level=3)
+    rule = _rule(math.inf, norm_type, error_if_nonfinite)
+    refuse_parts(given, "tensors", rule, joins)
     values = [tensor if tensor is None else tensor.detach() for tensor in given]
     if joins is None and not _any(values):
         return torch.tensor(0.0)
