@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import uniclip as uc
-from uniclip import presets
+from uniclip.presets import adaptive, examples, fixed, relative
 
 
 class Example(NamedTuple):
@@ -151,6 +151,6 @@ def check() -> None:
     RuntimeError
         If one is missing.
     """
-    if missing := set(presets.__all__) ^ set(PRESETS):
+    if missing := {name for module in (fixed, relative, adaptive, examples) for name in module.__all__} ^ set(PRESETS):
         msg = f"PRESETS in docs/rule_presets.py and uniclip.presets differ in {sorted(missing)}"
         raise RuntimeError(msg)

@@ -33,13 +33,20 @@ Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, 
 import sys as _sys
 from typing import TYPE_CHECKING
 
-from uniclip import curves, limits, norms, presets, scopes, verbs
+from uniclip import curves, limits, norms, scopes, verbs
 from uniclip._version import version as _version
 from uniclip.clipper import Clipper
 from uniclip.combine import chain, masked
 from uniclip.limits import Limit
 from uniclip.norms import Norm
-from uniclip.presets import *  # noqa: F403 - where they are listed
+from uniclip.presets import adaptive as _adaptive
+from uniclip.presets import examples as _examples
+from uniclip.presets import fixed as _fixed
+from uniclip.presets import relative as _relative
+from uniclip.presets.adaptive import *  # noqa: F403 - each module lists its names
+from uniclip.presets.examples import *  # noqa: F403
+from uniclip.presets.fixed import *  # noqa: F403
+from uniclip.presets.relative import *  # noqa: F403
 from uniclip.report import Report
 from uniclip.rules import Rule
 from uniclip.scopes import Scope
@@ -59,7 +66,10 @@ __all__ = [
     "norms",
     "scopes",
 ]
-__all__ += presets.__all__
+__all__ += _fixed.__all__
+__all__ += _relative.__all__
+__all__ += _adaptive.__all__
+__all__ += _examples.__all__
 __all__ += verbs.__all__
 
 

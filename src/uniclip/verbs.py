@@ -16,7 +16,7 @@ from uniclip.arraywise import ByValue
 from uniclip.ask import Step
 from uniclip.limits import NoState
 from uniclip.norms import Norm
-from uniclip.presets import by_average_norm, by_global_norm, by_norm
+from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.rules import AnyRule, Rule, as_rule, clip_known, made_once, norm_of, taken

@@ -32,7 +32,7 @@ from uniclip.integrations.tensorflow.variables import (
     values_of,
 )
 from uniclip.labels import leaves_of
-from uniclip.presets import by_global_norm
+from uniclip.presets.fixed import by_global_norm
 from uniclip.report import Report
 from uniclip.rules import AnyRule
 from uniclip.saved import from_saved, restored, to_saved

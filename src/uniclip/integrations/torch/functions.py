@@ -23,7 +23,7 @@ from uniclip.backends.torch import BACKEND
 from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
-from uniclip.presets import by_global_norm, by_value
+from uniclip.presets.fixed import by_global_norm, by_value
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.rules import Rule, clip_known, made_once, taken
 from uniclip.verbs import clip_
