@@ -42,7 +42,7 @@ def summary(record: Record) -> str:
     >>> from uniclip import insight
     >>> print(insight.summary(insight.read("run.jsonl")))
     400 steps, uc.Rule(1.0): clipped 47 %, skipped 0, not finite 0
-    norm   p10 0.683   p50 0.985   p90 1.46   p99 2.03   largest 20 (step 300)
+    norm   p10 0.685   p50 0.985   p90 1.48   p99 2.02   largest 20 (step 300)
     above  0.25: 100 %   1: 47 %   4: 0.25 %   16: 0.25 %
     1 spike:
       step 300, 22 times the median
@@ -73,9 +73,7 @@ def summary(record: Record) -> str:
         lines += [f"No limit follows from norms alone: try 1, or compare {three},"]
         lines += ["around the power of four nearest the median."]
     if clipped.size and clipped.mean() > _HALF:
-        lines += [
-            "Clipped in more than half of the steps, the limit sets their length: tune it with the learning rate."
-        ]
+        lines += ["Clipped in more than half of the steps: tune the limit with the learning rate."]
     return "\n".join(lines)
 
 
