@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 from uniclip._checks import positive, settle
 from uniclip._repr import Printed
 
-__all__ = ["NonMonotonic", "Regularized", "hard", "normalize", "reject", "smooth", "soft", "tanh"]
+__all__ = ["NonMonotonic", "Regularized", "RejectAbove", "hard", "normalize", "reject", "smooth", "soft", "tanh"]
 
 Curve: TypeAlias = Callable[[Any, Any, Any], Any]
 
@@ -174,8 +174,42 @@ class NonMonotonic(Printed):
         return limit / (norm + self.r / (norm + self.r))
 
 
-WITHIN = (hard, reject)
-"""The curves whose factor is 1 up to the limit."""
+@dataclass(frozen=True, repr=False)
+class RejectAbove(Printed):
+    """Return `hard`'s factor up to another bound, 0 above it: clip, but drop what is far too large.
+
+    Parameters
+    ----------
+    bound : float
+        Above 0, in the unit of the norm.
+
+    Examples
+    --------
+    >>> norms = np.asarray([0.0, 0.5, 4.0, 11.0])
+    >>> uc.curves.RejectAbove(10.0)(np, norms, 1.0)
+    array([1.  , 1.  , 0.25, 0.  ])
+    """
+
+    bound: float
+    host: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number above 0."""
+        settle(self, bound=positive("bound", self.bound))
+
+    def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:
+        """Return the factor."""
+        return xp.where(norm > self.bound, xp.zeros_like(norm), hard(xp, norm, limit))
+
+
+def within(curve: Any) -> bool:
+    """Whether the factor of a curve is 1 at most, however large the limit."""
+    return curve is hard or rejects(curve)
+
+
+def rejects(curve: Any) -> bool:
+    """Whether a curve drops gradients, and so the step if it drops all of them."""
+    return curve is reject or isinstance(curve, RejectAbove)
 
 
 _TINY = 1e-8

@@ -70,7 +70,7 @@ class Report:
         Whether every gradient, before clipping, and every norm was finite (boolean).
     skipped : 0-d array
         Whether the rule skipped the whole step, which the optimizer should skip too (boolean). ``None`` if the rule
-        has neither the curve `uniclip.curves.reject` nor the policy ``"skip"``.
+        neither has a curve that drops gradients (`uniclip.curves.reject`, ``skip_above=``) nor the policy ``"skip"``.
     thresholds : array, dict or tree
         The norms above which the rule clips, if it then clips to less, as `uniclip.zclip` does; ``None`` where these
         are the limits.

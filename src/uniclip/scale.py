@@ -11,7 +11,7 @@ import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.arrays import cast, finite_or_zero, rows_of, spread, upcast
-from uniclip.curves import WITHIN, hard
+from uniclip.curves import RejectAbove, hard, within
 from uniclip.layout import Block, Layout, Opened
 from uniclip.limits import Constant
 from uniclip.limits.base import Vectorized
@@ -35,15 +35,16 @@ def factors_of(backend: Backend, rule: Rule, block: Block, norms: Any, limits: A
     to the largest number of the norms' dtype limits nothing; a constant ∞ leaves even NaN alone.
     """
     xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
-    if measures(rule.limit):
+    bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
+    if measures(rule.limit) and not bounded:
         return _kept(backend, rule, norms, xp.ones_like(norms), finite)
     unlimited: Any = None
     if isinstance(limits, NUMBERS):
-        unlimited = bool(limits >= top)
+        unlimited = None if bounded else bool(limits >= top)
         limits = xp.asarray(limits, dtype=norms.dtype)
     else:
         limits = cast(xp, backend.to_device_of(norms, limits), norms.dtype)
-        unlimited = None if rule.curve in WITHIN else limits >= top
+        unlimited = None if within(rule.curve) else limits >= top
         if rule.curve is not hard:  # which turns NaN into NaN itself
             fault = fault + (limits - limits)
         own = isinstance(rule.limit, Vectorized) and not backend.traced(norms)  # a compiler does not see `host`
@@ -54,11 +55,11 @@ def factors_of(backend: Backend, rule: Rule, block: Block, norms: Any, limits: A
         factors = xp.ones_like(norms)
     else:
         factors = xp.asarray(_asked(rule.curve, xp, norms, limits), dtype=norms.dtype)
-        factors = factors if rule.curve in WITHIN else xp.where(factors > block.largest, block.largest, factors)
+        factors = factors if within(rule.curve) else xp.where(factors > block.largest, block.largest, factors)
     if not (unlimited is None or isinstance(unlimited, bool)):
         factors = xp.where(unlimited, 1.0, factors)
     factors = factors + fault
-    free = _measures_by_array(backend, rule.limit)
+    free = None if bounded else _measures_by_array(backend, rule.limit)
     factors = factors if free is None else xp.where(backend.to_device_of(norms, free), 1.0, factors)
     return _kept(backend, rule, norms, factors, finite)
 

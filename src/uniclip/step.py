@@ -14,7 +14,7 @@ from uniclip.agree import joint_of
 from uniclip.ask import Asked, Beside, Step, on_host, opened_params, refuse_shape
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, together
-from uniclip.curves import reject
+from uniclip.curves import rejects
 from uniclip.layout import Layout, Opened, layout_of
 from uniclip.losses import Loss, as_scalars, mean_of
 from uniclip.measure import in_range, measure
@@ -364,7 +364,7 @@ def _skipped(  # noqa: PLR0913, PLR0917
     xp, skipped = backend.xp, None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(finite)
-    if rule.curve is reject:
+    if rejects(rule.curve):
         every, none = [], []
         for some, block in zip(factors, layout.blocks, strict=True):
             gone = xp.equal(some, 0.0)

@@ -104,7 +104,9 @@ CURVES = ("hard", "soft", "smooth", "tanh", "normalize", "reject", "root")
 def curve_of(uc: ModuleType, name: Any) -> Any:
     """Return a curve by its name; one with a parameter has a pair for a name."""
     if isinstance(name, tuple):
-        return {"regularized": uc.curves.Regularized, "other": uc.curves.NonMonotonic}[name[0]](name[1])
+        curves = uc.curves
+        made = {"regularized": curves.Regularized, "other": curves.NonMonotonic, "reject above": curves.RejectAbove}
+        return made[name[0]](name[1])
     if name == "root":
         return lambda xp, norm, limit: xp.sqrt(uc.curves.hard(xp, norm, limit))
     return getattr(uc.curves, name)
@@ -138,8 +140,8 @@ def drawn_limit(rng: Rng, size: float) -> float:
 
 def drawn_curve(rng: Rng) -> Any:
     """Return the name of a curve."""
-    if chance(rng, 0.1):
-        return one_of(rng, "regularized", "other"), logarithmic(rng, 1e-3, 10)
+    if chance(rng, 0.15):
+        return one_of(rng, "regularized", "other", "reject above"), logarithmic(rng, 1e-3, 10)
     return "hard" if chance(rng, 0.4) else one_of(rng, *CURVES)
 
 

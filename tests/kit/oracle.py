@@ -613,6 +613,16 @@ class Plan:
     where: Callable[[Path, Any], bool] | None = None
 
     @property
+    def bounded(self) -> bool:
+        """Whether the curve drops gradients above a bound of its own."""
+        return isinstance(self.curve, tuple) and self.curve[0] == "reject above"
+
+    @property
+    def rejects(self) -> bool:
+        """Whether the curve drops gradients."""
+        return self.curve == "reject" or self.bounded
+
+    @property
     def remembers(self) -> bool:
         """Whether a state is kept from step to step."""
         if self.parts:
@@ -761,12 +771,12 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     widest = machine.of_norm([leaf.dtype for leaf in leaves])
     finite = sound and not any(bad.any() for bad in broken)
     out = Outcome(list(leaves), state, True, norms, broken, finite=finite, widest=widest)
-    out.skips = plan.policy == "skip" or plan.curve == "reject"
+    out.skips = plan.policy == "skip" or plan.rejects
     groups = plan.scope.groups(leaves)
     out.labels = [label for label, _ in groups] if plan.scope.kind == "groups" else None
     out.limits, new_state = _limits(plan, groups, leaves, out, sizes, state, given)
     out.state = new_state if finite and plan.remembers else state
-    measures = plan.limit == ("constant", math.inf)
+    measures = plan.limit == ("constant", math.inf) and not plan.bounded
     for number, ((_, numbers), *pair, bad) in enumerate(zip(groups, norms, out.limits, broken, strict=True)):
         n, limit = (one.within(_free(one.precision)) for one in pair)
         seen = None if given.seen is None else given.seen[1][number]
@@ -815,8 +825,12 @@ def _factor(plan: Plan, n: Span, limit: Span, largest: float, seen: Array | None
     """
     endless = np.where(limit.lo >= largest, YES, np.where(limit.hi >= largest, MAYBE, NO))
     held = limit.put(endless == YES, 1).each(lambda end: np.broadcast_to(end, n.shape), times=0)
-    factor = either(endless, exact(np.ones(n.shape), n.precision), _curve(plan.curve, n, held))
-    if plan.curve == "reject" and seen is not None:
+    factor = either(
+        endless, exact(np.ones(n.shape), n.precision), _curve("hard" if plan.bounded else plan.curve, n, held)
+    )
+    if plan.bounded:
+        factor = either(above(n, exact(np.full(n.shape, plan.curve[1]), n.precision)), factor * 0, factor)
+    if plan.rejects and seen is not None:
         factor = factor.put((factor.lo < factor.hi) & ((seen == 0) | (seen == 1)), seen)
     return factor
 
@@ -844,7 +858,7 @@ def _differs(factor: Span) -> bool | None:
 def _left_out(plan: Plan, out: Outcome) -> bool | None:
     if plan.policy == "skip" and not out.finite:
         return True
-    if plan.curve != "reject" or not any(factor.lo.size for factor in out.factors):
+    if not plan.rejects or not any(factor.lo.size for factor in out.factors):
         return False
     if all((factor.hi == 0).all() for factor in out.factors):
         return True

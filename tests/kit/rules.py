@@ -56,6 +56,7 @@ def fixed(uc: ModuleType) -> dict[str, Any]:
         "limit 0": uc.by_norm(0.0),
         "zero": uc.by_norm(1.0, nonfinite="zero"),
         "skip": uc.by_global_norm(1.0, nonfinite="skip"),
+        "skip above": uc.by_global_norm(1.0, skip_above=4.0),
         "chain": uc.chain(double, uc.by_norm(4.0), uc.by_global_norm(1.0)),
         "masked": uc.masked(uc.by_global_norm(1.0), only_w),
     }
@@ -86,6 +87,7 @@ def choices(uc: ModuleType) -> dict[str, Any]:
         "smooth": curves.smooth,
         "tanh": curves.tanh,
         "reject": curves.reject,
+        "reject above": curves.RejectAbove(2.0),
         "normalize": curves.normalize,
         "regularized": curves.Regularized(0.1),
         "non-monotonic": curves.NonMonotonic(0.1),

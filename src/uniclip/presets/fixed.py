@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
+from uniclip._checks import check
 from uniclip._types import Number
 from uniclip.arraywise import ByValue
-from uniclip.curves import Curve, hard, normalize
+from uniclip.curves import Curve, RejectAbove, hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.limits.base import MaxNorm
 from uniclip.nonfinite import NonFinite
@@ -118,7 +121,12 @@ def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") ->
 
 
 def by_global_norm(
-    max_norm: MaxNorm, ord: float = 2, *, curve: Curve = hard, nonfinite: NonFinite = "propagate"
+    max_norm: MaxNorm,
+    ord: float = 2,
+    *,
+    skip_above: float | None = None,
+    curve: Curve = hard,
+    nonfinite: NonFinite = "propagate",
 ) -> Rule:
     """Scale all leaves by one factor to a global norm of at most ``max_norm``, which keeps the direction.
 
@@ -130,6 +138,9 @@ def by_global_norm(
         How large the global norm may be, at least 0.
     ord : float, default 2
         The order of the norm, at least 1; ``math.inf`` is the largest modulus of all.
+    skip_above : float, optional
+        A norm above which the whole step is skipped: the gradients become 0, and ``report.skipped`` is true, which the
+        adapters follow. For NaN and ∞ see ``nonfinite="skip"``.
     curve : callable, default hard
         What happens above the limit; `uniclip.curves.soft`, ``smooth`` and ``tanh`` have no corner there.
     nonfinite : str, default "propagate"
@@ -137,14 +148,25 @@ def by_global_norm(
 
     Raises
     ------
+    TypeError
+        If ``skip_above`` is not a number, or beside another curve.
     ValueError
-        If ``max_norm`` is negative or NaN, or ``ord`` below 1.
+        If ``max_norm`` is negative or NaN, ``ord`` below 1, or ``skip_above`` 0 or less, or below ``max_norm``.
 
     Examples
     --------
     >>> uc.clip([np.asarray([3.0, 4.0]), np.asarray([12.0])], uc.by_global_norm(6.5))[0]
     [array([1.5, 2. ]), array([6.])]
+    >>> clipped, report = uc.clip(np.asarray([3.0, 4.0]), uc.by_global_norm(1.0, skip_above=4.0))
+    >>> clipped, bool(report.skipped)
+    (array([0., 0.]), True)
     """
+    if skip_above is not None:
+        check("curve", curve, curve is hard, "left out beside skip_above=")
+        curve = RejectAbove(skip_above)
+        if isinstance(max_norm, Real) and max_norm < math.inf and skip_above < max_norm:
+            msg = f"skip_above must be at least max_norm, {max_norm}, got {skip_above}"
+            raise ValueError(msg)
     return Rule(max_norm, scope=all_leaves, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
