@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from uniclip._checks import check, one_of, refuse_in_step, settle
+from uniclip._checks import check, one_of, settle
 from uniclip._repr import holds_arrays, short
 from uniclip._types import Array
-from uniclip.absent import Filled, filled
-from uniclip.agree import refuse_kept_axes
 from uniclip.arraywise import Function
 from uniclip.ask import Step
-from uniclip.backends import backend_by, compiling
+from uniclip.backends import compiling
 from uniclip.backends.arrays import cast, together
 from uniclip.base import BaseRule, RuleLike
 from uniclip.curves import Curve, hard
@@ -25,16 +23,14 @@ from uniclip.layout import layout_of, opened
 from uniclip.limits import Constant, Limit, NoState
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
-from uniclip.losses import Loss
 from uniclip.measure import measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
-from uniclip.processes import Joint, of
+from uniclip.processes import Joint
 from uniclip.report import Report
 from uniclip.ruler import Ruler
 from uniclip.scopes import Scope, all_leaves, each_leaf, everything
-from uniclip.step import Decision, Single, decide, first_state
-from uniclip.tree import Tree, closed
+from uniclip.step import decide, first_state
 
 _PLAIN = {float, int, bool, str, type(None)}
 _LARGE = 3e38
@@ -158,65 +154,8 @@ class Rule(BaseRule):
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
-
-        def clipped(whole: Filled, decision: Decision | Single) -> tuple[Any, Any, Report]:
-            return _clipped(self, whole, decision), decision.state, decision.report()
-
-        return taken(self, grads, state, step, clipped)  # type: ignore[no-any-return]
-
-
-def _clipped(rule: Rule, whole: Filled, decision: Decision | Single) -> Tree:
-    return whole.emptied(decision.given.tree, decision.clipped(rule))
-
-
-def taken(
-    rule: Rule,
-    grads: Any,
-    state: Any,
-    step: Step,
-    finish: Callable[[Filled, Decision | Single], Any],
-) -> Any:
-    """Validate the arguments of a step, open its gradients, compute their factors, and finish the step."""
-    if step.all_reduce is None:
-        refuse_in_step(None, None if isinstance(step.loss, Loss) else step.loss, step.params)
-        return _finished(rule, Filled(grads), state, step, finish)
-    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
-    refuse_kept_axes(rule.scope, step.all_reduce)
-    known = backend_by(of(step.all_reduce)) is not None
-    whole = filled(rule.scope, grads, step.params, state, known=known, left_out=step.left_out)
-    return _finished(rule, whole, state, step, finish)
-
-
-def _finished(
-    rule: Rule,
-    whole: Filled,
-    state: Any,
-    step: Step,
-    finish: Callable[[Filled, Decision | Single], Any],
-) -> Any:
-    given = opened(whole.grads, in_place=step.in_place)
-    if not given.arrays and step.all_reduce is not None:
-        given = given._replace(backend=backend_by(of(step.all_reduce)) or given.backend)
-    with given.backend.quiet(given.first):
-        step = step._replace(absent=whole.absent) if whole.absent else step
-        return finish(whole, decide(rule, given, state, step))
-
-
-def clip_known(
-    rule: Rule, grads: Any, norm: Any, *, in_place: bool = False, params: Any = None, all_reduce: Any = None
-) -> tuple[Any, Any]:
-    """Clip by a rule without memory; return the gradients and their norms, which are ``norm`` if it is given."""
-
-    def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Any]:
-        return closed(_clipped(rule, whole, decision)), decision.total()
-
-    step = Step(params, all_reduce, norm=norm, in_place=in_place)
-    if all_reduce is not None:
-        return taken(rule, grads, NoState(), step, finish)  # type: ignore[no-any-return]
-    given = opened(grads, in_place=in_place)
-    with given.backend.quiet(given.first):
-        decision = decide(rule, given, NoState(), step)
-        return closed(decision.clipped(rule)), decision.total()
+        clipped, decision = decide(self, grads, state, step)
+        return clipped, decision.state, decision.report()
 
 
 def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:

@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import optree
 
+from uniclip._checks import refuse_in_step
 from uniclip._repr import short
-from uniclip.agree import joint_of
+from uniclip.absent import Filled, filled
+from uniclip.agree import joint_of, refuse_kept_axes
 from uniclip.ask import Asked, Beside, Step, on_host, opened_params, refuse_shape
-from uniclip.backends import DEFAULT
+from uniclip.backends import DEFAULT, backend_by
 from uniclip.backends.arrays import all_of, together
 from uniclip.curves import rejects
-from uniclip.layout import Layout, Opened, layout_of
+from uniclip.layout import Layout, Opened, layout_of, opened
 from uniclip.losses import Loss, as_scalars, mean_of
 from uniclip.measure import in_range, measure
 from uniclip.nonfinite import all_finite, refuse
-from uniclip.processes import Joint, along_names
+from uniclip.processes import Joint, along_names, of
 from uniclip.report import Late, Made, Report, scalars_of
 from uniclip.ruler import Ruler, zeros
 from uniclip.scale import factors_of, reduced, scaled
@@ -31,45 +33,64 @@ if TYPE_CHECKING:
 
 
 class Decision(NamedTuple):
-    """The result of a step before anything is scaled: an array for each block."""
+    """What a step comes to before anything is scaled: an array for each block of norms."""
 
+    rule: Rule
     given: Opened
-    layout: Layout
     backend: Backend
     """The backend of the arrays: NumPy's where the host can read them at no cost, else the gradients' own."""
     norms: list[Any]
     limits: list[Any]
+    """Arrays that broadcast against the norms, or numbers."""
     factors: list[Any]
-    sound: list[Any]
-    """Whether all entries are finite, where that was checked."""
-    skipped: Any
-    """Whether the step is skipped, ``None`` if the rule skips none."""
     state: Any
+    layout: Layout | None = None
+    """``None`` for one norm of all leaves, decided on without it."""
+    sound: Sequence[Any] = ()
+    """Whether all entries are finite, where that was checked."""
+    skipped: Any = None
+    """Whether the step is skipped, ``None`` if the rule skips none."""
     thresholds: list[Any] | None = None
+    whole: Filled | None = None
+    """The gradients with those that only other processes have."""
 
-    def clipped(self, rule: Rule) -> Tree:
+    def clipped(self) -> Tree:
         """Return the clipped gradients."""
-        return scaled(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
+        given, skip = self.given, self.rule.nonfinite == "skip"
+        if self.layout is not None:
+            return self._whole(scaled(given, self.layout, self.factors, skip=skip))
+        factor, new = float(self.factors[0][0]), None
+        if factor == 1:
+            return given.tree
+        if not given.in_place or are_apart(given.backend, given.tree):
+            new = given.backend.scaled(given.arrays, [factor] * len(given.arrays), in_place=given.in_place)
+        if new is None:
+            return scaled(given, layout_of(given, self.rule.scope), self.factors, skip=skip)
+        return given.tree.with_leaves(new)
 
-    def reduced(self, rule: Rule) -> Tree:
+    def summed(self) -> Tree:
         """Return the sum of the clipped gradients along their first axis."""
-        return reduced(self.given, self.layout, self.factors, skip=rule.nonfinite == "skip")
+        layout = self.layout or layout_of(self.given, self.rule.scope)
+        return self._whole(reduced(self.given, layout, self.factors, skip=self.rule.nonfinite == "skip"))
+
+    def _whole(self, tree: Tree) -> Tree:
+        return tree if self.whole is None else self.whole.emptied(self.given.tree, tree)
 
     def total(self) -> Any:
         """Return the norms of the report."""
-        tree, own = self.given.tree, list(map(self.given.own, self.norms))
-        return self.layout.arranged(tree, own)
+        own = list(map(self.given.own, self.norms))
+        return own[0][0] if self.layout is None else self.layout.arranged(self.given.tree, own)
 
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else with functions that make them on first access."""
         given, own = self.given, self.given.backend
+        structure = None if self.layout is None else given.tree._replace(leaves=[])
         seen = _Seen(
-            own, self.backend, self.layout, given.tree._replace(leaves=[]), own.device(given.first), self.norms,
-            self.limits, self.factors, self.sound, self.skipped,
-            self.thresholds,
+            own, self.backend, self.layout, structure, own.device(given.first), self.norms, self.limits, self.factors,
+            self.sound, self.skipped, self.thresholds,
         )  # fmt: skip
-        if given.tree.spec is None or own.traced(given.first):  # the way back may hold the gradients
-            return Made(*[seen.field(name) for name in Made._fields])
+        if structure is not None and (structure.spec is None or own.traced(given.first)):
+            return Made(*[seen.field(name) for name in Made._fields])  # the way back may hold the gradients
         return Late(seen)
 
 
@@ -78,13 +99,13 @@ class _Seen(NamedTuple):
 
     own: Backend
     backend: Backend
-    layout: Layout
+    layout: Layout | None
     tree: Any
     device: Any
     norms: list[Any]
     limits: list[Any]
     factors: list[Any]
-    sound: list[Any]
+    sound: Sequence[Any]
     skipped: Any
     thresholds: list[Any] | None
 
@@ -103,11 +124,15 @@ class _Seen(NamedTuple):
                 blocks = self._like_norms(self.limits if name == "limits" else self.thresholds)
             else:
                 blocks = getattr(self, name)
-            return None if blocks is None else self.layout.arranged(self.tree, list(map(self._own, blocks)))
+            if blocks is None:
+                return None
+            own = list(map(self._own, blocks))
+            return own[0][0] if self.layout is None else self.layout.arranged(self.tree, own)
 
     def scalars(self) -> dict[str, Any] | None:
         """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
-        if not self.norms or not all(self.layout.groups) or any([0 in n.shape for n in self.norms]):
+        some_absent = self.layout is not None and not all(self.layout.groups)
+        if not self.norms or some_absent or any([0 in n.shape for n in self.norms]):
             return None
         with self.own.quiet():
             some = (self.limits, self.thresholds or [])
@@ -144,80 +169,7 @@ class _Seen(NamedTuple):
         return self.own.from_host(np.asarray(value), self.device) if host else value
 
 
-class Single(NamedTuple):
-    """The result of a step with one norm and a constant limit, in NumPy scalars."""
-
-    given: Opened
-    state: Any
-    norms: Any
-    limits: Any
-    factors: Any
-    skipped: None = None
-
-    def clipped(self, rule: Rule) -> Tree:
-        """Return the clipped gradients."""
-        given, arrays, factor = self.given, self.given.arrays, float(self.factors)
-        new: Any = arrays
-        if factor != 1:
-            free = not given.in_place or are_apart(given.backend, given.tree)
-            new = given.backend.scaled(arrays, [factor] * len(arrays), in_place=given.in_place) if free else None
-        return self._in_arrays(rule).clipped(rule) if new is None else given.tree.with_leaves(new)
-
-    def reduced(self, rule: Rule) -> Tree:
-        """Return the sum of the clipped gradients along their first axis."""
-        return self._in_arrays(rule).reduced(rule)
-
-    def _in_arrays(self, rule: Rule) -> Decision:
-        """Return the same in arrays."""
-        norms, limits, factors = (np.asarray([one]) for one in (self.norms, self.limits, self.factors))
-        layout = layout_of(self.given, rule.scope)
-        return Decision(self.given, layout, DEFAULT, [norms], [limits], [factors], [], None, self.state)
-
-    def total(self) -> Any:
-        """Return the norm of the report."""
-        own = self.given.backend
-        return own.from_host(np.asarray(self.norms), own.device(self.given.first))
-
-    def report(self) -> Report:
-        """Return the report."""
-        own = self.given.backend
-        return Late(_OfOne(own, own.device(self.given.first), self.norms, self.limits, self.factors))
-
-
-class _OfOne(NamedTuple):
-    """The data of a report on one norm."""
-
-    own: Backend
-    device: Any
-    norms: Any
-    limits: Any
-    factors: Any
-
-    def field(self, name: str) -> Any:
-        """Return a field of the report, in an array of the gradients' framework."""
-        if name in {"skipped", "thresholds"}:
-            return None
-        value = self.factors != 1 if name == "clipped" else True if name == "finite" else getattr(self, name)
-        return self._own(value)
-
-    def scalars(self) -> dict[str, Any]:
-        """Return the scalars."""
-        norms, limits, factors = ([np.asarray(value)] for value in (self.norms, self.limits, self.factors))
-        return {name: self._own(value) for name, value in scalars_of(DEFAULT, norms, limits, factors).items()}
-
-    def without_skip(self) -> _OfOne:
-        """Return itself: it is of a rule that skips nothing."""
-        return self
-
-    def apart(self) -> tuple[list[Any], Callable[[list[Any]], _OfOne]]:
-        """Return no array, and a function that makes the record of NumPy arrays."""
-        return [], lambda _: self._replace(own=DEFAULT, device=None)
-
-    def _own(self, value: Any) -> Any:
-        return self.own.from_host(np.asarray(value), self.device)
-
-
-def _single(rule: Rule, given: Opened, state: Any) -> Single | None:
+def _straight(rule: Rule, given: Opened, state: Any) -> Decision | None:
     """Decide on one Euclidean norm with a constant limit, if the host can read it; ``None`` in any other case."""
     if not (rule.simple and given.ways is None and given.arrays):
         return None
@@ -232,8 +184,9 @@ def _single(rule: Rule, given: Opened, state: Any) -> Single | None:
     total = found[0]
     if not in_range(float(total), total.dtype == np.float32):
         return None
-    n, most, one = np.sqrt(total), total.dtype.type(limit.value), total.dtype.type(1)
-    return Single(given, state, n, most, one if n <= most else most / n)
+    norms, most = np.sqrt(found), total.dtype.type(limit.value)
+    factors = np.ones_like(norms) if norms[0] <= most else most / norms
+    return Decision(rule, given, DEFAULT, [norms], [most], [factors], state)
 
 
 class _Found(NamedTuple):
@@ -290,12 +243,47 @@ def _like(layout: Layout, theirs: Opened, rule: Rule) -> Layout:
     return found._replace(blocks=tuple(blocks))
 
 
-def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision | Single:
-    """Measure the gradients and compute their factors."""
-    if step.norm is None and step.all_reduce is None and given.parts is None:
-        single = _single(rule, given, state)
-        if single is not None:
-            return single
+def decide(
+    rule: Rule, grads: Any, state: Any, step: Step, finish: Callable[[Decision], Tree] | None = Decision.clipped
+) -> tuple[Any, Decision]:
+    """Open gradients, which may be flattened, measure them, compute their factors, and scale them.
+
+    Parameters
+    ----------
+    rule : Rule
+    grads : tree
+    state : tree of arrays
+    step : Step
+    finish : callable, default `Decision.clipped`
+        What is made of the gradients, or `Decision.summed`; ``None`` to measure only.
+
+    Returns
+    -------
+    finished : Tree or None
+    decision : Decision
+
+    Raises
+    ------
+    TypeError, ValueError, FloatingPointError
+        As `uniclip.clip`.
+    """
+    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
+    if step.all_reduce is None:
+        given, whole = opened(grads, in_place=step.in_place), None
+    else:
+        refuse_kept_axes(rule.scope, step.all_reduce)
+        backend = backend_by(of(step.all_reduce))
+        whole = filled(rule.scope, grads, step.params, state, known=backend is not None, left_out=step.left_out)
+        given, step = opened(whole.grads, in_place=step.in_place), step._replace(absent=whole.absent)
+        given = given if given.arrays else given._replace(backend=backend or given.backend)
+    with given.backend.quiet(given.first):
+        alone = whole is None and step.norm is None and given.parts is None
+        decision = (_straight(rule, given, state) if alone else None) or _decided(rule, given, state, step, whole)
+        return None if finish is None else finish(decision), decision
+
+
+def _decided(rule: Rule, given: Opened, state: Any, step: Step, whole: Filled | None) -> Decision:
+    """Decide on any norms."""
     own = given.backend
     layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
     theirs = opened_params(rule, given, layout, step) if "params" in rule.limit.needs else None
@@ -327,7 +315,7 @@ def decide(rule: Rule, given: Opened, state: Any, step: Step) -> Decision | Sing
         state = kept(backend, fine, new_state, state)
     skipped = _skipped(backend, rule, layout, factors, fine, joint)
     sound = [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in elsewhere]]
-    return Decision(given, layout, backend, norms, limits, factors, sound, skipped, state, thresholds)
+    return Decision(rule, given, backend, norms, limits, factors, state, layout, sound, skipped, thresholds, whole)
 
 
 def _on_host(own: Backend, array: Any) -> Any:
@@ -342,7 +330,7 @@ def first_state(rule: Rule, given: Opened) -> Any:
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def finite(backend: Backend, sound: list[Any], norms: list[Any]) -> Any:
+def finite(backend: Backend, sound: Sequence[Any], norms: list[Any]) -> Any:
     """Return whether all entries (where checked) and all norms are finite."""
     return all_of(backend, [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in norms]])
 

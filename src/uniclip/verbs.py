@@ -11,7 +11,6 @@ from typing import Any
 from uniclip._checks import LIMIT, nonnegatives, real
 from uniclip._repr import short
 from uniclip._types import Number, T
-from uniclip.absent import Filled
 from uniclip.arraywise import ByValue
 from uniclip.ask import Step
 from uniclip.limits import NoState
@@ -19,9 +18,9 @@ from uniclip.norms import Norm
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, as_rule, clip_known, made_once, norm_of, taken
+from uniclip.rules import AnyRule, Rule, as_rule, made_once, norm_of
 from uniclip.scopes import all_leaves
-from uniclip.step import Decision, Single
+from uniclip.step import Decision, decide
 from uniclip.tree import closed
 
 __all__ = [
@@ -167,11 +166,9 @@ def clip_and_sum(
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-
-    def finish(whole: Filled, decision: Decision | Single) -> tuple[Any, Report]:
-        return closed(whole.emptied(decision.given.tree, decision.reduced(rule))), decision.report()
-
-    return taken(rule, grads, NoState(), Step(params, joining(all_reduce, shared)), finish)  # type: ignore[no-any-return]
+    step = Step(params, joining(all_reduce, shared))
+    summed, decision = decide(rule, grads, NoState(), step, Decision.summed)
+    return closed(summed), decision.report()
 
 
 def clip_by_value(grads: T, min: Number, max: Number) -> T:
@@ -313,9 +310,9 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return clip_known(
-        _by_global_norm(max_norm, ord), grads, norm if norm is None else real("norm", norm, "a number or a 0-d array")
-    )
+    known = norm if norm is None else real("norm", norm, "a number or a 0-d array")
+    clipped, decision = decide(_by_global_norm(max_norm, ord), grads, NoState(), Step(norm=known))
+    return closed(clipped), decision.total()
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:

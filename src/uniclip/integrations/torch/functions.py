@@ -25,7 +25,8 @@ from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets.fixed import by_global_norm, by_value
 from uniclip.processes import AllReduce, Shared, joining
-from uniclip.rules import Rule, clip_known, made_once, taken
+from uniclip.rules import Rule, made_once
+from uniclip.step import decide
 from uniclip.verbs import clip_
 
 
@@ -106,7 +107,7 @@ def clip_grad_norm_(
     params = None if joins is None else [tensor.detach() for tensor in tensors]
     records = isinstance(max_norm, torch.Tensor) or any([g is not None and g.requires_grad for g in grads])
     with torch.no_grad() if records else nullcontext():
-        return clip_known(rule, grads, None, in_place=True, params=params, all_reduce=joins)[1]
+        return decide(rule, grads, NoState(), Step(params, joins, in_place=True))[1].total()
 
 
 def clip_grad_value_(
@@ -189,7 +190,7 @@ def get_total_norm(
     if not _any(values):
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return taken(rule, values, NoState(), Step(all_reduce=joins), lambda _, decision: decision.total())
+        return decide(rule, values, NoState(), Step(all_reduce=joins), None)[1].total()
 
 
 def clip_grads_with_norm_(
@@ -234,7 +235,7 @@ def clip_grads_with_norm_(
     """
     tensors, rule = _tensors(parameters, "parameters"), by_global_norm(_limit("max_norm", max_norm))
     refuse_parts(tensors, "parameters", rule, joining(all_reduce, shared))
-    clip_known(rule, _grads_of(tensors), _known(total_norm), in_place=True)
+    decide(rule, _grads_of(tensors), NoState(), Step(norm=_known(total_norm), in_place=True))
 
 
 @made_once
