@@ -204,7 +204,7 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
 def test_leaves(tmp_path: Path) -> None:
     """The norms of leaves are written at the end of each window and at spikes, or at each step."""
     rng, params = np.random.default_rng(0), {"a": np.ones(4), "b": np.ones(9), "c": np.ones(2)}
-    for leaves, wanted in ((True, [25, 37, 50, 75, 90, 100]), ("all", list(range(1, 101)))):
+    for leaves, wanted in ((True, [1, 25, 37, 50, 75, 90, 100]), ("all", list(range(1, 101)))):
         path = tmp_path / f"{leaves}.jsonl"
         with Recorder(path, every=25, leaves=leaves, rule=RULE, params=params) as record:
             for step in range(1, 101):

@@ -241,6 +241,16 @@ def test_a_summary() -> None:
     assert "half of the steps" in summary(record._replace(shares=np.ones(400)))
 
 
+def test_what_a_summary_counts_as_clipped() -> None:
+    """Neither skipped steps nor those that are not finite are; of several norms it also says how many were."""
+    skipped, shares = np.arange(20) < 12, np.where(np.arange(20) < 12, 1.0, 0.0)
+    record = recorded.run(20, norms=np.full(20, 0.5), skipped=skipped, shares=shares, factors=1 - shares)
+    assert ": clipped 0 %, skipped 12, not finite 0\n" in summary(record)
+    assert "half of the steps" not in summary(record)
+    record = recorded.run(20, norms=np.full(20, 5.0), shares=np.full(20, 0.25))
+    assert ": clipped 100 % (25 % of the norms), skipped 0" in summary(record)
+
+
 @pytest.mark.parametrize("name", ["run.html", "run.svg", "run.png", "run.pdf"])
 def test_what_is_written(name: str, file: Path, tmp_path: Path, command: Any) -> None:
     """The end of the name says what; a file that is there is replaced."""

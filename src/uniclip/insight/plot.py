@@ -21,7 +21,9 @@ COLUMNS, STRIP = 600, 200
 """How many columns a long run is drawn in: about one for each pixel; in strips wider, so that a single one is seen."""
 NAMED = 5
 """The number of spikes with their step and leaf."""
-_SIZE = 9.0, 3.6
+LONGEST = 24
+"""The number of characters of a leaf that are shown, its last."""
+_SIZE = 9.0, 4.0
 """The size of the figure, in inches."""
 
 
@@ -106,13 +108,19 @@ def _line(ax: Any, steps: Array, values: Array, label: str, **look: Any) -> None
 def _spikes(ax: Any, record: Record) -> None:
     """Mark the largest spikes, with their step and the leaf that stands out most."""
     found = [one for one in largest(record) if math.isfinite(one.ratio)][:NAMED]
-    ax.plot([one.step for one in found], [one.norm for one in found], "o", color=VERMILION, fillstyle="none")
-    ax.margins(y=0.25 if found else None)
+    look: dict[str, Any] = {"color": VERMILION, "fillstyle": "none", "clip_on": False}
+    ax.plot([one.step for one in found], [one.norm for one in found], "o", **look)
+    ax.margins(y=0.4 if found else None)
     for number, one in enumerate(sorted(found)):
-        text = " ".join([f"{one.step}", *[printable(label) for label, _ in one.leaves[:1]]])
+        text = " ".join([f"{one.step}", *[_last(label) for label, _ in one.leaves[:1]]])
         side = "right" if one.step > record.steps[[0, -1]].mean() else "left"
         look = {"transform": ax.get_xaxis_transform(), "fontsize": "small", "parse_math": False}
-        ax.text(one.step, 0.92 - 0.08 * (number % 3), f" {text} ", ha=side, **look)
+        ax.text(one.step, 0.93 - 0.07 * number, f" {printable(text)} ", ha=side, **look)
+
+
+def _last(label: str) -> str:
+    """Return the end of a label."""
+    return label if len(label) <= LONGEST else f"…{label[1 - LONGEST :]}"
 
 
 def _strips(ax: Any, record: Record) -> None:

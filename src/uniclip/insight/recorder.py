@@ -50,8 +50,8 @@ class Recorder:
         The number of steps between writes. Rows are also written by `flush` and `close`, when the ``with`` block or
         the program ends, also by an error, and in the integrations at each checkpoint.
     leaves : bool or "all", default False
-        Whether to record the norm of each leaf: with ``True`` at every ``every``-th step and at spikes, with ``"all"``
-        at each step.
+        Whether to record the norm of each leaf: with ``True`` at the first step, at every ``every``-th and at spikes,
+        with ``"all"`` at each step.
     rule : Rule, optional
         The rule of the reports, which the file names; the integrations set it.
     params : tree of arrays, optional
@@ -291,6 +291,7 @@ class Recorder:
         norms = np.asarray([*self._norms, *[row.get(NORM, math.nan) for row in rows]])
         finite = np.isfinite(norms)
         loud = (~finite | (norms > compared(norms, finite)[1]))[len(self._norms) :]
+        loud[: not self._norms] = True  # the first, with which others are compared
         for row, is_loud in zip(rows, loud, strict=True):
             if not is_loud and row["step"] % self.every:
                 del row["leaves"]

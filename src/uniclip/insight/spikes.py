@@ -164,12 +164,12 @@ def _largest(record: Record, step: int, usual: Array, window: int) -> list[tuple
     """Return the leaves with the largest ratios at a step to their medians over the ``usual`` rows before it."""
     here = record.leaf_steps == step
     earlier = record.leaves[usual & (record.leaf_steps < step)][-window:]
-    if not here.any() or not len(earlier):
+    if not here.any():
         return []
     norms = record.leaves[here][0]
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a leaf that was never finite
-        ratios = np.where(np.isfinite(norms), norms, math.inf) / np.nanmedian(earlier, axis=0)
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a leaf that was never finite before
+        ratios = np.where(np.isfinite(norms), norms / np.nanmedian(earlier, axis=0), math.inf)
     known = [
         (label, ratio) for label, ratio in zip(record.labels, ratios.tolist(), strict=True) if not math.isnan(ratio)
     ]

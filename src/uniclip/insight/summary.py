@@ -51,13 +51,13 @@ def summary(record: Record) -> str:
     """
     check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
     known = np.isfinite(record.norms)
-    norms, steps, clipped = record.norms[known], record.steps[known], record.shares[np.isfinite(record.shares)]
-    broken = record.steps[~record.finite]
-    lines = [
-        f"{counted(len(record.steps), 'step')}, {printable(record.rule) or 'an unknown rule'}: clipped "
-        f"{_percent(clipped)}, skipped {record.skipped.sum():,}, not finite {len(broken):,}"
-        + (f" (first step {broken[0]})" if len(broken) else "")
-    ]
+    norms, steps = record.norms[known], record.steps[known]
+    shares = record.shares[np.isfinite(record.shares) & record.finite & ~record.skipped]
+    broken, clipped = record.steps[~record.finite], shares > 0
+    of_norms = f" ({_percent(shares)} of the norms)" if (shares[clipped] < 1).any() else ""
+    first = f" (first step {broken[0]})" if len(broken) else ""
+    lines = [f"{counted(len(record.steps), 'step')}, {printable(record.rule) or 'an unknown rule'}: clipped "]
+    lines[0] += f"{_percent(clipped)}{of_norms}, skipped {record.skipped.sum():,}, not finite {len(broken):,}{first}"
     if norms.size:
         parts = [f"p{q} {norm:.3g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
         parts += [f"largest {norms.max():.3g} (step {steps[norms.argmax()]})"]
