@@ -46,7 +46,7 @@ myst_heading_anchors = 3
 
 # Docstrings: single backticks are cross-references, numpydoc sections, no types in signatures.
 default_role = "py:obj"
-autodoc_mock_imports = ["flax", "jax", "lightning", "optax", "tensorflow", "torch", "transformers"]
+autodoc_mock_imports = ["jax", "lightning", "optax", "tensorflow", "torch", "transformers"]
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False

@@ -661,3 +661,29 @@ def test_percentiles_of_rows_that_are_absent(framework: Framework, percentile: f
                 own.append(norm)
                 wanted = np.percentile(own[-window:], percentile)
                 assert float(limit) == pytest.approx(wanted, rel=1e-5), (step, own)
+
+
+@on_numpy
+def test_names_outlive_a_load() -> None:
+    """A leaf without a gradient after a load keeps its name in what is saved next, and no other takes its memory."""
+    grads, rule = {name: np.ones(2) for name in "abc"}, uc.adagc(warmup=2)
+    saved = uc.Clipper(rule)
+    saved(grads)
+    loaded = uc.Clipper(rule)
+    loaded.load_state_dict(saved.state_dict())
+    loaded(grads | {"b": None})
+    other = uc.Clipper(rule)
+    other.load_state_dict(loaded.state_dict())
+    with pytest.raises(ValueError, match=r"\['b'\]"):
+        other({"a": np.ones(2), "aa": np.ones(2), "c": np.ones(2)})
+
+
+def test_masked_leaves_that_come_later(framework: Framework) -> None:
+    """A rule whose leaves have no gradient in the first step learns from those that come, as with networks in turn."""
+    own = {name: uc.masked(uc.zclip(warmup=2), lambda path, leaf, name=name: path[0] == name) for name in "ab"}
+    clipper, alone = uc.Clipper(uc.chain(*own.values())), {name: uc.Clipper(rule) for name, rule in own.items()}
+    for step, norm in enumerate((1.0, 2.0, 1.5, 1.0, 90.0, 50.0)):
+        name = "ab"[step % 2]
+        grads = {"a": None, "b": None} | {name: framework.array([norm])}
+        found, wanted = clipper(grads)[name], alone[name](grads)[name]
+        np.testing.assert_allclose(framework.numpy(found), framework.numpy(wanted), rtol=1e-6)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,9 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif chosen.o is not None:
             plot(record).figure.savefig(chosen.o)
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        print(f"uniclip: {printable(' '.join(f'{error}'.split()))}", file=sys.stderr)  # noqa: T201 - a command prints
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
+        print(f"uniclip: {printable(' '.join(text.split()))}", file=sys.stderr)  # noqa: T201 - a command prints
         return 2
-    print(summary(record))  # noqa: T201 - a command prints
+    try:
+        print(summary(record), flush=True)  # noqa: T201 - a command prints
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
     return 0
 
 

@@ -223,8 +223,10 @@ class Clipper:
                 absent = flatten(grads, none_is_leaf=True)
                 raise ValueError(unknown(absent, range(len(absent.leaves))))
             if leaves is None or spec is None or spec != tree.spec:
-                here = leaves_of(self.rule, tree)
-                leaves, spec = here if leaves is None else joined(self.rule, leaves, here, tree), tree.spec
+                here, loaded = leaves_of(self.rule, tree), self._last.loaded
+                state = self._first(tree, here) if state is None else state
+                known = leaves if loaded is None else loaded.leaves
+                leaves, spec = here if known is None else joined(self.rule, known, here, tree), tree.spec
             state = self._first(tree, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)

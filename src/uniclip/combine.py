@@ -148,6 +148,8 @@ class Masked(BaseRule):
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
         tree = flatten(grads)
+        if not self.chosen(tree):
+            tree = tree.with_none()  # those that are chosen may be absent
         chosen = self.chosen(tree)
         return self.rule.init(closed(tree.some(chosen))) if chosen else NoState()
 
@@ -269,13 +271,15 @@ class _OfRules(NamedTuple):
 
     def apart(self) -> tuple[list[Any], Callable[[list[Any]], _OfRules]]:
         """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
-        pairs = [apart(report) for report in self.reports]
+        each, functions = zip(*[apart(report) for report in self.reports], strict=True)
+        counts = list(map(len, each))
 
         def on_host(found: list[Any]) -> _OfRules:
             values = iter(found)
-            return _OfRules([rebuilt(list(islice(values, len(arrays)))) for arrays, rebuilt in pairs])
+            parts = [list(islice(values, count)) for count in counts]
+            return _OfRules([rebuilt(part) for rebuilt, part in zip(functions, parts, strict=True)])
 
-        return [array for arrays, _ in pairs for array in arrays], on_host
+        return [array for arrays in each for array in arrays], on_host
 
 
 class _LateReports(Late):

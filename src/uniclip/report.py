@@ -241,7 +241,8 @@ def apart(report: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """
     if isinstance(report, Late):
         arrays, record = report.record.apart()
-        return arrays, lambda found: type(report)(record(found))
+        kind = type(report)
+        return arrays, lambda found: kind(record(found))
     arrays, spec = optree.tree_flatten(report)
     return arrays, spec.unflatten
 

@@ -153,10 +153,12 @@ class _Seen(NamedTuple):
         names = "norms", "limits", "factors", "sound", "skipped", "thresholds"
         some: Any = {name: getattr(self, name) for name in names}
         arrays, spec = optree.tree_flatten(some)
+        empty: Any = dict.fromkeys(names)  # arrays may hold what they were computed from
+        rest = self._replace(own=DEFAULT, backend=DEFAULT, device=None, **empty)
 
         def on_host(found: list[Any]) -> _Seen:
             fields: Any = spec.unflatten(found)
-            return self._replace(own=DEFAULT, backend=DEFAULT, device=None, **fields)
+            return rest._replace(**fields)
 
         return arrays, on_host
 

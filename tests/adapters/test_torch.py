@@ -571,6 +571,21 @@ def test_a_record_of_leaves(tmp_path: Path) -> None:
     assert [label.strip("[]0'") for label in found.labels] == ["a", "none", "c"]
 
 
+def test_a_record_after_other_parameters_came(tmp_path: Path) -> None:
+    """The leaves of a group that is added later are recorded, too."""
+    with insight.Recorder(tmp_path / "run.jsonl", leaves="all") as record:
+        optimizer = SGD([("a", five())])
+        attach(optimizer, uc.by_global_norm(1.0), record=record)
+        optimizer.step()
+        optimizer.add_param_group({"params": [("b", five())]})
+        for group in optimizer.param_groups:
+            group["params"][0].grad = five().grad
+        optimizer.step()
+    found = insight.read(record.path)
+    assert [len(label) > 0 for label in found.labels] == [True] * 3
+    np.testing.assert_allclose(np.nansum(found.leaves, axis=1), [5.0, 10.0])
+
+
 # The functions of ``torch.nn.utils``, beside what `test_native` compares with them.
 CALLS: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda params: clip_grad_norm_(params, 1.0),

@@ -26,8 +26,9 @@ class File:
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.parent.is_dir():
-            msg = f"there is no folder {str(path.parent)!r} to write {path.name!r} into"
+        if path.is_dir() or not path.parent.is_dir():
+            what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(path.parent)!r}"
+            msg = f"{path} {what}: give the path of a file"
             raise FileNotFoundError(msg)
         self.path = path
         self._header: bytes | None = None
@@ -35,7 +36,7 @@ class File:
     def write(self, rows: list[dict[str, Any]], rule: Any) -> None:
         """Append rows, after a header if the rule is another one than before."""
         header = _line({"uniclip": FORMAT} | ({} if rule is None else {"rule": repr(rule)}))
-        before = self._go_on(rows[0]["step"]) if self._header is None else self._header
+        before = self._go_on(rows[0]["step"]) if self._header is None or not self.path.exists() else self._header
         with self.path.open("ab") as file:
             file.write(b"".join([b"" if header == before else header, *map(_line, rows)]))
         self._header = header
@@ -71,7 +72,7 @@ def _line(row: dict[str, Any]) -> bytes:
         if short.get(name, 0.0) >= UNLIMITED:
             short[name] = None
     if "skipped" in short:
-        short["skipped"] = bool(short["skipped"])
+        short["skipped"] = short["skipped"] == 1  # of a window: all of it
     if "leaves" in short:
         short["leaves"] = {label: _number(norm) for label, norm in short["leaves"].items()}
     return f"{_encode({name: _number(value) for name, value in short.items()})}\n".encode()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,7 +75,8 @@ def plot(record: Record, ax: Any = None) -> Any:
             import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
         ax = plt.figure(figsize=_SIZE, layout="constrained").subplots()
     ax.set(xlabel="step", ylabel="norm before clipping", yscale="log")
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        set_formatter(partial(_tick, ax.yaxis))
     shown = record.norms > 0
     if not (shown & np.isfinite(record.norms)).any():
         ax.text(0.5, 0.5, "no finite norm above 0", transform=ax.transAxes, ha="center", va="center")
@@ -87,6 +89,12 @@ def plot(record: Record, ax: Any = None) -> Any:
     if ax.get_legend_handles_labels()[1]:
         ax.legend(loc="lower left", frameon=False, ncols=2)
     return ax
+
+
+def _tick(axis: Any, value: float, _: int) -> str:
+    """Return the text of a tick: between powers of ten only where there is little of them."""
+    low, high = sorted(axis.get_view_interval())
+    return f"{value:g}" if f"{value:e}".startswith("1.0") or high < 10 * low else ""
 
 
 def _line(ax: Any, steps: Array, values: Array, label: str, **look: Any) -> None:
@@ -128,7 +136,7 @@ def _strips(ax: Any, record: Record) -> None:
     from matplotlib.colors import to_rgb  # noqa: PLC0415 - takes longer to import than uniclip
 
     flags = {
-        "clipped": ((record.shares > 0) & ~record.skipped, VERMILION),
+        "clipped": ((record.shares > 0) & record.finite & ~record.skipped, VERMILION),
         "skipped": (record.skipped, PURPLE),
         "not finite": (~record.finite, GRAY),
     }

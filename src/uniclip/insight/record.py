@@ -141,7 +141,7 @@ def read(path: str | os.PathLike[str]) -> Record:
 def _record(rows: list[dict[str, Any]]) -> Record:
     """Return the columns of the lines of a file."""
     rules = [row["rule"] for row in rows if "rule" in row]
-    rows = [row for row in rows if "uniclip" not in row]
+    rows = _ascending([row for row in rows if "uniclip" not in row])
     with_leaves = [row for row in rows if "leaves" in row]
     labels = list(dict.fromkeys(label for row in with_leaves for label in row["leaves"]))
     leaves = [[row["leaves"].get(label) for label in labels] for row in with_leaves]
@@ -162,6 +162,16 @@ def _record(rows: list[dict[str, Any]]) -> Record:
         rule=rules[-1] if rules else "",
         extra={name: _column(rows, name) for name in more},
     )
+
+
+def _ascending(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Drop rows before one of an earlier step, as two recorders of one file leave them."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> np.ndarray[Any, Any]:

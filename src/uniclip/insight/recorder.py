@@ -141,7 +141,9 @@ class Recorder:
         self.rule = rule or self.rule
         if params is not None:
             paths = flatten(params, "params", none_is_leaf=True).paths()
-            self._labels = ["/".join(map(str, path)) or "0" for path in paths]
+            names = ["/".join(map(str, path)) or "0" for path in paths]
+            alike = len(set(names)) < len(names)
+            self._labels = [f"{number}: {name}" if alike else name for number, name in enumerate(names)]
 
     def __call__(
         self,
@@ -180,7 +182,13 @@ class Recorder:
         scalars = isinstance(report, dict) and all([str(name).startswith(LOGGED) for name in report])
         fits = scalars or isinstance(report, Report)
         check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
-        check("the names of other numbers", list(extra), not OWN & extra.keys(), f"none of {', '.join(sorted(OWN))}")
+        flags = [] if isinstance(report, Late) else [getattr(report, "finite", None)]
+        single = [*report.values()] if isinstance(report, dict) else flags
+        one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
+        check("report", report, one, "of one step; of many, such as those of a scan, record one after the other")
+        for name in extra:
+            own = name in OWN or name.startswith(LOGGED)
+            check("the name of a number", name, not own, f"none of {', '.join(sorted(OWN))}")
         loss = self.loss if loss is None else loss
         numbers = {name: _one(name, value) for name, value in ({"loss": loss} | extra).items() if value is not None}
         rows = [] if leaves is None else [self._row(leaves)]
@@ -192,7 +200,9 @@ class Recorder:
             number = self._number(step)
             if self._is_first_process(report, arrays):
                 kept = _by_library([*arrays, *rows, *numbers.values()], "to_keep")
-                self._kept.append((kept, partial(self._made, number, rebuilt, len(arrays), list(numbers))))
+                self._kept.append(
+                    (kept, partial(self._made, number, rebuilt, len(arrays), self._labels, list(numbers)))
+                )
                 _WAITING.add(self)
             self.step, self.loss = number, None
             if len(self._kept) >= self.every:
@@ -217,6 +227,7 @@ class Recorder:
         if step is None:
             return 1 if self.step is None else self.step + 1
         number = int(whole("step", step, 0))
+        check("step", step, number < 2**63, "a number that int64 holds")
         if self.step is not None and number <= self.step:
             msg = f"step must be above the last one that was recorded, {self.step}, got {number}"
             raise ValueError(msg)
@@ -267,13 +278,15 @@ class Recorder:
                 for row in rows:
                     self._to(row)
 
-    def _made(self, step: int, rebuilt: Any, count: int, names: list[str], values: list[Any]) -> dict[str, Any]:
+    def _made(  # noqa: PLR0913, PLR0917 - what is kept of a step
+        self, step: int, rebuilt: Any, count: int, labels: list[str] | None, names: list[str], values: list[Any]
+    ) -> dict[str, Any]:
         """Return the row of a step: of its report, made of ``count`` values, the norms of leaves, and other numbers."""
         report, more = rebuilt(values[:count]), iter(values[count:])
         scalars = report if isinstance(report, dict) else report.scalars()
         row: dict[str, Any] = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
         if self.leaves:
-            row["leaves"] = dict(zip(self._labels or (), map(_plain, next(more)), strict=True))
+            row["leaves"] = dict(zip(labels or (), map(_plain, next(more)), strict=True))
         row |= {name: _plain(value) for name, value in zip(names, more, strict=True)}
         sound = math.isfinite(row.get(NORM, 0.0)) and bool(getattr(report, "finite", True) or NORM not in row)
         return row if sound else row | {"finite": False}
@@ -283,6 +296,8 @@ class Recorder:
         try:
             self.flush()
         except OSError as error:
+            if self._file is None:
+                raise
             self._writes = False
             warnings.warn(f"recording stops: {error}", UserWarning, stacklevel=4)
 

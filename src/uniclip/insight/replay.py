@@ -10,7 +10,7 @@ import numpy as np
 
 from uniclip._checks import check, needs
 from uniclip._repr import short
-from uniclip.insight.record import INSTALL
+from uniclip.insight.record import INSTALL, Record
 from uniclip.report import UNLIMITED
 from uniclip.rules import AnyRule, Rule, as_rule
 from uniclip.scopes import all_leaves, each_leaf
@@ -93,6 +93,7 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
     with needs("tqdm", INSTALL):
         from tqdm import tqdm  # noqa: PLC0415 - not everybody has it
     own: Any = as_rule(rule)
+    check("norms", norms, not isinstance(norms, Record), "record.norms or record.leaves")
     norms = np.asarray(norms, np.float64)
     fits = isinstance(own, Rule) and own.scope in {all_leaves, each_leaf}
     check("rule", own, fits, "a uc.Rule with one norm of all leaves, or one for each leaf")

@@ -124,8 +124,11 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
 
 def largest(record: Record) -> list[Spike]:
-    """Return the spikes, those that are not finite and the largest ratios first."""
-    return sorted(spikes(record), key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
+    """Return the spikes, the largest ratios first after those that are not finite; of such steps in a row the first."""
+    broken = ~record.finite
+    again = set(record.steps[1:][broken[1:] & broken[:-1]].tolist())
+    found = [spike for spike in spikes(record) if spike.step not in again]
+    return sorted(found, key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
 
 
 def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) -> tuple[Array, Array]:

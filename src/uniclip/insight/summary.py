@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 
-from uniclip._checks import check
 from uniclip._repr import counted
 from uniclip.insight.record import Record
 from uniclip.insight.spikes import Spike, largest
@@ -16,7 +15,6 @@ _LIMITS = 0.25, 1.0, 4.0, 16.0
 _PERCENTILES = 10, 50, 90, 99
 _SHOWN = 5
 """The number of spikes that are listed."""
-_HALF = 0.5
 
 
 def summary(record: Record) -> str:
@@ -45,11 +43,11 @@ def summary(record: Record) -> str:
     norm   p10 0.685   p50 0.985   p90 1.48   p99 2.02   largest 20 (step 300)
     above  0.25: 100 %   1: 47 %   4: 0.25 %   16: 0.25 %
     1 spike:
-      step 300, 22 times the median
+      step 300, 22.2 times the median
     No limit follows from norms alone: try 1, or compare 0.25, 1 and 4,
     around the power of four nearest the median.
     """
-    check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
+    found = largest(record)
     known = np.isfinite(record.norms)
     norms, steps = record.norms[known], record.steps[known]
     shares = record.shares[np.isfinite(record.shares) & record.finite & ~record.skipped]
@@ -63,7 +61,6 @@ def summary(record: Record) -> str:
         parts += [f"largest {norms.max():.3g} (step {steps[norms.argmax()]})"]
         lines += ["norm   " + "   ".join(parts)]
         lines += ["above  " + "   ".join([f"{limit:g}: {_percent(norms > limit)}" for limit in _LIMITS])]
-    found = largest(record)
     if found:
         more = f", the {_SHOWN} largest" if len(found) > _SHOWN else ""
         lines += [f"{counted(len(found), 'spike')}{more}:", *map(_described, found[:_SHOWN])]
@@ -72,14 +69,12 @@ def summary(record: Record) -> str:
         three = f"{middle / 4:g}, {middle:g} and {4 * middle:g}"
         lines += [f"No limit follows from norms alone: try 1, or compare {three},"]
         lines += ["around the power of four nearest the median."]
-    if clipped.size and clipped.mean() > _HALF:
-        lines += ["Clipped in more than half of the steps: tune the limit with the learning rate."]
     return "\n".join(lines)
 
 
 def _described(spike: Spike) -> str:
     """Return a spike in words."""
-    size = f"{spike.ratio:.2g} times the median" if math.isfinite(spike.ratio) else "not finite"
+    size = f"{spike.ratio:.3g} times the median" if math.isfinite(spike.ratio) else "not finite"
     first = f", first in {printable(spike.leaves[0][0])}" if spike.leaves else ""
     return f"  step {spike.step}, {size}{first}"
 

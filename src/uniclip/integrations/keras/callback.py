@@ -58,12 +58,11 @@ class LogClipping(keras.callbacks.Callback):
     def __init__(self, every: int | None = None, record: Recorder | None = None) -> None:
         super().__init__()
         refuse_record(record)
+        if record is not None and record.leaves:
+            msg = "record must be without leaves: a row of LogClipping is of many steps, whose leaves are not measured"
+            raise ValueError(msg)
         self.every = None if every is None else whole("every", every, 1)
         self.record = record
-
-    def __repr__(self) -> str:
-        """Return the callback as source text."""
-        return "<LogClipping>"
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Find the optimizer, also inside a ``LossScaleOptimizer``."""
@@ -105,7 +104,8 @@ class LogClipping(keras.callbacks.Callback):
 
     def _read(self) -> None:
         """Read what steps have left in variables since the time before, and begin anew."""
-        getattr(self.model, "jax_state_sync", _nothing)()
+        if keras.backend.backend() == "jax":
+            self.model.jax_state_sync()
         totals = self._optimizer.totals()
         *_, count, _ = totals
         self._optimizer.begin_epoch()
@@ -115,7 +115,3 @@ class LogClipping(keras.callbacks.Callback):
             self.record(row, step=self._optimizer.batches())
         self._epoch, largest = self._epoch + totals, max(self._epoch[-1], totals[-1])
         self._epoch[-1] = largest
-
-
-def _nothing() -> None:
-    """Leave variables as they are; on backends other than JAX compiled steps change them."""

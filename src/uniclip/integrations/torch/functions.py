@@ -142,7 +142,7 @@ def clip_grad_value_(
     tensor([-1.0000,  0.5000])
     """
     limit = _limit("clip_value", clip_value, "")
-    clip_(_grads(parameters), by_value(-limit, limit))
+    clip_(_grads_of(_tensors(parameters, "parameters")), by_value(-limit, limit))
 
 
 def get_total_norm(
@@ -181,7 +181,7 @@ def get_total_norm(
     tensor(13.)
     """
     joins = joining(all_reduce, shared)
-    given = _tensors(tensors, "tensors", absent=True, level=3)
+    given = _tensors(tensors, "tensors", absent=True)
     rule = _rule(math.inf, norm_type, error_if_nonfinite)
     refuse_parts(given, "tensors", rule, joins)
     values = [tensor if tensor is None else tensor.detach() for tensor in given]
@@ -253,11 +253,6 @@ def grad_of(parameter: Any) -> Any:
     return grad
 
 
-def _grads(parameters: Any) -> list[Any]:
-    """Return the gradient of each parameter, or ``None``."""
-    return _grads_of(_tensors(parameters, "parameters"))
-
-
 def _grads_of(tensors: list[Any]) -> list[Any]:
     """Return the gradient of each tensor, or ``None``; refuse tensors that cannot have one."""
     if tensors and not any(map(_can_have_grad, tensors)):
@@ -278,7 +273,7 @@ def _can_have_grad(tensor: Any) -> bool:
     return bool(held and (tensor.requires_grad or tensor.grad is not None))
 
 
-def _tensors(given: Any, name: str, *, absent: bool = False, level: int = 4) -> list[Any]:
+def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
     """Return the tensors in a tensor or an iterable; refuse anything else."""
     if isinstance(given, torch.Tensor):
         return [given]
@@ -291,7 +286,7 @@ def _tensors(given: Any, name: str, *, absent: bool = False, level: int = 4) -> 
     tensors = list(given)
     if not tensors and isinstance(given, Iterator):
         why = "it was read before, or the module has no parameters"
-        warnings.warn(f"{name} is an empty generator, and there is nothing to clip: {why}", stacklevel=level)
+        warnings.warn(f"{name} is an empty generator, and there is nothing to clip: {why}", stacklevel=3)
     others = [other for other in tensors if not isinstance(other, torch.Tensor) and not (absent and other is None)]
     if others:
         msg = f"{name} must hold tensors, got {_described(others[0])}: pass {usual}"

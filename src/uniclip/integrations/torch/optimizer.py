@@ -186,8 +186,7 @@ class Attached:
         self._forgotten = rule.memory and used
         self._first()
         if record is not None:
-            every = self._tree(lambda p: p.detach())
-            record.describe(rule, every if len(every) > 1 else every[0])
+            self._name()
             record.holder = ref(self)
         eager = torch.compiler.disable  # a compiled step would not see what is set for it
         self._hooks = [
@@ -227,6 +226,12 @@ class Attached:
         if self.record is not None:
             self.record.flush()
             self.record.holder = None
+
+    def _name(self) -> None:
+        """Name the leaves in the record."""
+        every, self._named = self._tree(lambda p: p.detach()), len(self._params())
+        if self.record is not None:
+            self.record.describe(self.rule, every if len(every) > 1 else every[0])
 
     def name_leaves(self, model: torch.nn.Module) -> None:
         """Let the recorder name leaves as the model does, as many optimizers know no names."""
@@ -290,7 +295,9 @@ class Attached:
         if self.record is not None:
             self.record.flush()
         if self.rule.memory:
-            state_dict[_KEY] = self._saved(lambda array: array.detach().clone())  # torch.load loads no other classes
+            state_dict[_KEY] = self._saved(
+                lambda array: torch.as_tensor(array).detach().clone()
+            )  # torch.load loads no other classes
 
     def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
@@ -365,9 +372,8 @@ class Attached:
         grads = {id(grad): grad for group in tree for grad in group.values() if grad is not None}
         device, given = next((p.device for p in params), None), loss
         if several():
-            looked_at = looks_at_loss(self.rule)
-            loss = of_all(loss, device, looked_at=looked_at)
-            if looked_at:
+            loss = of_all(loss, device)
+            if looks_at_loss(self.rule):
                 loss()  # also without any gradient, or other processes would wait
         if not grads and self._all_reduce is None:
             return
@@ -380,8 +386,11 @@ class Attached:
             return
         if scale is not None:
             self._unscale(list(grads.values()), scale)
-        leaves = leaf_norms(tree) if self.record is not None and self.record.leaves else None  # before they are clipped
-        every = self._tree(lambda p: p)
+        every, leaves = self._tree(lambda p: p), None
+        if self.record is not None and self.record.leaves:
+            leaves = leaf_norms(tree)  # before they are clipped
+            if leaves.shape[0] != self._named:
+                self._name()  # after add_param_group
         _, self.state, self.report = self.rule.update(
             tree, self.state, every, self._all_reduce, in_place=True, loss=loss
         )

@@ -90,29 +90,16 @@ def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
     return reducer_of(BACKEND, of(all_reduce))(flag.reshape(1), "max").reshape(())
 
 
-def of_all(loss: Any, device: Any, *, looked_at: bool) -> Loss:
+def of_all(loss: Any, device: Any) -> Loss:
     """Return the mean of the losses of all processes that have one, reduced once by all of them."""
-    try:
-        refuse_in_step(None, loss)
-    except (TypeError, ValueError):
-        if looked_at:
-            _sums(0.0, 0.0, 1.0, device)  # otherwise other processes would wait
-        raise
+    refuse_in_step(None, loss)
     return Loss(partial(_mean, loss, device))
 
 
 def _mean(loss: Any, device: Any) -> Any:
     own = 0.0 if loss is None else loss.full_tensor() if is_dtensor(loss) else loss
-    total, count, failed = _sums(own, float(loss is not None), 0.0, device)
-    if BACKEND.readable(failed) and bool(failed > 0):
-        msg = "another process has a loss that is no number: its own error says why"
-        raise RuntimeError(msg)
+    value = torch.as_tensor(own, dtype=torch.float32, device=device).detach().reshape(())
+    sums = torch.stack([value, torch.full_like(value, float(loss is not None))])
+    torch.distributed.all_reduce(sums)
+    total, count = sums.unbind()
     return total / count if loss is not None or bool(count > 0) else None
-
-
-def _sums(loss: Any, count: float, failed: float, device: Any) -> Any:
-    """Return the sums of three numbers over all processes."""
-    value = torch.as_tensor(loss, dtype=torch.float32, device=device).detach().reshape(())
-    total = torch.stack([value, torch.full_like(value, count), torch.full_like(value, failed)])
-    torch.distributed.all_reduce(total)
-    return total.unbind()
