@@ -13,7 +13,7 @@ from uniclip._types import Number, T
 from uniclip._values import to_lists
 from uniclip.absent import unknown
 from uniclip.backends import backend_of
-from uniclip.labels import Leaves, joined, labelled, leaves_of
+from uniclip.labels import Leaves, agree, joined, labelled, leaves_of
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.rules import AnyRule, as_rule
@@ -225,7 +225,9 @@ class Clipper:
             if leaves is None or spec is None or spec != tree.spec:
                 here, loaded = leaves_of(self.rule, tree), self._last.loaded
                 state = self._first(tree, here) if state is None else state
-                known = leaves if loaded is None else loaded.leaves
+                known = leaves
+                if loaded is not None and loaded.leaves is not None and agree(loaded.leaves, here, tree):
+                    known = loaded.leaves  # which may name some that have no gradient here
                 leaves, spec = here if known is None else joined(self.rule, known, here, tree), tree.spec
             state = self._first(tree, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
