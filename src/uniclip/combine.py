@@ -18,6 +18,7 @@ from uniclip.absent import unknown
 from uniclip.ask import Step
 from uniclip.backends import DEFAULT, Backend, backend_of
 from uniclip.base import BaseRule, RuleLike, run
+from uniclip.layout import opened
 from uniclip.limits import NoState
 from uniclip.report import FIELDS, LOGGED, Late, Made, Report, apart, register
 from uniclip.rules import AnyRule, as_rule
@@ -148,10 +149,13 @@ class Masked(BaseRule):
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
         tree = flatten(grads)
-        if not self.chosen(tree):
-            tree = tree.with_none()  # those that are chosen may be absent
         chosen = self.chosen(tree)
-        return self.rule.init(closed(tree.some(chosen))) if chosen else NoState()
+        if chosen:
+            return self.rule.init(closed(tree.some(chosen)))
+        places = tree.with_none()  # those that are chosen may be absent
+        chosen = self.chosen(places)
+        state: Any = self.rule.init(closed(places.some(chosen))) if chosen else NoState()
+        return optree.tree_map(opened(tree).own, state) if tree.leaves else state
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""

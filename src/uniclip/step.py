@@ -187,7 +187,7 @@ def _straight(rule: Rule, given: Opened, state: Any) -> Decision | None:
     if not in_range(float(total), total.dtype == np.float32):
         return None
     norms, most = np.sqrt(found), total.dtype.type(limit.value)
-    factors = np.ones_like(norms) if norms[0] <= most else most / norms
+    factors = np.asarray([1.0 if norms[0] <= most else most / norms[0]], norms.dtype)
     return Decision(rule, given, DEFAULT, [norms], [most], [factors], state)
 
 
