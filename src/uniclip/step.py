@@ -111,6 +111,8 @@ class _Seen(NamedTuple):
 
     def field(self, name: str) -> Any:
         """Return a field of the report, in arrays of the gradients' framework."""
+        if name in {"skipped", "thresholds"} and getattr(self, name) is None:
+            return None
         xp = self.backend.xp
         with self.own.quiet():
             if name == "clipped":
