@@ -20,7 +20,7 @@ from uniclip.backends import DEFAULT, Backend, backend_of
 from uniclip.base import BaseRule, RuleLike, run
 from uniclip.layout import opened
 from uniclip.limits import NoState
-from uniclip.report import FIELDS, LOGGED, Late, Made, Report, apart, register
+from uniclip.report import FIELDS, LOGGED, SHARE, Late, Made, Report, apart, register
 from uniclip.rules import AnyRule, as_rule
 from uniclip.scale import NUMBERS
 from uniclip.scopes import Path, all_leaves
@@ -248,7 +248,7 @@ class _Reports(Made):
 
     def scalars(self) -> dict[str, Any]:
         """Return the combined scalars of all rules."""
-        return _scalars(_each(self))
+        return _scalars(_each(self), self.skipped)
 
 
 class _OfRules(NamedTuple):
@@ -267,7 +267,7 @@ class _OfRules(NamedTuple):
 
     def scalars(self) -> dict[str, Any]:
         """Return the combined scalars of all rules."""
-        return _scalars(self.reports)
+        return _scalars(self.reports, _skipped(self.reports))
 
     def without_skip(self) -> _OfRules:
         """Return the same of rules that skip nothing."""
@@ -319,9 +319,13 @@ def _field(reports: list[Report], name: str) -> Any:
     return reduce(or_ if name == "clipped" else and_, flags) if flags else None
 
 
-def _scalars(reports: list[Report]) -> dict[str, Any]:
+def _scalars(reports: list[Report], skipped: Any) -> dict[str, Any]:
     """Return the combined scalars of all rules; a step counts as clipped if one of them clipped."""
     each = [report.scalars() for report in reports]
     join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))
     found = {name: [scalars[name] for scalars in each if name in scalars] for name in LOGGED}
-    return {name: reduce(join[name], values) for name, values in found.items() if values}
+    joined = {name: reduce(join[name], values) for name, values in found.items() if values}
+    if joined and skipped is not None:  # also by a rule without norms
+        share = joined[SHARE]
+        joined[LOGGED[-1]] = (backend_of(share) or DEFAULT).xp.asarray(skipped, dtype=share.dtype)
+    return joined
