@@ -295,7 +295,8 @@ def drawn_memory(uc: ModuleType, rng: Rng, size: float) -> Made:
             rule = uc.by_example_quantile(quantile, rate, start, min=low, max=high, **more)
             limit = ("quantile", quantile, rate, start, low, high)
             return rule, Plan(scope=Scope("example"), limit=limit, policy=policy)
-    low, high = (min(size * logarithmic(rng, 0.1, 10), 1e37) for _ in range(2))
+    # The function computes in float32, in whose normal numbers it has to stay.
+    low, high = (max(1e-36, min(size * logarithmic(rng, 0.1, 10), 1e37)) for _ in range(2))
     rule = uc.by_global_norm(uc.limits.Schedule(lambda step: low + high * 0.5**step), **more)
     return rule, Plan(limit=("schedule", low, high, 0.5), policy=policy)
 
