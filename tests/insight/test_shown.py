@@ -55,7 +55,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(*arguments: str | Path) -> int:
         monkeypatch.setattr(sys, "argv", ["uniclip", *map(str, arguments)])
-        monkeypatch.delitem(sys.modules, "uniclip.__main__", raising=False)  # or runpy warns
+        monkeypatch.delitem(sys.modules, f"{uc.__name__}.__main__", raising=False)  # or runpy warns
         with pytest.raises(SystemExit) as left:
             runpy.run_module("uniclip", run_name="__main__")
         return int(left.value.code or 0)
