@@ -27,14 +27,12 @@ from uniclip.measure import measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
 from uniclip.processes import Joint
-from uniclip.report import Report
+from uniclip.report import UNLIMITED, Report
 from uniclip.ruler import Ruler
 from uniclip.scopes import Scope, all_leaves, each_leaf, everything
 from uniclip.step import decide, first_state
 
 _PLAIN = {float, int, bool, str, type(None)}
-_LARGE = 3e38
-"""A limit that every dtype of norms can hold."""
 
 
 AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
@@ -120,7 +118,7 @@ class Rule(BaseRule):
         )
         one_of("nonfinite", self.nonfinite, POLICIES)
         value = self.limit.value if type(self.limit) is Constant else None
-        number = type(value) is float and 0 < value < _LARGE and self.nonfinite == "propagate"
+        number = type(value) is float and 0 < value < UNLIMITED and self.nonfinite == "propagate"
         whole = self.scope.label is everything and self.scope.axes is None
         settle(self, simple=number and whole and self.norm == L2 and self.curve is hard)
 

@@ -22,7 +22,7 @@ class File:
     Raises
     ------
     FileNotFoundError
-        If its folder does not exist.
+        If it is a folder, or its folder does not exist.
     """
 
     def __init__(self, path: Path) -> None:

@@ -64,7 +64,7 @@ class Recorder:
     ValueError
         If ``every`` is below 1.
     FileNotFoundError
-        If the folder does not exist.
+        If ``to`` is a folder, or lies in one that does not exist.
 
     Examples
     --------
@@ -172,10 +172,11 @@ class Recorder:
         Raises
         ------
         TypeError
-            If an argument has the wrong type or is traced by a compiler, or if norms of leaves are missing.
+            If an argument has the wrong type, is traced by a compiler or of many steps, if a name in ``extra`` is one
+            of the recorder's keys, or if norms of leaves are missing.
         ValueError
-            If ``step`` is not above the last one, a name in ``extra`` is one of the recorder's keys, there are norms of
-            other leaves than before, or the recorder is closed.
+            If ``step`` is not above the last one, there are norms of other leaves than before, or the recorder is
+            closed.
         """
         if compiling():
             raise TypeError(_INSIDE)

@@ -186,7 +186,7 @@ class Attached:
         self._forgotten = rule.memory and used
         self._first()
         if record is not None:
-            self._name()
+            self._name(record)
             record.holder = ref(self)
         eager = torch.compiler.disable  # a compiled step would not see what is set for it
         self._hooks = [
@@ -227,11 +227,10 @@ class Attached:
             self.record.flush()
             self.record.holder = None
 
-    def _name(self) -> None:
+    def _name(self, record: Recorder) -> None:
         """Name the leaves in the record."""
         every, self._named = self._tree(lambda p: p.detach()), len(self._params())
-        if self.record is not None:
-            self.record.describe(self.rule, every if len(every) > 1 else every[0])
+        record.describe(self.rule, every if len(every) > 1 else every[0])
 
     def name_leaves(self, model: torch.nn.Module) -> None:
         """Let the recorder name leaves as the model does, as many optimizers know no names."""
@@ -295,9 +294,8 @@ class Attached:
         if self.record is not None:
             self.record.flush()
         if self.rule.memory:
-            state_dict[_KEY] = self._saved(
-                lambda array: torch.as_tensor(array).detach().clone()
-            )  # torch.load loads no other classes
+            # torch.load loads no other classes.
+            state_dict[_KEY] = self._saved(lambda array: torch.as_tensor(array).detach().clone())
 
     def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
@@ -390,7 +388,7 @@ class Attached:
         if self.record is not None and self.record.leaves:
             leaves = leaf_norms(tree)  # before they are clipped
             if leaves.shape[0] != self._named:
-                self._name()  # after add_param_group
+                self._name(self.record)  # after add_param_group
         _, self.state, self.report = self.rule.update(
             tree, self.state, every, self._all_reduce, in_place=True, loss=loss
         )
