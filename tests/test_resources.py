@@ -77,7 +77,9 @@ def test_memory(framework: Framework, dtype: str) -> None:
         if framework.writes:
             found |= {f"{rule}, in place": peak(lambda: uc.clip_(given, rule)) for rule in (below, above)}
             given, zero = grads(nan=True), make(1e-3, nonfinite="zero")
-            found["not finite, in place"] = peak(lambda: uc.clip_(given, zero)) / 3
+            assert (
+                peak(lambda: uc.clip_(given, zero)) < 2 * size + 3 * little
+            )  # cleaned beside, since errors come first
         assert {name: most for name, most in found.items() if most >= little} == {}
 
 

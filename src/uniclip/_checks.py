@@ -167,7 +167,7 @@ def below_one(name: str, value: Any) -> Any:
     """Validate a decay, which must be below 1, or an average would never change."""
     value = number(name, value)
     if not 0 <= value < 1:
-        percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""  # noqa: PLR2004
+        percent = f" (a share: {value / 100} for {value} %)" if 2 <= value < 100 else ""
         msg = f"{name} must be from 0 to below 1{percent}, got {short(value)}"
         raise ValueError(msg)
     return value

@@ -11,15 +11,14 @@ from typing import Any
 from uniclip._checks import real, settle
 from uniclip._repr import describe, short
 from uniclip._types import Array, Number
-from uniclip.ask import Step
-from uniclip.backends import backend_of
-from uniclip.backends.arrays import cast
+from uniclip.backends import Backend, backend_of
+from uniclip.backends.arrays import broadcasts, same_shape
+from uniclip.backends.base import Stored, cast, unchanged
 from uniclip.base import BaseRule
-from uniclip.layout import Opened
 from uniclip.limits import NoState
 from uniclip.report import Report
-from uniclip.ruler import broadcasts, same_shape
-from uniclip.tree import Tree, flatten_grads, in_memory_before
+from uniclip.step import Step
+from uniclip.tree import backend_for, flatten, place, same_memory
 
 
 class EachArray(BaseRule):
@@ -31,23 +30,51 @@ class EachArray(BaseRule):
         """Return the empty state."""
         return NoState()
 
-    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Tree, Any, Report]:
-        """Replace each gradient array, or the stored values of a sparse one."""
-        backend, tree = flatten_grads(grads, in_place=step.in_place)
-        arrays, ways = [list(some) for some in zip(*map(backend.stored, tree.leaves), strict=True)] or ([], [])
-        given = Opened(backend, tree, arrays, ways, step.in_place)
-        with backend.quiet(given.first):
-            ready = [_named(tree, number, self._change, given, array) for number, array in enumerate(arrays)]
-            before = in_memory_before(backend, tree) if step.in_place else ()
-            new = [
-                tree.leaves[number] if number in before else _named(tree, number, given.put, number, *change)
-                for number, change in enumerate(ready)
-            ]
-            return tree.with_leaves(new), state, Report()
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+        """Replace each gradient array, or the stored values of a sparse one, repeated entries summed."""
+        leaves, spec = flatten(grads)
+        backend = backend_for(leaves, "grads", spec)
 
-    def _change(self, given: Opened, array: Any) -> tuple[Any, ...]:
+        def where(number: int) -> str:
+            return place("grads", spec.paths()[number])
+
+        present = [number for number, leaf in enumerate(leaves) if leaf is not None]
+        if step.in_place and not backend.in_place.writes:
+            same_memory(backend, leaves, where)  # which says what to write instead
+        new, arrays, changes = list(leaves), {}, {}
+        with backend.quiet(leaves[present[0]] if present else None):
+            for number in present:
+                single = backend.coalesced(leaves[number])
+                stored = backend.stored(single, in_place=step.in_place and single is leaves[number])
+                arrays[number] = single, stored or Stored(single, unchanged, view=True)
+                array = arrays[number][1].array
+                changes[number] = _named(where, number, self._change, backend, array, step.in_place)
+            again = same_memory(backend, leaves, where) if step.in_place else set()
+            for number in present:
+                if number not in again:
+                    new[number] = _named(
+                        where, number, _put, backend, leaves[number], *arrays[number], changes[number], step.in_place
+                    )
+        return spec.unflatten(new), state, Report()
+
+    def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
         """Return an elementwise function of the array and of operands that broadcast against it, and these operands."""
         raise NotImplementedError
+
+
+def _put(backend: Backend, leaf: Any, single: Any, stored: Stored, change: tuple[Any, ...], in_place: bool) -> Any:  # noqa: FBT001, PLR0913, PLR0917
+    """Return a leaf with its array changed, the leaf itself if it is changed in place."""
+    (function, *operands), array, xp = change, stored.array, backend.xp
+    if in_place:
+        backend.in_place.write(array, function, *operands)
+        if single is not leaf:
+            backend.in_place.copy(leaf, single)
+        elif not stored.view:
+            stored.back(array)
+        return leaf
+    new = function(array, *operands)
+    widened = new.dtype == array.dtype and not xp.isdtype(leaf.dtype, "integral")
+    return stored.back(cast(xp, new, leaf.dtype) if widened else new)
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,16 +87,16 @@ class Function(EachArray):
         """Return the function."""
         return show(self.function)
 
-    def _change(self, given: Opened, array: Any) -> tuple[Any, ...]:
+    def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
         """Call the function, and return how to put the result in the place of the array."""
-        result, xp = self.function(array), given.backend.xp
-        if backend_of(result) is not given.backend or not same_shape(result.shape, array.shape):
+        result, xp = self.function(array), backend.xp
+        if backend_of(result) is not backend or not same_shape(result.shape, array.shape):
             hint = f"; call {short(self.function)} first" if hasattr(result, "update") else ""
             msg = f"the function must return an array like the one it got, but it returned {describe(result)}{hint}"
             raise TypeError(msg)
         kinds = ("complex floating", "real floating")  # a kind holds those after it, and integers
         wide, narrow = ([xp.isdtype(a.dtype, kind) for kind in kinds] for a in (result, array))
-        if given.in_place and wide > narrow:
+        if in_place and wide > narrow:
             msg = f"an array of {array.dtype} cannot hold the result, which is {describe(result)}; use uc.clip"
             raise TypeError(msg)
         return lambda _, new: new, result
@@ -102,9 +129,8 @@ class ByValue(EachArray):
     def _wrong_way(self) -> str:
         return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"
 
-    def _change(self, given: Opened, array: Any) -> tuple[Any, ...]:
+    def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: ARG002, FBT001
         """Return the function that clips, and the bounds in the dtype of the array."""
-        backend = given.backend
         xp = backend.xp
         if xp.isdtype(array.dtype, "complex floating"):
             msg = f"complex numbers have no order to clip by value in, got {array.dtype}; clip by norm instead"
@@ -124,14 +150,14 @@ class ByValue(EachArray):
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
-def _named(tree: Tree, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def _named(where: Callable[[int], str], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, and add the place of the leaf to its errors."""
     try:
         return function(*arguments)
     except (TypeError, ValueError) as error:
         if type(error) not in {TypeError, ValueError}:
             raise  # a framework's error class may not take a message
-        msg = f"{tree.place(number)}: {error}"
+        msg = f"{where(number)}: {error}"
         raise type(error)(msg) from error
 
 

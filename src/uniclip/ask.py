@@ -1,190 +1,167 @@
 # SPDX-License-Identifier: MIT
-"""Call a rule's limit: build its context, validate its state and its results."""
+"""Ask a rule's limit how large norms may be, and its curve for the factors; and validate their answers."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree
 
 from uniclip._checks import real
 from uniclip._repr import short
-from uniclip.layout import Layout, Opened
+from uniclip.backends.arrays import broadcasts, refuse_shape
+from uniclip.backends.base import TRACED, cast
+from uniclip.curves import RejectAbove, hard, within
 from uniclip.limits import Constant, Context, NoState, PerGroup
-from uniclip.limits.base import Block
-from uniclip.processes import AllReduce, Column
-from uniclip.ruler import broadcasts
-from uniclip.scale import NUMBERS
-from uniclip.scopes import Path
+from uniclip.limits.base import Block, Vectorized
+from uniclip.measure import Measured
+from uniclip.plan import Plan
+from uniclip.tree import Opened
 
 if TYPE_CHECKING:
-    from uniclip.backends import Backend
     from uniclip.rules import Rule
 
-
-class Step(NamedTuple):
-    """The optional arguments of a step."""
-
-    params: Any = None
-    all_reduce: AllReduce | Any = None
-    loss: Any = None
-    norm: Any = None
-    """The norm, if it is given."""
-    in_place: bool = False
-    absent: frozenset[int] = frozenset()
-    """The ids of the leaves that stand for gradients that are absent here, but may be present in other processes."""
-    left_out: frozenset[Path] = frozenset()
-    """The paths of the leaves that a mask leaves out, in all processes."""
+NUMBERS = (float, int, np.float32, np.bool_)
+"""The types that are a limit by themselves (float64 is a float); longdouble is wider."""
 
 
-class Beside(NamedTuple):
-    """The inputs of a limit beside the norms of a step."""
-
-    params: Column | None = None
-    sizes: Column | None = None
-    loss: Any = None
-    elsewhere: Any = None
-    """The norms of groups that only other processes have."""
-
-
-class Asked(NamedTuple):
-    """The inputs of a call of a rule's limit."""
-
-    rule: Rule
-    given: Opened
-    layout: Layout
-    backend: Backend
-    """The backend of the norms: NumPy's where the host can read them at no cost, else the gradients' own."""
-    step: Step | None = None
-    """``None`` before the first step."""
-    beside: Beside = Beside()
-
-    def limits(self, norms: list[Any], state: Any) -> tuple[list[Any], Any, list[Any] | None]:
-        """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them.
-
-        The norms are NaN where they are not finite.
-        """
-        rule, limit = self.rule, self.rule.limit
-        if type(limit) is Constant:  # which needs no context
-            return [_checked(self.backend, self._constant(limit.value), n) for n in norms], state, None
-        absent_everywhere = not self.given.tree.leaves and self.step is not None and self.step.all_reduce is None
-        if limit.memory:
-            if absent_everywhere:  # a step without gradients changes no state
-                return [math.inf] * len(norms), state, None
-            _check_state(rule, self.layout, state)
-        states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
-        contexts = self.contexts(norms)
-        answers = [self._of_block(*pair) for pair in zip(contexts, states, strict=True)]
-        limits = [_checked(self.backend, one, n) for (one, _), n in zip(answers, norms, strict=True)]
-        thresholds = _thresholds(contexts, limits, norms)
-        if not limit.memory:
-            return limits, state, thresholds
-        new = _with_absent(self.backend, limit, [new for _, new in answers], states)
-        return limits, new[0] if len(new) == 1 else tuple(new), thresholds
-
-    def contexts(self, norms: list[Any]) -> list[Context]:
-        """Build the context of each block."""
-        needs = self.rule.limit.needs if self.step is not None else frozenset()
-        beside, nothing = self.beside, Column([None] * len(norms))
-        params, sizes = (nothing if one is None else one.mapped(self._in) for one in (beside.params, beside.sizes))
-        loss = None if beside.loss is None else self._in(beside.loss)
-        joined = self.step is not None and self.step.all_reduce is not None  # then norms are those of all processes
-        every = zip(norms, params.blocks, sizes.blocks, self.layout.blocks, strict=True)
-        blocks = [Block(n, own.labels, p, size, () if joined else own.absent) for n, p, size, own in every]
-        if beside.elsewhere is not None:
-            others = self._in(beside.elsewhere)
-            blocks.append(Block(others, [None] * others.shape[0], params.elsewhere, sizes.elsewhere))
-        return [Context(self.backend, blocks, number, needs, loss) for number in range(len(norms))]
-
-    def _of_block(self, context: Context, state: Any) -> tuple[Any, Any]:
-        """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
-        limit, rows = self.rule.limit, context.absent
-        if limit.memory and rows and all(rows):  # the shape of its norms is unknown
-            return math.inf, None
-        old = optree.tree_map(self._remembered, state)
-        limits, new = _answer(self.rule, limit(context.norms, old, context), context.norms)
-        if not limit.memory:
-            return limits, state
-        new = _restored(context.xp, limit, new, old, rows) if rows else new
-        return limits, optree.tree_map(self._back, new)
-
-    def _constant(self, value: Any) -> Any:
-        """Return the value of a constant limit, as a NumPy array where the norms are."""
-        own = self.given.backend
-        return own.viewed(own.xp.asarray(value)) if self.backend is not own and hasattr(value, "dtype") else value
-
-    def _in(self, array: Any) -> Any:
-        """Convert an array to the backend in which the step is computed."""
-        if self.backend is self.given.backend:
-            return self.given.own(array)
-        return array if isinstance(array, np.ndarray) else self.given.backend.viewed(array)
-
-    def _remembered(self, array: Any) -> Any:
-        """Convert an array of the state, and detach it."""
-        return self._in(array) if self.backend is not self.given.backend else self.backend.detached(array)
-
-    def _back(self, array: Any) -> Any:
-        """Convert an array of a new state to the gradients' framework, and detach it."""
-        return self.backend.detached(array) if self.backend is self.given.backend else self.given.own(np.asarray(array))
-
-
-def on_host(own: Backend, limit: Any) -> bool:
-    """Whether a limit can be computed in NumPy: none of its parameters is an array of the framework."""
-    if isinstance(limit, PerGroup):
-        return all(on_host(own, one) for _, one in limit.limits)
-    if type(limit) is Constant and hasattr(limit.value, "dtype"):
-        return own.viewed(own.xp.asarray(limit.value)) is not None
-    return bool(limit.host)
-
-
-def opened_params(rule: Rule, given: Opened, layout: Layout, step: Step) -> Opened:
-    """Open the parameters for a limit relative to them; refuse stored rows beside all rows."""
-    for number, axes in enumerate(layout.axes or ()):
-        if axes is not None and 0 not in axes and given.backend.sparse(given.tree.leaves[number]):
-            msg = (
-                f"{given.tree.place(number)} is sparse: {short(rule)} would compare the rows that it stores with all "
-                "rows of the parameter; make the gradient dense, or take a norm of whole leaves"
-            )
-            raise TypeError(msg)
-    if step.params is None:
-        msg = f"{short(rule)} compares gradients with their parameters: pass params="
-        raise ValueError(msg)
-    return given.matching(step.params, rule.scope, step.absent)
-
-
-def _answer(rule: Rule, answer: Any, norms: Any) -> tuple[Any, Any]:
-    """Validate the results of a limit; return its limits and state."""
-    if not (isinstance(answer, tuple) and len(answer) == 2):  # noqa: PLR2004
-        msg = f"{short(rule.limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
-        raise TypeError(msg)
-    limits, state = answer
-    if hasattr(limits, "dtype"):
-        return limits, state
-    wanted = f"a number or an array of real numbers that broadcasts against norms of shape {tuple(norms.shape)}"
-    return real(f"the limit of {short(rule.limit)}", limits, wanted), state
-
-
-def _thresholds(contexts: list[Context], limits: list[Any], norms: list[Any]) -> list[Any] | None:
-    """Return the thresholds of each block; a limit without any has its limits as thresholds."""
+def limits_of(
+    rule: Rule, plan: Plan, given: Opened, seen: list[Any], state: Any, found: Measured, max_norm: Any
+) -> tuple[list[Any], Any, list[Any] | None]:
+    """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
+    limit = rule.limit
+    if type(limit) is Constant or max_norm is not None:  # which needs no context
+        value = rule.number if max_norm is None else max_norm
+        return [_checked(plan, value, n) for n in seen], state, None
+    if limit.memory:
+        if not given.kinds.present and plan.join is None and not plan.owners:
+            return [math.inf] * len(seen), state, None  # a step without gradients changes no state
+        _check_state(rule, plan, state)
+    states = [state] if len(seen) == 1 else state if limit.memory else [state] * len(seen)
+    contexts = _contexts(rule, plan, seen, found)
+    answers = [_of_block(rule, plan, *some) for some in zip(contexts, states, strict=True)]
+    limits = [_checked(plan, one, n) for (one, _), n in zip(answers, seen, strict=True)]
     known = [context.threshold for context in contexts]
-    if all(one is None for one in known):
-        return None
-    for one, n in zip(known, norms, strict=True):
+    thresholds = None if all(one is None for one in known) else [
+        one if own is None else own for one, own in zip(limits, known, strict=True)
+    ]  # fmt: skip
+    for one, n in zip(known, seen, strict=True):
         if one is not None:
             refuse_shape("threshold", one, n)
-    return [limit if one is None else one for one, limit in zip(known, limits, strict=True)]
+    if not limit.memory:
+        return limits, state, thresholds
+    new = _with_absent(plan, limit, [new for _, new in answers], states)
+    return limits, new[0] if len(new) == 1 else tuple(new), thresholds
 
 
-def _checked(backend: Backend, value: Any, norms: Any) -> Any:
+def _contexts(rule: Rule, plan: Plan, seen: list[Any], found: Measured) -> list[Context]:
+    """Build the context of each block."""
+    nothing = [None] * len(seen)
+    columns = [nothing if some is None else plan.in_world(some) for some in (found.params, found.sizes, found.present)]
+    rows = [
+        Block(n, block.labels, p, size, block.absent if there is None else (), there)
+        for n, p, size, there, block in zip(seen, *columns, plan.blocks, strict=True)
+    ]
+    return [Context(plan.world, rows, number, rule.limit.needs, found.loss) for number in range(len(seen))]
+
+
+def _of_block(rule: Rule, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
+    """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
+    limit, rows = rule.limit, context.absent
+    if limit.memory and rows and all(rows):  # the shape of its norms is unknown
+        return math.inf, None
+    old = optree.tree_map(lambda a: plan.view(a if plan.host else plan.backend.detached(a)), state)
+    answer = limit(context.norms, old, context)
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        msg = f"{short(limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
+        raise TypeError(msg)
+    limits, new = answer
+    if not hasattr(limits, "dtype"):
+        wanted = (
+            f"a number or an array of real numbers that broadcasts against norms of shape {tuple(context.norms.shape)}"
+        )
+        limits = real(f"the limit of {short(limit)}", limits, wanted)
+    if not limit.memory:
+        return limits, state
+    gone = [np.asarray(rows)] if rows else [] if context.present is None else [context.xp.logical_not(context.present)]
+    new = _restored(plan, limit, new, old, gone[0]) if gone else new
+    return limits, optree.tree_map(lambda a: plan.own(np.asarray(a)) if plan.host else plan.backend.detached(a), new)
+
+
+def _restored(plan: Plan, limit: Any, new: Any, old: Any, absent: Any) -> Any:
+    """Return the new state with the old rows of groups whose gradients are all absent."""
+    xp = plan.xp
+    if isinstance(limit, PerGroup):
+        if isinstance(absent, np.ndarray):
+            return tuple(b if gone else a for a, b, gone in zip(new, old, absent.tolist(), strict=True))
+        each = [absent[row, ...] for row in range(absent.shape[0])]
+        return tuple(
+            optree.tree_map(lambda a, b, g=gone: xp.where(g, b, a), *pair)
+            for *pair, gone in zip(new, old, each, strict=True)
+        )
+    count = absent.shape[0]
+
+    def row_by_row(a: Any, b: Any) -> Any:
+        if not len(a.shape) or a.shape[0] != count:
+            if count == 1 and not isinstance(absent, np.ndarray):
+                return xp.where(xp.reshape(absent, ()), b, a)
+            return a
+        flags = xp.reshape(xp.asarray(absent), (count,) + (1,) * (len(a.shape) - 1))
+        return xp.where(plan.world.to_device_of(a, flags), b, a)
+
+    return optree.tree_map(row_by_row, new, old)
+
+
+def _with_absent(plan: Plan, limit: Any, new: list[Any], old: Sequence[Any]) -> list[Any]:
+    """Return the states of all blocks; a block whose gradients are all absent (``None``) keeps its rows.
+
+    Values shared by all rows, such as a count of steps, change as in the other blocks.
+    """
+    taken = [state for state in new if state is not None]
+    if len(taken) == len(new):
+        return new
+    if not taken or isinstance(limit, PerGroup):
+        return [b if a is None else a for a, b in zip(new, old, strict=True)]
+
+    def row_by_row(a: Any, b: Any) -> Any:
+        return a if len(a.shape) else plan.backend.to_device_of(a, b)
+
+    return [optree.tree_map(row_by_row, b, taken[0]) if a is None else a for a, b in zip(new, old, strict=True)]
+
+
+def _check_state(rule: Rule, plan: Plan, state: Any) -> None:
+    """Validate a state: it must be of this rule, and for this number of norms."""
+    limit, blocks = rule.limit, plan.blocks
+    known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
+    parts = [state] if len(blocks) == 1 else state
+    count = isinstance(parts, (list, tuple)) and len(parts) == len(blocks)
+    kind = isinstance(limit, PerGroup) or (count and all(hasattr(part, "_fields") for part in parts))
+    if state is None or isinstance(state, NoState) or (known and not kind):
+        msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
+        raise TypeError(msg)
+    for part, block in zip(parts, blocks, strict=True) if known else ():
+        rows = [len(part)] if isinstance(limit, PerGroup) else [array.shape[0] for array in part if len(array.shape)]
+        if rows and rows[0] != len(block.groups):
+            msg = (
+                f"the state of {short(rule)} is for {rows[0]} norms, but there are {len(block.groups)}: it was made "
+                "for other gradients"
+            )
+            raise ValueError(msg)
+
+
+def _checked(plan: Plan, value: Any, norms: Any) -> Any:
     """Clamp limits to the range of the norms' dtype; refuse negative ones, NaN and wrong shapes."""
-    xp, top = backend.xp, float(backend.xp.finfo(norms.dtype).max)
+    xp, backend, top = plan.xp, plan.world, plan.most
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
         value = min(value, top)  # in the other order NaN would become top
     else:
+        if plan.host and not isinstance(value, (np.ndarray, np.generic)):
+            value = plan.backend.viewed(plan.backend.xp.asarray(value))
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
         # Negative limits are refused where they can be read; in compiled code they must not be -∞.
@@ -199,61 +176,69 @@ def _checked(backend: Backend, value: Any, norms: Any) -> Any:
     return value
 
 
-def refuse_shape(name: str, array: Any, norms: Any) -> None:
-    """Refuse limits, or a given norm, whose shape does not fit the norms."""
-    if len(array.shape) and not broadcasts(array.shape, norms.shape):
-        shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
-        msg = f"a {name} of shape {shapes}; give one number"
-        raise ValueError(msg)
+def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, fine: Any, constant: Any) -> Any:
+    """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
 
-
-def _check_state(rule: Rule, layout: Layout, state: Any) -> None:
-    """Validate a state: it must be of this rule, and for this number of norms."""
-    limit = rule.limit
-    known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
-    parts = [state] if len(layout.blocks) == 1 else state
-    count = isinstance(parts, (list, tuple)) and len(parts) == len(layout.blocks)
-    kind = isinstance(limit, PerGroup) or (count and all(hasattr(part, "_fields") for part in parts))
-    if state is None or isinstance(state, NoState) or (known and not kind):
-        msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
-        raise TypeError(msg)
-    for part, block in zip(parts, layout.blocks, strict=True) if known else ():
-        own = isinstance(limit, PerGroup)
-        rows = [len(part)] if own else [array.shape[0] for array in part if len(array.shape)]
-        if rows and rows[0] != len(block.groups):
-            msg = (
-                f"the state of {short(rule)} is for {rows[0]} norms, but there are {len(block.groups)}: it was made "
-                "for other gradients"
-            )
-            raise ValueError(msg)
-
-
-def _with_absent(backend: Backend, limit: Any, new: list[Any], old: Sequence[Any]) -> list[Any]:
-    """Return the states of all blocks; a block whose gradients are all absent (``None``) keeps its rows.
-
-    Values shared by all rows, such as a count of steps, change as in the other blocks.
+    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0, and NaN where a norm
+    is not finite. A limit equal to the largest number of the norms' dtype limits nothing; a constant ∞ leaves even NaN
+    alone.
     """
-    taken = [state for state in new if state is not None]
-    if len(taken) == len(new):
-        return new
-    if not taken or isinstance(limit, PerGroup):
-        return [b if a is None else a for a, b in zip(new, old, strict=True)]
+    xp, world, top = plan.xp, plan.world, plan.most
+    bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
+    if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:  # to compilers no symbol is ∞
+        return _policy(rule, plan, norms, xp.ones_like(norms), fine)
+    unlimited: Any = None
+    if isinstance(limits, NUMBERS):
+        unlimited = None if bounded else bool(limits >= top)
+        limits = xp.asarray(limits, dtype=norms.dtype)
+    else:
+        limits = cast(xp, world.to_device_of(norms, limits), norms.dtype)
+        unlimited = None if within(rule.curve) else limits >= top
+        if rule.curve is not hard:  # which turns NaN into NaN itself
+            fault = fault + (limits - limits)
+        own = isinstance(rule.limit, Vectorized) and constant is None and plan.mode != TRACED
+        if not (own and rule.limit.host):  # whose limits are 0 or more; a compiler does not see `host`
+            # 0, or NaN for what is refused where it can be read.
+            fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
+    if unlimited is True:
+        factors = xp.ones_like(norms)
+    else:
+        factors = xp.asarray(_asked(rule.curve, xp, norms, limits), dtype=norms.dtype)
+        factors = factors if within(rule.curve) else xp.where(factors > plan.top, plan.top, factors)
+    if not (unlimited is None or isinstance(unlimited, bool)):
+        factors = xp.where(unlimited, xp.ones_like(factors), factors)
+    factors = factors + fault
+    if constant is not None and not isinstance(constant, NUMBERS) and not bounded:
+        value = xp.asarray(plan.view(constant) if plan.host else constant)
+        if xp.isdtype(value.dtype, "real floating"):
+            factors = xp.where(world.to_device_of(norms, xp.isinf(value)), xp.ones_like(factors), factors)
+    return _policy(rule, plan, norms, factors, fine)
 
-    def row_by_row(a: Any, b: Any) -> Any:
-        return a if len(a.shape) else backend.to_device_of(a, b)
 
-    return [optree.tree_map(row_by_row, b, taken[0]) if a is None else a for a, b in zip(new, old, strict=True)]
+def _policy(rule: Rule, plan: Plan, norms: Any, factors: Any, fine: Any) -> Any:
+    """Return the factors, 0 where the policy drops gradients."""
+    if rule.nonfinite not in {"skip", "zero"}:
+        return factors
+    xp = plan.xp
+    kept = plan.world.to_device_of(norms, fine) if rule.nonfinite == "skip" else xp.isfinite(norms)
+    return xp.where(kept, factors, xp.zeros_like(factors))
 
 
-def _restored(xp: Any, limit: Any, new: Any, old: Any, absent: Sequence[bool]) -> Any:
-    """Return the new state with the old rows of groups whose gradients are all absent."""
-    if isinstance(limit, PerGroup):
-        return tuple(b if gone else a for a, b, gone in zip(new, old, absent, strict=True))
+def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
+    """Call a curve, and validate its factors."""
+    factors = curve(xp, norms, limits)
+    if isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape)):
+        return factors
+    wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
+    msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
+    raise TypeError(msg)
 
-    def row_by_row(a: Any, b: Any) -> Any:
-        if not len(a.shape) or a.shape[0] != len(absent):
-            return a
-        flags = xp.reshape(xp.asarray(absent), (len(absent),) + (1,) * (len(a.shape) - 1))
-        return xp.where(flags, b, a)
 
-    return optree.tree_map(row_by_row, new, old)
+def first_state(rule: Rule, given: Opened, plan: Plan) -> Any:
+    """Return the state before the first step."""
+    rows = [
+        Block(n, block.labels, absent=block.absent) for n, block in zip(plan.zeros(given), plan.blocks, strict=True)
+    ]
+    contexts = [Context(plan.backend, rows, number) for number in range(len(rows))]
+    states = [rule.limit.init(context.norms, context) for context in contexts]
+    return states[0] if len(states) == 1 else tuple(states)

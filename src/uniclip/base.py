@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What every rule has, and how rules of rules pass flattened gradients from one to the next."""
+"""What every rule has."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, Protocol
 from uniclip._checks import flag
 from uniclip._repr import Printed
 from uniclip._types import Number, T
-from uniclip.ask import Step
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.tree import closed
+from uniclip.step import Step
 
 
 class RuleLike(Protocol):
@@ -39,10 +38,10 @@ class RuleLike(Protocol):
 
 
 class BaseRule(Printed):
-    """A rule that also takes and returns gradients that are flattened, so that a chain flattens them once."""
+    """A rule of uniclip, which takes a step with validated arguments."""
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
-        """Do as `update`, for gradients that may be flattened, and are or may be afterwards."""
+        """Do as `update`."""
         raise NotImplementedError
 
     def update(
@@ -83,14 +82,4 @@ class BaseRule(Printed):
             As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
         """
         step = Step(params, joining(all_reduce, shared), loss, in_place=flag("in_place", in_place))
-        clipped, state, report = self._run(grads, state, step)
-        return closed(clipped), state, report
-
-
-def run(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
-    """Run a rule, of any class, on gradients that may be flattened, and may be afterwards."""
-    if getattr(type(rule), "update", None) is BaseRule.update:
-        return rule._run(grads, state, step)  # type: ignore[no-any-return]  # noqa: SLF001 - of a class above
-    return rule.update(  # type: ignore[no-any-return]
-        closed(grads), state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss
-    )
+        return self._run(grads, state, step)

@@ -11,14 +11,13 @@ from uniclip._checks import check
 from uniclip._repr import short
 from uniclip._types import Number, T
 from uniclip._values import to_lists
-from uniclip.absent import unknown
 from uniclip.backends import backend_of
-from uniclip.labels import Leaves, agree, joined, labelled, leaves_of
+from uniclip.labels import Flat, Leaves, agree, joined, labelled, leaves_of
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
 from uniclip.rules import AnyRule, as_rule
 from uniclip.saved import Saved, from_saved, restored, to_saved
-from uniclip.tree import Tree, closed, flatten
+from uniclip.tree import flatten, place
 
 _ANEW = "start over with load_state_dict({})"
 
@@ -34,10 +33,6 @@ class _Last(NamedTuple):
     """The structure of the gradients that they were read from."""
     loaded: Saved | None = None
     """The loaded state, until the first step."""
-
-
-class _Holder:
-    """The identity of a clipper, for processes that compare theirs."""
 
 
 class Clipper:
@@ -81,7 +76,6 @@ class Clipper:
     def __init__(self, rule: AnyRule) -> None:
         self.rule = as_rule(rule)
         self._last = _Last()
-        self._holder = _Holder()
 
     def __repr__(self) -> str:
         """Return source text."""
@@ -130,7 +124,7 @@ class Clipper:
         ValueError, FloatingPointError
             As `uniclip.clip`; and if a loaded state belongs to another rule or to other gradients.
         """
-        return self._step(grads, params, joining(all_reduce, shared, self._holder), loss, in_place=False)[0]
+        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=False)[0]
 
     def clip_(
         self,
@@ -142,16 +136,16 @@ class Clipper:
         shared: Shared | None = None,
     ) -> Report:
         """Clip the gradients of a step in place, as `uniclip.clip_` does, and return the report."""
-        return self._step(grads, params, joining(all_reduce, shared, self._holder), loss, in_place=True)[1]
+        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=True)[1]
 
     def init(self, grads: Any) -> None:
         """Make the state before the first step, from gradients or from parameters of the same shapes.
 
         Parameters that have no gradient in the first step need it in rules with a norm for each row or entry.
         """
-        tree = flatten(grads)
-        leaves = leaves_of(self.rule, tree)
-        self._last = _Last(self._first(tree, leaves), leaves=leaves)
+        flat = flatten(grads)
+        leaves = leaves_of(self.rule, flat)
+        self._last = _Last(self._first(flat, leaves), leaves=leaves)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory of the rule as plain numbers and lists, for any file format and framework.
@@ -201,35 +195,39 @@ class Clipper:
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""
-        self.rule, self._last, self._holder = held["rule"], _Last(), _Holder()
+        self.rule, self._last = held["rule"], _Last()
         self.load_state_dict(held["saved"])
 
-    def _first(self, tree: Tree, leaves: Leaves) -> Any:
-        new, loaded = self.rule.init(closed(tree)), self._last.loaded
-        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW, tree)
+    def _first(self, flat: Flat, leaves: Leaves) -> Any:
+        new, loaded = self.rule.init(flat[1].unflatten(flat[0])), self._last.loaded
+        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW, flat)
 
     def _step(self, grads: T, params: Any, all_reduce: Any, loss: Number | None, *, in_place: bool) -> tuple[T, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
         if state is None or labelled(self.rule):
-            tree = flatten(grads)
-            grads = tree.rebuild(tree.leaves)  # an iterator can be read once
-            if not tree.leaves and self.rule.memory and all_reduce is None:
+            flat = flatten(grads)
+            grads = flat[1].unflatten(flat[0])  # an iterator can be read once
+            nothing = all([leaf is None for leaf in flat[0]])
+            if nothing and self.rule.memory and all_reduce is None:
                 report = Report()  # nothing to learn, and no framework known
                 self._last = self._last._replace(report=report)
                 return grads, report
             if all_reduce is not None and params is not None:  # then there is a norm for every parameter
-                tree = flatten(params, "params")
-            elif state is None and not tree.leaves and self.rule.memory:
-                absent = flatten(grads, none_is_leaf=True)
-                raise ValueError(unknown(absent, range(len(absent.leaves))))
-            if leaves is None or spec is None or spec != tree.spec:
-                here, loaded = leaves_of(self.rule, tree), self._last.loaded
-                state = self._first(tree, here) if state is None else state
+                flat = flatten(params, "params")
+            elif state is None and nothing and self.rule.memory:
+                raise ValueError(_unknown(flat))
+            if leaves is None or spec is None or spec != flat[1]:
+                here, loaded = leaves_of(self.rule, flat), self._last.loaded
+                state = self._first(flat, here) if state is None else state
                 known = leaves
-                if loaded is not None and loaded.leaves is not None and agree(loaded.leaves, here, tree):
+                if loaded is not None and loaded.leaves is not None and agree(loaded.leaves, here, flat):
                     known = loaded.leaves  # which may name some that have no gradient here
-                leaves, spec = here if known is None else joined(self.rule, known, here, tree), tree.spec
-            state = self._first(tree, leaves) if state is None else state
+                leaves, spec = here if known is None else joined(self.rule, known, here, flat), flat[1]
+            elif None in [
+                label for part in leaves for label in part or ()
+            ]:  # a gradient may be there for the first time
+                leaves = joined(self.rule, leaves, leaves_of(self.rule, flat), flat)
+            state = self._first(flat, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
         clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
         self._refuse_traced(state)
@@ -248,3 +246,11 @@ class Clipper:
 def _traced(array: Any) -> bool:
     backend = backend_of(array)
     return backend is not None and backend.traced(array)
+
+
+def _unknown(flat: Flat) -> str:
+    which = f"{place('grads', flat[1].paths()[0])} is None" if flat[0] else "there are no gradients"
+    return (
+        f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "
+        "params=, the parameters of this process, which say of what framework, dtype and shape it would be"
+    )

@@ -10,22 +10,19 @@ from itertools import islice
 from operator import and_, mul, or_
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 
 from uniclip._checks import check
 from uniclip._repr import holds_arrays
-from uniclip.absent import unknown
-from uniclip.ask import Step
 from uniclip.backends import DEFAULT, Backend, backend_of
-from uniclip.base import BaseRule, RuleLike, run
-from uniclip.layout import opened
+from uniclip.base import BaseRule, RuleLike
 from uniclip.limits import NoState
 from uniclip.report import FIELDS, LOGGED, SHARE, Late, Made, Report, apart, register
 from uniclip.rules import AnyRule, as_rule
-from uniclip.scale import NUMBERS
-from uniclip.scopes import Path, all_leaves
-from uniclip.step import kept
-from uniclip.tree import Tree, closed, flatten
+from uniclip.scopes import Path
+from uniclip.step import Step, state_where
+from uniclip.tree import backend_for, flatten
 
 
 def chain(*rules: AnyRule) -> Chain:
@@ -117,7 +114,7 @@ class Chain(BaseRule):
         reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
             skipped = _skipped(reports)
-            grads, after, report = run(rule, grads, old, step)
+            grads, after, report = _taken(rule, grads, old, step)
             new.append(after if skipped is None else _where(skipped, old, after))  # its zeros must not enter a state
             reports.append(report)
         report = _joined(reports)
@@ -148,56 +145,40 @@ class Masked(BaseRule):
 
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
-        tree = flatten(grads)
-        chosen = self.chosen(tree)
-        if chosen:
-            return self.rule.init(closed(tree.some(chosen)))
-        places = tree.with_none()  # those that are chosen may be absent
-        chosen = self.chosen(places)
-        state: Any = self.rule.init(closed(places.some(chosen))) if chosen else NoState()
-        return optree.tree_map(opened(tree).own, state) if tree.leaves else state
+        leaves, spec = flatten(grads)
+        some, first = self.chosen(leaves, spec), next((leaf for leaf in leaves if leaf is not None), None)
+        state = self.rule.init(spec.unflatten(some))
+        if first is None or any([leaf is not None for leaf in some]):
+            return state
+        backend = backend_for(leaves, "params", spec)  # those that are chosen are absent
+        return optree.tree_map(lambda a: backend.from_host(np.asarray(a), backend.device(first)), state)
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
-        tree = flatten(grads)
-        if step.all_reduce is None:
-            chosen = self.chosen(tree)
-            if not chosen:
-                return tree, state, Report()
-            some = tree.some(chosen)
-        else:
-            some, chosen, step = self._taking_part(tree.with_none(), step)
-        clipped, state, report = run(self.rule, some, state, step)
+        leaves, spec = flatten(grads)
+        some = self.chosen(leaves, spec)
+        if all([leaf is None for leaf in some]) and step.all_reduce is None:
+            return spec.unflatten(leaves), state, Report()
+        clipped, state, report = _taken(self.rule, spec.unflatten(some), state, step)
         report = report.without_skip()  # the other leaves are not skipped
-        if step.in_place:
-            return tree, state, report
-        leaves = list(tree.leaves)
-        for number, leaf in zip(chosen, flatten(clipped).leaves, strict=True):
-            leaves[number] = leaf
-        return tree.with_leaves(leaves), state, report
+        if not step.in_place:
+            leaves = [
+                leaf if old is None else new for leaf, old, new in zip(leaves, some, flatten(clipped)[0], strict=True)
+            ]
+        return spec.unflatten(leaves), state, report
 
-    def chosen(self, tree: Tree) -> list[int]:
-        """Return the numbers of the leaves that are chosen."""
-        pairs = zip(tree.paths(), tree.leaves, strict=True)
-        return [number for number, pair in enumerate(pairs) if _truth(self.where(*pair))]
+    def chosen(self, leaves: list[Any], spec: Any) -> list[Any]:
+        """Return the leaves that are chosen, with ``None`` in the places of the others."""
+        paths = spec.paths()
+        return [
+            leaf if leaf is not None and _truth(self.where(path, leaf)) else None
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
 
-    def _taking_part(self, tree: Tree, step: Step) -> tuple[Any, list[int], Step]:
-        """Do as `chosen`, where ``None`` may be a gradient that other processes have."""
-        paths, theirs = tree.paths(), flatten(step.params, "params")
-        known = dict(zip(theirs.paths(), theirs.leaves, strict=True))
-        known |= {path: leaf for path, leaf in zip(paths, tree.leaves, strict=True) if leaf is not None}
-        asked = [number for number, path in enumerate(paths) if path not in step.left_out]
-        gaps = [number for number in asked if paths[number] not in known] if step.params is None else []
-        if gaps and getattr(self.rule, "scope", None) != all_leaves:
-            raise ValueError(unknown(tree, gaps))
-        pairs = {number: (paths[number], known[paths[number]]) for number in asked if paths[number] in known}
-        chosen = {*gaps, *(number for number, pair in pairs.items() if _truth(self.where(*pair)))}
-        present = [number for number, leaf in enumerate(tree.leaves) if leaf is not None]
-        left_out = step.left_out.union(path for number, path in enumerate(paths) if number not in chosen)
-        params = None if step.params is None else closed(theirs.some(self.chosen(theirs)))
-        some = closed(tree.some(sorted(chosen)))
-        numbers = [number for number, whole in enumerate(present) if whole in chosen]
-        return some, numbers, step._replace(params=params, left_out=left_out)
+
+def _taken(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    """Take a step by a rule of any class."""
+    return rule.update(grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss)
 
 
 def _truth(answer: Any) -> bool:
@@ -207,10 +188,8 @@ def _truth(answer: Any) -> bool:
 
 def _where(flag: Any, yes: Any, no: Any) -> Any:
     """Return the first state where a flag is true, else the second."""
-    if isinstance(flag, NUMBERS):  # a step without gradients has a Python bool
-        return yes if flag else no
     arrays = optree.tree_leaves(no)
-    return kept(backend_of(arrays[0]) or DEFAULT, flag, yes, no) if arrays else yes
+    return state_where(backend_of(arrays[0]) or DEFAULT, flag, yes, no) if arrays else yes
 
 
 def _skipped(reports: list[Report]) -> Any:

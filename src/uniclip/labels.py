@@ -11,13 +11,15 @@ import numpy as np
 
 from uniclip._repr import short, stable
 from uniclip.combine import Chain, Masked
-from uniclip.layout import label_of
 from uniclip.limits import PerGroup
 from uniclip.norms import Norm
+from uniclip.plan import label_of, named_by
 from uniclip.rules import Rule
 from uniclip.scopes import FanIn, Path, Scope, everything
-from uniclip.tree import Tree, place
+from uniclip.tree import place
 
+Flat: TypeAlias = tuple[list[Any], Any]
+"""The leaves of a tree, ``None`` for absent ones, and its structure."""
 Leaves: TypeAlias = list[list[str | None] | None]
 """For each rule with memory, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
 
@@ -51,23 +53,23 @@ def labelled(rule: Any) -> bool:
     return isinstance(rule, Rule) and rule.memory and rule.scope.label is not everything
 
 
-def leaves_of(rule: Any, tree: Tree) -> Leaves:
-    """Return the leaves or groups of each rule with memory, in the order of its norms."""
+def leaves_of(rule: Any, flat: Flat) -> Leaves:
+    """Return the leaves or groups of each rule with memory, in the order of its norms; ``flat`` is a flattened tree."""
     if not rule.memory:
         return []
     if isinstance(rule, Chain):
-        return [part for one in rule.rules for part in leaves_of(one, tree)]
+        return [part for one in rule.rules for part in leaves_of(one, flat)]
     if isinstance(rule, Masked):
-        return leaves_of(rule.rule, tree.some(rule.chosen(tree)))
+        return leaves_of(rule.rule, (rule.chosen(*flat), flat[1]))
     if not labelled(rule):
         return [None]
-    whole = tree.with_none()
-    both = zip(whole.paths(), whole.leaves, strict=True)
+    leaves, spec = flat
+    both = zip(spec.paths(), leaves, strict=True)
     if rule.scope.label is None:
         return [[None if leaf is None else _name(path) for path, leaf in both]]
-    groups: dict[str, bool] = {}
+    groups: dict[str, bool] = {stable(repr(label)): False for label in named_by(rule)}
     for path, leaf in both:
-        label = stable(repr(label_of(rule.scope.label, path, leaf, place(tree.name, path))))
+        label = stable(repr(label_of(rule.scope.label, path, leaf, place("grads", path))))
         groups[label] = groups.get(label, False) or leaf is not None
     return [[label if there else None for label, there in sorted(groups.items())]]
 
@@ -88,7 +90,7 @@ def labels_of(leaves: Leaves | None) -> list[str]:
     return [label for part in leaves or () for label in part or () if label is not None]
 
 
-def agree(known: Leaves, here: Leaves, tree: Tree | None = None) -> bool:
+def agree(known: Leaves, here: Leaves, flat: Flat | None = None) -> bool:
     """Whether the leaves or groups are in the same places, as far as they are named.
 
     A leaf or group without a gradient has no name here; a leaf that had a name needs a place in the tree.
@@ -97,13 +99,13 @@ def agree(known: Leaves, here: Leaves, tree: Tree | None = None) -> bool:
         return False
     pairs = [pair for a, b in zip(known, here, strict=True) for pair in zip(a or (), b or (), strict=True)]
     absent = {a for a, b in pairs if a is not None and b is None and _is_leaf(a)}
-    paths = [] if tree is None or not absent else tree.with_none().paths()
+    paths = [] if flat is None or not absent else flat[1].paths()
     return absent.issubset(map(_name, paths)) and all(a == b for a, b in pairs if None not in {a, b})
 
 
-def joined(rule: Any, known: Leaves, here: Leaves, tree: Tree) -> Leaves:
+def joined(rule: Any, known: Leaves, here: Leaves, flat: Flat) -> Leaves:
     """Return the names of all leaves that had a gradient in a step; refuse a tree of other leaves or groups."""
-    if agree(known, here, tree):
+    if agree(known, here, flat):
         parts = zip(known, here, strict=True)
         return [a and [one or other for one, other in zip(a, b or (), strict=True)] for a, b in parts]
     others = sorted(set(labels_of(known)) ^ set(labels_of(here)))

@@ -1,361 +1,249 @@
 # SPDX-License-Identifier: MIT
-"""Compute norms from the sums of rulers: accurate, and safe from overflow and underflow.
-
-Norms come as one array for each block of the layout: of NumPy where the host can read them at no cost, else of the
-gradients' own framework.
-"""
+"""Measure what a step needs: norms, accurate and safe from overflow and underflow, joined over processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from uniclip.backends.arrays import all_of, cast, stacked, together
+from uniclip._repr import short
+from uniclip.backends.arrays import refuse_shape
+from uniclip.backends.base import HOST, OWN, TRACED, Stored, finite_or_zero
 from uniclip.backends.processes import Op
-from uniclip.layout import Block, Layout
-from uniclip.norms import Linf, Norm
-from uniclip.processes import Column, Joint
-from uniclip.ruler import Rows, Ruler
+from uniclip.norms import Norm
+from uniclip.plan import Plan
+from uniclip.processes import Loss, packed
+from uniclip.tree import Opened
 
 if TYPE_CHECKING:
-    from uniclip.backends import Backend
+    from uniclip.rules import Rule
 
-_SINGLE, _DOUBLE = (1e-24, 3.4028234663852886e38), (4.5e-277, 1.7976931348623157e308)
-"""Between smallest normal number / eps² and the largest number a sum of squares is accurate."""
-_SINGLE_UNITS = (2.0**80, 2.0**-120, 2.0**-60, 2.0**-100)
-_DOUBLE_UNITS = (2.0**600, 2.0**-1000, 2.0**-460, 2.0**-900)
-"""The unit after an overflow; a sum of squares, the unit above it and the unit below it. In these units no square
-overflows or underflows; the smaller one is not used where the square of its reciprocal, a second derivative, would."""
+_EXACT_POWER = 6
+"""The largest power of float32 numbers that float64 holds."""
+_FITS = (4.5e-277, 1.7976931348623157e308)
+"""Between smallest normal number / eps² and the largest number a sum of squares in float64 is accurate;"""
+_FITS_SINGLE = (1e-24, 3.4028234663852886e38)
+"""the same for float32, where there is no float64."""
 
 
-_MANY_PROCESSES = 2.0**24
-"""More processes than reduce one sum."""
+class Step(NamedTuple):
+    """The optional arguments of a step."""
+
+    params: Any = None
+    all_reduce: Any = None
+    loss: Any = None
+    norm: Any = None
+    """The norm, if it is given."""
+    in_place: bool = False
 
 
 class Measured(NamedTuple):
-    """The measurements of a step, reduced over all processes."""
+    """The measurements of a step, joined over processes: an array for each block."""
 
-    norms: list[Column]
-    """The norms of each ruler, in float32 or wider."""
-    sizes: Column | None
-    """The number of entries of each norm of the first ruler, at least 1, in the dtype of the norm."""
-    scalars: list[Any]
-    """The sums of the scalars."""
+    norms: list[Any]
+    params: list[Any] | None = None
+    sizes: list[Any] | None = None
+    present: list[Any] | None = None
+    """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
+    loss: Any = None
+    sound: Any = None
+    """Whether all entries are finite, where that was looked at."""
 
 
-def measure(rulers: list[Ruler], *, sizes: bool = False, scalars: Sequence[Any] = ()) -> Measured:
-    """Return the norms of trees, sizes and scalars, with as few reductions over processes as possible.
+def norms_of(
+    plan: Plan, trees: list[Opened], norm: Norm, scalars: list[Any], more: list[Any]
+) -> tuple[list[list[Any]], list[Any]]:
+    """Return the norms of each tree by block, before they are divided by sizes; and what stands beside, joined.
 
-    ``Σx²`` is first summed as it is. Only where that is not accurate (it overflows, or small squares underflow) is it
-    summed again in units of a power of two, which reads the gradients once more. For a power p other than 2 it is
-    summed in units of nearly the largest modulus, since the rounding of 1/p costs precision when the sum is far from 1.
+    This is the only place that knows of range and of processes. Sums of entries up to float32 are float64; others that
+    may have overflowed or underflowed are made again in units of the largest modulus of each norm. ``scalars`` are
+    joined over all processes, ``more`` over those of ``all_reduce``.
     """
-    if rulers[0].joint is None and all([_of_entries(ruler.layout) for ruler in rulers]):
-        rulers = [ruler._replace(norm=Norm(math.inf, ruler.norm.size_power)) for ruler in rulers]
-    norm, backend = rulers[0].norm, rulers[0].backend
-    some = rulers if norm.size_power else rulers[:1] if sizes else []
-    counts = [[[share] for share in ruler.sizes()] for ruler in some]
-    way = _by_units if norm.has_powers else _by_totals
-    if norm.ord == 2 and not backend.debug_infs():  # noqa: PLR2004
-        way = _by_squares
-    columns, scalars = way(rulers, counts, scalars)
-    norms, counted = columns[: len(rulers)], columns[len(rulers) :]
-    counted = [_counted(*pair) for pair in zip(some, counted, strict=True)]
-    norms = [column.filled(together(backend, column.arrays)) for column in norms]
-    if norm.size_power:
-        norms = [_divided(backend, *pair, norm.size_power) for pair in zip(norms, counted, strict=True)]
-    return Measured(norms, counted[0] if counted else None, list(scalars))
+    p = math.inf if plan.entries else norm.ord
+    backend, join, here = plan.backend, plan.join, len(trees) * len(plan.blocks)
+    modes = [plan.mode] + [plan.mode if plan.mode in {HOST, TRACED} else OWN for _ in trees[1:]]
+    joined: list[Any] = []
 
+    def rows(p: float, units: list[Any] | None = None) -> list[Any]:
+        op: Op = "max" if p == math.inf else "sum"
+        beside, rest = (scalars, more) if op == "sum" and not joined else ([], [])
+        found = [*plan.rows(trees, modes, p, units, beside), *rest]
+        found = found if join is None else packed(plan, found, op, join)
+        joined.extend(found[here:])
+        return found[:here]
 
-def _of_entries(layout: Layout) -> bool:
-    """Whether each norm covers a single entry, and is its modulus whatever the order."""
-    single = layout.axes is not None and all([axes == () for axes in layout.axes])
-    return single and all([len(group) == 1 for group in layout.groups])
+    def roots(totals: list[Any]) -> list[Any]:
+        return [plan.rounded(_root(plan, norm, total)) for total in totals]
 
+    def in_units() -> list[Any]:
+        units = [_unit(plan, top) for top in rows(math.inf)]
+        return [plan.rounded(u * _root(plan, norm, s)) for u, s in zip(units, rows(p, units), strict=True)]
 
-def _counted(ruler: Ruler, sizes: Column) -> Column:
-    """Return numbers of entries, at least 1, in the dtype of the norms."""
-
-    def at_least_one(count: Any) -> Any:
-        return (np if isinstance(count, np.ndarray) else ruler.backend.xp).where(count > 0, count, 1.0)
-
-    return _typed(ruler, sizes).mapped(at_least_one)
-
-
-def _divided(backend: Backend, norms: Column, sizes: Column, power: float) -> Column:
-    """Return norms divided by a power of their sizes."""
-    both = together(backend, [*norms.arrays, *[s**power for s in sizes.arrays]])
-    count = len(norms.arrays)
-    return norms.filled([n / s for n, s in zip(both[:count], both[count:], strict=True)])
-
-
-def _rounded_down(xp: Any, array: Any) -> Any:
-    """Return positive numbers rounded down to 20 bits, through integers, which have no derivatives.
-
-    The norm does not depend on its unit, so its derivative must not either.
-    """
-
-    def whole(x: Any) -> Any:
-        return xp.astype(xp.astype(xp.floor(x), xp.int32), array.dtype)
-
-    power = 2 ** whole(xp.log2(array))
-    # A compiler that divides the power first would overflow; the 1 prevents that.
-    return power * (1 + whole((array / power - 1) * 2**20) / 2**20)
-
-
-Answer: TypeAlias = tuple[list[Column], Sequence[Any]]
-"""Columns of norms, then of sizes, and sums of scalars."""
-How: TypeAlias = Callable[[int, int], Callable[[Ruler, Block, Rows], Any]]
-"""A function that measures a block of a ruler, given the numbers of both."""
-
-
-def _joined(rulers: list[Ruler], how: How, op: Op, counts: Any = (), scalars: Sequence[Any] = ()) -> Answer:
-    """Measure all blocks of all rulers, and reduce them, sizes and scalars over the processes."""
-    return _over_processes(rulers[0].joint, [*_here(rulers, how, op), *counts], op, scalars)
-
-
-def _here(rulers: list[Ruler], how: How, op: Op) -> list[Any]:
-    """Measure all blocks of all rulers in this process."""
-    return [
-        [ruler.shares(block, how(n, b), op) for b, block in enumerate(ruler.layout.blocks)]
-        for n, ruler in enumerate(rulers)
-    ]
-
-
-def _over_processes(joint: Joint | None, columns: Any, op: Op, scalars: Sequence[Any]) -> Answer:
-    if joint is None:
-        return [Column([shares[0].array for shares in column]) for column in columns], scalars
-    return joint.columns(columns, op, scalars)
-
-
-def _by_totals(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answer:
-    """Return the norms of order 1 or ∞."""
-
-    def how(*_: int) -> Any:
-        return lambda ruler, block, _: ruler.totals(block)
-
-    if rulers[0].norm.op == "sum":
-        columns, sums = _joined(rulers, how, "sum", counts, scalars)
-        sizes = columns[len(rulers) :]
+    low = plan.low and plan.double and all([tree.kinds.low and tree.kinds.double for tree in trees])
+    if p in {1, math.inf}:
+        found = [plan.rounded(total) for total in rows(p)]
+    elif low and p <= _EXACT_POWER:
+        found = roots(rows(p))
+    elif p != 2 or backend.debug_infs():
+        found = in_units()
     else:
-        columns, _ = _joined(rulers, how, "max")
-        sizes, sums = _over_processes(rulers[0].joint, counts, "sum", scalars) if counts or scalars else ([], ())
-    return [*map(_typed, rulers, columns), *sizes], sums
+        totals = rows(2)
+        least, most = _FITS if plan.double else _FITS_SINGLE
+        zero = 0.0 if plan.reads else -1.0  # where the host reads, the sum of zeros alone is 0
+        fits = [((t > least) | (t == zero)) & (t <= most) for t in totals]
+        ok = all([bool(one.all()) for one in fits]) if plan.reads else plan.all([backend.xp.all(one) for one in fits])
+        found = plan.cond(ok, lambda: roots(totals), in_units)
+    if not joined and (scalars or more):
+        joined = [*plan.rows([], [], 1, None, scalars), *more]
+        joined = joined if join is None else packed(plan, joined, "sum", join)
+    count = len(plan.blocks)
+    return [found[number * count : (number + 1) * count] for number in range(len(trees))], joined
 
 
-def _by_units(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answer:
-    """Return the norms, measured in units of the largest modulus (nearly)."""
-    backend = rulers[0].backend
-    tops, _ = _joined(rulers, lambda *_: lambda ruler, block, _: ruler.totals(block, Linf, gather=True), "max")
-    tops = [_typed(ruler, column.mapped(ruler.given.own)) for ruler, column in zip(rulers, tops, strict=True)]
-    units = [column.mapped(lambda top: backend.barrier(_unit(backend.xp, top))) for column in tops]
-    columns, sums = _joined(rulers, partial(_in_units, units), "sum", counts, scalars)
-    norms = [_times_root(*some) for some in zip(rulers, units, columns, strict=False)]
-    return [*norms, *columns[len(rulers) :]], sums
+def _root(plan: Plan, norm: Norm, total: Any) -> Any:
+    """Return the root of sums, with derivatives where they are wanted."""
+    if _on_host(total):
+        return np.sqrt(total) if norm.ord == 2 else total ** (1 / norm.ord)
+    if plan.mode == OWN and norm.ord == 2:
+        return plan.backend.xp.sqrt(total)
+    return norm.root(plan.backend.xp, total)
 
 
-def _in_units(units: list[Column], number: int, place: int) -> Any:
-    """Return the function that measures a block in units."""
-    unit = units[number].blocks[place]
+def _on_host(array: Any) -> bool:
+    return isinstance(array, (np.ndarray, np.generic))
 
-    def total(ruler: Ruler, block: Block, rows: Rows) -> Any:
-        own = unit if rows is None else stacked(ruler.backend, [unit[row, ...] for row in rows])
-        return ruler.totals(block, units=own, gather=True)
 
+def _unit(plan: Plan, top: Any) -> Any:
+    """Return the unit in which a norm is measured, given the largest modulus: detached, as no norm depends on it."""
+    xp = np if isinstance(top, (np.ndarray, np.generic)) else plan.backend.xp
+    # It stays where its reciprocal is a normal number too; that of zeros is 1, or their second derivative overflows.
+    low, high = (2.3e-308, 4e307) if plan.double else (1.2e-38, 8e37)
+    unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
+    return unit if xp is np else plan.backend.detached(unit)
+
+
+def measured(rule: Rule, given: Opened, plan: Plan, step: Step, theirs: Opened | None) -> Measured:
+    """Measure what a step needs, joined over processes."""
+    if plan.mode == HOST and plan.join is None:
+        return _measured(rule, given, plan, step, theirs)
+    with plan.backend.double():
+        return _measured(rule, given, plan, step, theirs)
+
+
+def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, theirs: Opened | None) -> Measured:
+    needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
+    losses = "loss" in needs and not isinstance(step.loss, Loss) and (join is not None or bool(plan.owners))
+    looks = rule.nonfinite == "zero" and not plan.reads
+    sized, presence = "sizes" in needs or bool(power), join is not None and (rule.memory or not plan.single)
+    scalars = _as_sums(plan, step.loss) if losses else []
+    scalars += [_unsound(plan, given)] if looks else []
+    more = plan.sizes(given) if sized else []
+    if presence:
+        more = [*more, *[np.asarray([float(bool(group)) for group in block.groups]) for block in plan.blocks]]
+    trees = [given] if theirs is None else [given, theirs]
+    known = step.norm is not None
+    if known and theirs is None and not scalars and join is None:
+        found: list[list[Any]] = [[]]
+        joined = more
+    else:
+        found, joined = norms_of(plan, trees, rule.norm, scalars, more)
+    left = iter(joined)
+    loss = _loss(plan, step.loss, [next(left), next(left)] if losses else None) if "loss" in needs else None
+    sound = next(left) < 1 if looks else None
+    counts, by = plan.counts([next(left) for _ in plan.blocks], power) if sized else (None, [])
+    present = [there > 0 for there in left] if presence else None
+    if power:
+        found = [[n / d for n, d in zip(norms, by, strict=False)] for norms in found]
+    norms = _known(given, plan, step) if known else found[0]
+    return Measured(norms, found[1] if theirs is not None else None, counts, present, loss, sound)
+
+
+def _unsound(plan: Plan, given: Opened) -> Any:
+    """Return how many arrays have entries that are not finite."""
+    xp = plan.backend.xp
+    dtype = xp.float64 if plan.double else xp.float32
+    flags = [xp.astype(xp.logical_not(xp.all(xp.isfinite(given.arrays[n]))), dtype) for n in given.kinds.present]
+    total = plan.own(np.zeros(())) if not flags else flags[0]
+    for flag in flags[1:]:
+        total = total + plan.backend.to_device_of(total, flag)
     return total
 
 
-def _times_root(ruler: Ruler, unit: Column, column: Column) -> Column:
-    """Return the norms from totals in units."""
-    norm, xp = ruler.norm, ruler.backend.xp
-    totals = _typed(ruler, column.mapped(ruler.given.own)).arrays
-    both = zip(unit.arrays, totals, strict=True)
-    return column.filled([u * norm.root(xp, ruler.backend.to_device_of(u, total)) for u, total in both])
+def _as_sums(plan: Plan, loss: Any) -> list[Any]:
+    """Return the loss of this process and its count, to be summed over all processes: 0 and 0 without a loss."""
+    if loss is None:
+        return [np.zeros(()), np.zeros(())]
+    xp = plan.backend.xp
+    own = plan.backend.detached(xp.astype(xp.asarray(loss), xp.float32))
+    return [xp.reshape(own, ()), np.ones(())]
 
 
-def _rescaled(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
-    """Return the Euclidean norms whose sums of squares may have overflowed or underflowed.
-
-    The sums determine the power of two in which each norm is measured again, so that the largest entry is not needed,
-    which would take one more reading and one more reduction over processes.
-    """
-    xp = rulers[0].backend.xp
-    first = [_typed(ruler, column.mapped(ruler.given.own)) for ruler, column in zip(rulers, totals, strict=True)]
-
-    def unit(total: Any) -> Any:
-        single = total.dtype == xp.float32
-        (low, high), (huge, bound, small, tiny) = (_SINGLE, _SINGLE_UNITS) if single else (_DOUBLE, _DOUBLE_UNITS)
-        below = xp.where(total >= bound, small, xp.asarray(tiny, dtype=total.dtype))
-        return xp.where(total > high, huge, xp.where(total >= low, 1.0, below))
-
-    units = [column.mapped(unit) for column in first]
-    columns, _ = _joined(rulers, partial(_in_units, units), "sum")
-    found = [_times_root(*some) for some in zip(rulers, units, columns, strict=True)]
-    # Zeros have no second derivative, and in such units it would overflow.
-    return [column.mapped(lambda norm: xp.where(xp.equal(norm, 0.0), 0.0, norm)) for column in found]
-
-
-def _unit(xp: Any, top: Any) -> Any:
-    """Return the units in which norms are measured, given the largest modulus of each."""
-    # The unit stays where its reciprocal is a normal number too; that of zeros is 1, or their second
-    # derivative would overflow.
-    normal = (1.2e-38, 8e37) if top.dtype == xp.float32 else (2.3e-308, 4e307)
-    low, high = (xp.asarray(bound, dtype=top.dtype) for bound in normal)
-    return _rounded_down(xp, xp.where(top > 0, xp.clip(top, low, high), 1.0))
+def _loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
+    """Return the loss of a step in the norms' world, the mean of all processes; ``None`` if there is none."""
+    xp, own = plan.backend.xp, loss is not None
+    if sums is not None:
+        total, count = (plan.own(one) for one in sums)
+        if own:
+            loss = total / count
+        elif plan.backend.readable(count):
+            loss = total / count if bool(count > 0) else None
+        else:  # -∞, which is no spike, and is not kept
+            some = count > 0
+            loss = total / xp.where(some, count, xp.ones_like(count)) + xp.log(xp.astype(some, count.dtype))
+    elif isinstance(loss, Loss):
+        loss = loss()
+    if loss is None:
+        return None
+    loss = plan.backend.detached(xp.astype(xp.asarray(loss), xp.float32))
+    view = plan.view(loss)
+    return np.asarray(float(loss), np.float32) if view is None else view
 
 
-def _typed(ruler: Ruler, column: Column) -> Column:
-    """Return norms in their dtypes, those of other processes' groups in the first of them."""
-    dtypes = [block.dtype for block in ruler.layout.blocks]
-    dtypes += dtypes[:1] or [ruler.backend.xp.float32]
-    return column.filled([_as(ruler, array, dtype) for array, dtype in zip(column.arrays, dtypes, strict=False)])
+def _known(given: Opened, plan: Plan, step: Step) -> list[Any]:
+    """Return a given norm as measuring would return it; refuse an invalid one."""
+    backend, norms = given.backend, []
+    for zero in plan.zeros(given):
+        norm = backend.xp.asarray(step.norm, dtype=zero.dtype)
+        refuse_shape("norm", norm, zero)
+        if backend.readable(norm) and bool(backend.xp.any(norm < 0)):  # NaN is a norm that was measured
+            msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
+            raise ValueError(msg)
+        norms.append(zero + norm)
+    views = [plan.view(norm) for norm in norms]
+    return norms if any(view is None for view in views) else views
 
 
-def _as(ruler: Ruler, array: Any, dtype: Any) -> Any:
-    if isinstance(array, np.ndarray):
-        return array.astype(_host_dtype(ruler, dtype), copy=False)
-    return cast(ruler.backend.xp, array, dtype)
+def cleaned(
+    rule: Rule, given: Opened, plan: Plan, step: Step, theirs: Opened | None, found: Measured, norms: list[Any]
+) -> tuple[Opened, list[Any], Any]:
+    """Return gradients with 0 for entries that are not finite, their norms, and whether there was none of them."""
+    if plan.reads:  # read twice only in a step in which it happens
+        sound = all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms])
+        if sound:
+            return given, norms, plan.flag(True)  # noqa: FBT003
+        given = _zeroed(given, plan)
+        norms = plan.in_world(measured(rule, given, plan, step, theirs).norms)
+        return given, norms, plan.flag(False)  # noqa: FBT003
+    given = _zeroed(given, plan)
+    again = measured(rule, given, plan, step._replace(loss=None), None) if step.norm is None else found
+    return given, plan.in_world(again.norms), found.sound
 
 
-def _by_squares(rulers: list[Ruler], counts: Any, scalars: Sequence[Any]) -> Answer:
-    """Return the Euclidean norms, by plain sums of squares where these are accurate."""
-    backend, joint = rulers[0].backend, rulers[0].joint
-    along, outside = [ruler.along() for ruler in rulers], []
+def _zeroed(given: Opened, plan: Plan) -> Opened:
+    xp, arrays, ways = plan.backend.xp, list(given.arrays), dict(given.ways)
+    for number in given.kinds.present:
+        arrays[number] = finite_or_zero(xp, given.arrays[number])
+        way = ways.get(number)
+        if given.in_place and (way is None or way.view):
+            target = given.arrays[number]
 
-    def how(number: int, _: int) -> Any:
-        def total(ruler: Ruler, block: Block, _: Rows) -> Any:
-            found = together(backend, [ruler.squares(block, along[number])])[0]
-            if joint is None:
-                return found
-            wide, left = _in_range_here(ruler, block, found)
-            outside.extend(left)
-            return wide
+            def back(new: Any, target: Any = target, leaf: Any = given.leaves[number]) -> Any:
+                plan.backend.in_place.write(target, lambda _, x: x, new)
+                return leaf
 
-        return total
-
-    columns, lost = [*_here(rulers, how, "sum"), *counts], False
-    first = rulers[0].given.first
-    read = first is None or backend.readable(first)
-    if joint is None or not read:
-        totals, sums = _over_processes(joint, columns, "sum", scalars)
-    else:
-        totals, (*sums, flag) = joint.columns(columns, "sum", [*scalars, np.asarray(len(outside), np.float32)])
-        lost = float(flag) > 0
-    sizes, totals = totals[len(rulers) :], totals[: len(rulers)]
-    if lost:
-        return [*_rescaled(rulers, totals), *sizes], sums
-    totals = [column.filled(together(backend, column.arrays)) for column in totals]
-    host = all([isinstance(total, np.ndarray) for column in totals for total in column.arrays])
-    if host and (joint is None or read):
-        norms = _on_host(rulers, totals)
-        if norms is not None:
-            return [*norms, *sizes], sums
-    return [*_off_host(rulers, totals), *sizes], sums
-
-
-def _in_range_here(ruler: Ruler, block: Block, totals: Any) -> tuple[Any, list[int]]:
-    """Return sums of squares in the dtype in which processes reduce them, and the rows that are out of its range.
-
-    So all processes reduce once, whatever each of them holds.
-    """
-    backend, xp = ruler.backend, ruler.backend.xp
-    wide = backend.processes.reduction_dtype(block.dtype, ruler.given.first)
-    safe = totals.dtype != (_host_dtype(ruler, block.dtype) if isinstance(totals, np.ndarray) else block.dtype)
-    if not isinstance(totals, np.ndarray):
-        return (totals if safe or wide == block.dtype else ruler.totals(block._replace(dtype=wide))), []
-    if safe:
-        return totals, []
-    left, fine = [], in_range(totals, totals.dtype == np.float32)
-    if wide == block.dtype:  # the sum over all processes must be in range, too
-        fine &= totals <= (_SINGLE if totals.dtype == np.float32 else _DOUBLE)[1] / _MANY_PROCESSES
-    totals = totals if fine.all() else totals.astype(_host_dtype(ruler, wide))
-    for row in np.flatnonzero(~fine.reshape(len(totals), -1).all(1)).tolist():
-        numbers = ruler.layout.groups[block.groups[row]]
-        one = block._replace(groups=block.groups[row : row + 1], dtype=wide)
-        if numbers and wide != block.dtype:
-            totals[row] = np.asarray(backend.viewed(ruler.given.own(ruler.totals(one))))[0]
-        elif numbers and bool(xp.any(ruler.totals(one, Linf) > 0)):  # else they are zeros
-            left.append(row)
-    return totals, left
-
-
-def _on_host(rulers: list[Ruler], totals: list[Column]) -> list[Column] | None:
-    """Return the norms from sums of squares that can be read; rows out of range are measured again.
-
-    It is ``None`` if those cannot be read.
-    """
-    found = []
-    for ruler, column in zip(rulers, totals, strict=True):
-        if ruler.joint is not None:  # whose sums are in range
-            found.append(_typed(ruler, column.mapped(np.sqrt)))
-            continue
-        blocks = [_rooted(ruler, *pair) for pair in zip(ruler.layout.blocks, column.blocks, strict=True)]
-        if any([block is None for block in blocks]):
-            return None
-        found.append(Column(blocks))
-    return found
-
-
-def _rooted(ruler: Ruler, block: Block, totals: Any) -> Any:
-    fine = in_range(totals, totals.dtype == np.float32)
-    norms = np.sqrt(totals).astype(_host_dtype(ruler, block.dtype), copy=False)
-    if fine.all():
-        return norms
-    for row in np.flatnonzero(~fine.reshape(len(block.groups), -1).all(1)).tolist():
-        alone = block._replace(groups=block.groups[row : row + 1])
-        one = ruler._replace(layout=ruler.layout._replace(blocks=(alone,)))
-        (again,) = _rescaled([one], [Column([totals[row : row + 1]])])
-        view = ruler.backend.viewed(again.blocks[0])
-        if view is None:
-            return None
-        norms[row] = view[0]
-    return norms
-
-
-def _off_host(rulers: list[Ruler], totals: list[Column]) -> list[Column]:
-    """Return the norms from sums of squares that cannot be read."""
-    backend, xp, norm = rulers[0].backend, rulers[0].backend.xp, rulers[0].norm
-    totals = [column.mapped(ruler.given.own) for ruler, column in zip(rulers, totals, strict=True)]
-    every = [total for column in totals for total in column.arrays]
-    dtypes = [
-        array.dtype for ruler, column in zip(rulers, totals, strict=True) for array in _typed(ruler, column).arrays
-    ]
-    wide = [total.dtype != dtype for total, dtype in zip(every, dtypes, strict=True)]
-
-    def usual() -> list[Any]:
-        # Sums in a wider dtype from a fast path have no derivative where there are values.
-        plain = [one and not backend.traced(total) for total, one in zip(every, wide, strict=True)]
-        roots = [xp.sqrt(t) if one else norm.root(xp, t) for t, one in zip(every, plain, strict=True)]
-        return [cast(xp, root, dtype) for root, dtype in zip(roots, dtypes, strict=True)]
-
-    def rare() -> list[Any]:
-        short = backend.static_shapes or not backend.traced(rulers[0].given.first)
-        columns = _rescaled(rulers, totals) if short else _by_units(rulers, (), ())[0]
-        return [array for column in columns for array in column.arrays]
-
-    if all(wide):  # no square can overflow or underflow
-        found = usual()
-    else:
-        accurate = all_of(backend, [xp.all(in_range(total, total.dtype == xp.float32)) for total in every])
-        if backend.readable(accurate):
-            found = usual() if bool(accurate) else rare()
-        else:
-            found = backend.cond(accurate, usual, rare)
-    left = iter(found)
-    return [column.filled([next(left) for _ in column.arrays]) for column in totals]
-
-
-def _host_dtype(ruler: Ruler, dtype: Any) -> Any:
-    """Return NumPy's dtype of norms that the host can read."""
-    xp = ruler.backend.xp
-    return np.float32 if dtype == xp.float32 else np.float64 if dtype == xp.float64 else dtype
-
-
-def in_range(total: Any, single: bool) -> Any:  # noqa: FBT001
-    """Whether a sum of squares surely had neither overflow nor underflow (false for NaN)."""
-    smallest, largest = _SINGLE if single else _DOUBLE
-    return (total > smallest) & (total <= largest)
+            way = Stored(target, back)
+        if way is not None:
+            ways[number] = way._replace(view=False)
+    return given._replace(arrays=arrays, ways=ways)

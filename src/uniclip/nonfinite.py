@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from uniclip.backends.arrays import all_of
-from uniclip.layout import Opened
-
 if TYPE_CHECKING:
-    from uniclip.backends import Backend
+    from uniclip.plan import Plan
+    from uniclip.tree import Opened
 
 NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
 
@@ -22,20 +20,9 @@ class NonFiniteError(FloatingPointError, RuntimeError):
     """What ``nonfinite="raise"`` raises: a floating-point error, and the `RuntimeError` of PyTorch's own functions."""
 
 
-def all_finite(given: Opened) -> Any:
-    """Whether every entry here is finite."""
-    return all_of(given.backend, [_finite(given, array) for array in given.arrays])
-
-
-def _finite(given: Opened, array: Any) -> Any:
-    backend, xp = given.backend, given.backend.xp
-    pieces = backend.pieces(array)
-    return all_of(backend, [xp.all(xp.isfinite(piece)) for piece in ([array] if pieces is None else pieces)])
-
-
-def refuse(given: Opened, backend: Backend, finite: Any) -> None:
+def refuse(given: Opened, plan: Plan, finite: Any) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
-    if backend.traced(finite):
+    if plan.world.traced(finite):
         msg = (
             "nonfinite='raise' has to look at the norm, and code that is being compiled or transformed has no values "
             "to look at: use 'propagate', 'skip' or 'zero' there, and look at report.finite outside"
@@ -46,7 +33,8 @@ def refuse(given: Opened, backend: Backend, finite: Any) -> None:
 
 
 def _explained(given: Opened) -> str:
-    bad = [given.tree.place(number) for number, array in enumerate(given.arrays) if not bool(_finite(given, array))]
+    xp = given.backend.xp
+    bad = [given.place(number) for number in given.kinds.present if not bool(xp.all(xp.isfinite(given.arrays[number])))]
     if bad:
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
         return f"NaN or ∞ in {', '.join(bad[:_NAMED])}{more}"

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from uniclip._checks import number, settle
 from uniclip._repr import Printed, short
-
-if TYPE_CHECKING:
-    from uniclip.backends import Backend
 
 __all__ = ["L1", "L2", "MEAN", "RMS", "Linf", "Norm"]
 
@@ -56,55 +53,11 @@ class Norm(Printed):
             msg = f"size_power must be finite, got {self.size_power}"
             raise ValueError(msg)
 
-    @property
-    def op(self) -> Literal["sum", "max"]:
-        """How the totals of two parts are reduced, across leaves and across devices."""
-        return "max" if self.ord == math.inf else "sum"
-
-    @property
-    def has_powers(self) -> bool:
-        """Whether ``|x|ᵖ`` can overflow or underflow although the norm does not."""
-        return 1 < self.ord < math.inf
-
-    def total(self, backend: Backend, x: Any, axes: tuple[int, ...] | None) -> Any:
-        """Return ``Σ|x|ᵖ`` (the largest ``|x|`` for p = ∞) over ``axes``."""
-        xp = backend.xp
-        if self.ord == 2:  # noqa: PLR2004 - without an absolute value, whose derivative at 0 is undefined
-            return backend.sum(_square(xp, x), axes)
-        if self.ord == math.inf:
-            return _largest(xp, x, axes)
-        return backend.sum(_power(xp, xp.abs(x), self.ord), axes)
-
     def root(self, xp: Any, total: Any) -> Any:
         """Return ``total^(1/p)``, with derivative 0 where the total is 0."""
-        if not self.has_powers:
-            return total
         positive = total > 0
         safe = xp.where(positive, total, 1.0)
-        return xp.where(positive, xp.sqrt(safe) if self.ord == 2 else safe ** (1 / self.ord), total)  # noqa: PLR2004
-
-
-def _largest(xp: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
-    """Return the largest ``|x|`` over ``axes``, 0 over no entries."""
-    if axes == ():
-        return xp.abs(x)
-    if getattr(x.shape, "rank", 0) is not None and 0 in x.shape:  # a shape of unknown rank cannot be searched
-        return xp.sum(xp.abs(x), axis=axes)
-    top = xp.max(xp.abs(x), axis=axes)
-    return xp.where(top < 0, 0.0, top)  # -∞: a shape known only at run time was empty
-
-
-def _square(xp: Any, x: Any) -> Any:
-    return xp.real(x) ** 2 + xp.imag(x) ** 2 if xp.isdtype(x.dtype, "complex floating") else x * x
-
-
-def _power(xp: Any, size: Any, p: float) -> Any:
-    if p == 1:
-        return size
-    if p > 2:  # noqa: PLR2004
-        return size**p
-    zero = xp.equal(size, 0.0)  # where the second derivative of the power is infinite
-    return xp.where(zero, size, xp.where(zero, 1.0, size) ** p)
+        return xp.where(positive, xp.sqrt(safe) if self.ord == 2 else safe ** (1 / self.ord), total)
 
 
 L1 = Norm(1)

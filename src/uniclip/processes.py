@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: MIT
-"""Reduce measurements over processes: one reduction for each mesh and operation, whatever the rule.
+"""Join the rows of several processes: one packet for each owner of distributed arrays, and one for ``all_reduce``.
 
-A process holds parts of leaves, or some of the leaves. Sums and maxima of a step are reduced in one vector each; of a
-copy that n processes hold, each contributes 1/n.
+Only sums in float64 are joined, so that nothing overflows; of a copy that n processes hold, each contributes 1/n.
+What differs between processes is a number in the packet, or agreed on at the first step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from uniclip._checks import check
-from uniclip._repr import short
-from uniclip.backends.arrays import cast, stacked
-from uniclip.backends.processes import Op, Part, Reduce
-from uniclip.layout import Opened
+from uniclip._repr import holds_arrays, short, stable
+from uniclip.backends.base import TRACED, cast
+from uniclip.backends.processes import Op, Reduce
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+    from uniclip.plan import Plan
+
+_KEPT = 64
+"""How many joins a rule remembers."""
+_BYTES = 8
+"""The length of a digest."""
 
 
 class Group(Protocol):
@@ -42,8 +47,8 @@ class Mesh(Protocol):
 
 AllReduce: TypeAlias = Reduce | Group | Mesh | str | tuple[str, ...]
 """How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
-Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool]
-"""Whether a leaf, given its path and itself, is a copy held beside parts."""
+Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
+"""How many processes hold a leaf, given its path and itself; true for all of them."""
 
 
 class Joining(NamedTuple):
@@ -51,19 +56,17 @@ class Joining(NamedTuple):
 
     all_reduce: AllReduce
     shared: Shared | None = None
-    holder: Any = None
-    """The object that goes from step to step with one rule, each of which compares once."""
 
 
-def joining(all_reduce: Any, shared: Shared | None, holder: Any = None) -> Any:
+def joining(all_reduce: Any, shared: Shared | None) -> Any:
     """Combine both; a rule of rules passes on what is already combined."""
     if shared is None:
-        return all_reduce if holder is None or all_reduce is None else Joining(all_reduce, None, holder)
+        return all_reduce
     check("shared", shared, callable(shared), "a function of (path, leaf)")
     if all_reduce is None:
         msg = "shared says which leaves are copies beside parts, and nothing joins parts: give all_reduce, too"
         raise ValueError(msg)
-    return Joining(all_reduce, shared, holder)
+    return Joining(all_reduce, shared)
 
 
 def of(all_reduce: Any) -> Any:
@@ -71,159 +74,147 @@ def of(all_reduce: Any) -> Any:
     return all_reduce.all_reduce if isinstance(all_reduce, Joining) else all_reduce
 
 
-def along_names(all_reduce: Any) -> bool:
-    """Whether values are reduced along named axes that include all axes along which they vary."""
-    return isinstance(of(all_reduce), (str, tuple))
+class Join:
+    """How the processes of an ``all_reduce`` join the rows of a rule; Python values only, as traces read them."""
+
+    __slots__ = ("all_reduce", "checked", "low", "shared", "size")
+
+    def __init__(self, all_reduce: Any, shared: Shared | None) -> None:
+        self.all_reduce, self.shared = all_reduce, shared
+        self.checked = False
+        """Whether the processes have compared their rules and rows."""
+        self.low = True
+        """Whether no process has float64 gradients."""
+        self.size = 0
+        """How many processes there are; 0 if unknown."""
+
+    @property
+    def named(self) -> bool:
+        """Whether named axes are joined."""
+        return isinstance(self.all_reduce, (str, tuple))
+
+    def reduce(self, backend: Backend, array: Any, op: Op) -> Any:
+        """Reduce an array over the processes."""
+        return reducer_of(backend, self.all_reduce)(array, op)
 
 
-class Rows(NamedTuple):
-    """The places of this process's rows among those of all processes, which hold different leaves."""
+def join_of(joins: dict[Any, Join], all_reduce: Any, *, traced: bool) -> Join | None:
+    """Return the join of a rule that remembers some; ``None`` without ``all_reduce``."""
+    if all_reduce is None:
+        return None
+    said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
+    if traced:
+        return Join(*said)
+    if said not in joins:
+        while len(joins) >= _KEPT:
+            joins.pop(next(iter(joins)))
+        joins[said] = Join(*said)
+    return joins[said]
 
-    inverse: np.ndarray[Any, Any]
-    """For each row of all: its number here, or the number of rows here."""
-    places: np.ndarray[Any, Any]
-    """For each row here: its number among all."""
-    rest: np.ndarray[Any, Any]
-    """The numbers of all other rows."""
 
+def compare(join: Join, rule: Any, plan: Plan) -> None:
+    """Compare the rules and the rows of all processes, once: one sum, from which all come to the same conclusion.
 
-class Column(NamedTuple):
-    """One value for each norm."""
-
-    blocks: list[Any]
-    """An array for each block, of shape ``(k, *kept)``, one row for each group."""
-    elsewhere: Any = None
-    """The values of groups that only other processes have, of shape ``(n,)``; ``None`` if there are none."""
-
-    def mapped(self, function: Callable[[Any], Any]) -> Column:
-        """Return a function of each array."""
-        return Column(
-            list(map(function, self.blocks)), self.elsewhere if self.elsewhere is None else function(self.elsewhere)
+    Raises
+    ------
+    ValueError
+        In every process, if they differ.
+    """
+    rows: Any = 1 if plan.single else plan.names
+    words = _digest(f"{stable(repr(rule))} {join.shared is not None} {rows}")
+    with plan.backend.double():
+        [found] = packed(plan, [np.asarray([1.0, not plan.kinds.low, *words, *[w * w for w in words]])], "sum", join)
+    values = np.asarray(plan.backend.to_host([found])[0] if not isinstance(found, np.ndarray) else found, np.float64)
+    count, wide, sums, squares = values[0], values[1], values[2 : 2 + _BYTES], values[2 + _BYTES :]
+    if not np.allclose(count * squares, sums**2, rtol=1e-6 if values.dtype != np.float64 else 1e-12):
+        msg = (
+            f"the processes that all_reduce joins use different rules or have different leaves or groups, and this one "
+            f"{short(rule)}: use one rule in all of them, on the same tree, with None for what is absent; leaves that "
+            "are whole in their process need no all_reduce, and groups with a limit for each name "
+            "(uc.by_group_norm) may be empty in some"
         )
-
-    @property
-    def arrays(self) -> list[Any]:
-        """All arrays."""
-        return self.blocks if self.elsewhere is None else [*self.blocks, self.elsewhere]
-
-    def filled(self, arrays: Sequence[Any]) -> Column:
-        """Return a column with other arrays."""
-        count = len(self.blocks)
-        return Column(list(arrays[:count]), arrays[count] if len(arrays) > count else None)
+        raise ValueError(msg)
+    join.size, join.low, join.checked = round(float(count)), bool(wide == 0), True
 
 
-class Share(NamedTuple):
-    """The contribution of this process to rows of a block."""
+def _digest(text: str) -> list[float]:
+    from hashlib import blake2b  # noqa: PLC0415 - it loads a library that most runs do not need
 
-    array: Any
-    """Of shape ``(rows, *kept)``."""
-    rows: Sequence[int] | None = None
-    """The numbers of the rows; ``None`` for all of the block."""
-    part: Part | None = None
-    """A part whose owner's processes contribute too; ``None`` if they do not."""
+    return [float(byte) for byte in blake2b(text.encode(), digest_size=_BYTES).digest()]
 
 
-class Joint(NamedTuple):
-    """How values of several processes are reduced to one."""
-
-    given: Opened
-    reduce: Reduce | None = None
-    """Reduces the parts of the tree, after the meshes of distributed arrays."""
-    rows: Rows | None = None
-    """``None`` if all processes have the same rows."""
-    copies: Sequence[int] | None = None
-    """How many processes of ``reduce`` hold each leaf; ``None`` if each is held once."""
-
-    @property
-    def backend(self) -> Backend:
-        """The backend of the arrays."""
-        return self.given.backend
-
-    def columns(
-        self, columns: list[list[list[Share]]], op: Op, scalars: Sequence[Any] = ()
-    ) -> tuple[list[Column], list[Any]]:
-        """Return reduced columns, each given as a list of shares for each block, and reduced scalars."""
-        columns, scalars = self._over_meshes(columns, op, list(scalars))
-        rows = [[self._rows(shares, op) for shares in column] for column in columns]
-        if self.reduce is None:
-            return [Column(blocks) for blocks in rows], scalars
-        packets = [blocks if self.rows is None else self._among_all(blocks) for blocks in rows]
-        arrays = [array for packet in packets for array in packet]
-        joined = iter(reduced(self.given, [*arrays, *scalars], op, self.reduce))
-        found = [[next(joined) for _ in packet] for packet in packets]
-        if self.rows is None:
-            return list(map(Column, found)), list(joined)
-        return [self._own(*pair) for pair in zip(found, rows, strict=True)], list(joined)
-
-    def _over_meshes(self, columns: Any, op: Op, scalars: list[Any]) -> tuple[Any, list[Any]]:
-        """Return columns and scalars reduced by the owners of the shares, one reduction for each."""
-        columns = [[list(shares) for shares in column] for column in columns]
-        owned: dict[Any, tuple[Part, list[tuple[list[Share], int]]]] = {
-            part.owner: (part, []) for part in self.given.parts or () if part
-        }
-        for column in columns:
-            for shares in column:
-                for number, share in enumerate(shares):
-                    if share.part is not None:
-                        owned.setdefault(share.part.owner, (share.part, []))[1].append((shares, number))
-        joins = _covering([part for part, _ in owned.values()]) if scalars else []
-        for part, places in owned.values():
-            arrays, with_scalars = [shares[number].array for shares, number in places], part in joins
-            if not arrays and not with_scalars:
-                continue
-            joined = reduced(self.given, [*arrays, *(scalars if with_scalars else ())], op, part.reduce)
-            scalars = joined[len(arrays) :] if with_scalars else scalars
-            for (shares, number), array in zip(places, joined, strict=False):
-                shares[number] = shares[number]._replace(array=array)
-        return columns, scalars
-
-    def _rows(self, shares: list[Share], op: Op) -> Any:
-        """Return the rows of a block, each of which has at least one share."""
-        if len(shares) == 1:
-            return shares[0].array
-        by_row: dict[int, list[Any]] = {}
-        host = all([isinstance(share.array, np.ndarray) for share in shares])
-        for share in shares:
-            array = share.array if host else self.given.own(share.array)
-            for place, row in enumerate(share.rows or range(array.shape[0])):
-                by_row.setdefault(row, []).append(array[place, ...])
-        xp = np if host else self.backend.xp
-        rows = [_of(xp, by_row[row], op) for row in range(len(by_row))]
-        return np.stack(rows) if host else stacked(self.backend, rows)
-
-    def _among_all(self, blocks: list[Any]) -> list[Any]:
-        """Return rows in the order of all processes, with 0 for those that only others have."""
-        rows, host = self._different, all([isinstance(block, np.ndarray) for block in blocks])
-        xp = np if host else self.backend.xp
-        vectors = blocks if host else list(map(self.given.own, blocks))
-        zero = xp.zeros_like(vectors[0][:1]) if vectors else np.zeros(1, np.float32)
-        return [xp.take(xp.concat([*vectors, zero], axis=0), xp.asarray(rows.inverse), axis=0)]
-
-    def _own(self, joined: list[Any], blocks: list[Any]) -> Column:
-        """Return the rows here, and those of groups that only other processes have."""
-        every, rows = joined[0], self._different
-        xp = np if isinstance(every, np.ndarray) else self.backend.xp
-        here, start, new = xp.take(every, xp.asarray(rows.places), axis=0), 0, []
-        for block in blocks:
-            new.append(here[start : start + block.shape[0]])
-            start += block.shape[0]
-        return Column(new, xp.take(every, xp.asarray(rows.rest), axis=0) if len(rows.rest) else None)
-
-    @property
-    def _different(self) -> Rows:
-        if self.rows is None:
-            msg = "all processes have the same rows"
-            raise AssertionError(msg)
-        return self.rows
+def copies_of(plan: Plan, given: Any, join: Join) -> list[int] | None:
+    """Return how many processes hold each leaf, ``None`` if each is held once."""
+    backend = plan.backend
+    answers = (
+        [] if join.shared is None else [join.shared(*pair) for pair in zip(given.paths(), given.leaves, strict=True)]
+    )
+    for answer in answers:
+        check(
+            "what shared(path, leaf) returns", answer, not holds_arrays(answer), "True, False, or a number of processes"
+        )
+    present = given.kinds.present
+    arrays = [given.arrays[number] for number in present]
+    marked = None if join.shared is None else [bool(answers[number]) for number in present]
+    found = backend.processes.copies(arrays, join.all_reduce, marked, lambda n: given.place(present[n]))
+    if found is not None:
+        known = dict(zip(present, found, strict=True))
+        return [known.get(number, 1) for number in range(len(given.leaves))]
+    if not any(answers):
+        return None
+    if plan.mode == TRACED and any(answer is True or isinstance(answer, np.bool_) for answer in answers):
+        msg = (
+            "shared marks copies, and in code that is compiled it is not known how many processes hold one: join "
+            "along named axes, or run the step before it is compiled"
+        )
+        raise TypeError(msg)
+    return [join.size if isinstance(one, (bool, np.bool_)) and one else max(1, int(one)) for one in answers]
 
 
-def _covering(parts: list[Part]) -> list[Part]:
-    """Return as few of the parts as have owners that cover all processes of all of them."""
-    chosen: list[Part] = []
-    for part in sorted(parts, key=lambda one: -len(one.processes())):
-        if not any([part.processes() <= one.processes() for one in chosen]):
-            chosen.append(part)
-    return chosen
+def packed(plan: Plan, arrays: list[Any], op: Op, join: Any) -> list[Any]:
+    """Return arrays reduced over processes, as one vector in float64; NaN stays NaN in a maximum.
+
+    NumPy arrays stay NumPy arrays in the mode in which the host reads them.
+    """
+    backend = plan.backend
+    if not arrays:
+        return []
+    xp = backend.xp
+    own = [plan.own(np.asarray(a) if isinstance(a, (float, np.generic)) else a) for a in arrays]
+    dtype = xp.float64 if plan.double else xp.float32
+    if plan.mode == TRACED and backend.apart():  # XLA makes one reduction of many
+        return [_reduced(plan, cast(xp, array, dtype), op, join) for array in own]
+    flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
+    vector = _reduced(plan, xp.concat(flat, axis=0), op, join)
+    ends = np.cumsum([math.prod(array.shape) for array in own]).tolist()
+    found = [
+        xp.reshape(vector[end - math.prod(array.shape) : end], tuple(array.shape))
+        for array, end in zip(own, ends, strict=True)
+    ]
+    if plan.reads:
+        views = [backend.viewed(array) for array in found]
+        found = found if any(view is None for view in views) else views
+    return found
+
+
+def _reduced(plan: Plan, array: Any, op: Op, join: Any) -> Any:
+    reduce = join.reduce if not isinstance(join, Join) else lambda x, op: join.reduce(plan.backend, x, op)
+    return reduce(array, op) if op == "sum" else _largest_of_all(plan.backend.xp, array, reduce)
+
+
+def _largest_of_all(xp: Any, value: Any, reduce: Reduce) -> Any:
+    """Return the largest of all processes' values, NaN if one of them is NaN."""
+    isnan, zero = xp.isnan(value), xp.zeros_like(value)
+    count = value.shape[0] if value.shape else 0
+    both = [xp.where(isnan, zero, value), xp.astype(isnan, value.dtype)]
+    if count:
+        pair = reduce(xp.concat(both, axis=0), "max")
+        value, isnan = pair[:count], pair[count:] > 0
+    else:
+        value, isnan = (reduce(one, "max") for one in both)
+        isnan = isnan > 0
+    # 0/0, not a constant NaN, which a debugger would report as a result.
+    return xp.where(isnan, xp.zeros_like(value), value) / xp.astype(xp.logical_not(isnan), value.dtype)
 
 
 def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
@@ -239,49 +230,38 @@ def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
     if reduce is not None:
         return reduce
     if callable(all_reduce):
-        return all_reduce  # type: ignore[no-any-return]
+        return all_reduce
     msg = f"all_reduce must be {processes.joins_by} for gradients of this library, got {short(all_reduce)}"
     raise TypeError(msg)
 
 
-def _of(xp: Any, parts: list[Any], op: Op) -> Any:
-    """Return the sum or the maximum of a few arrays."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part if op == "sum" else xp.where(xp.isnan(part) | (part > total), part, total)
-    return total
+def refuse_kept_axes(scope: Any, all_reduce: Any) -> None:
+    """Refuse norms along axes beside ``all_reduce``: which axis of a part is cut is not known.
 
-
-def reduced(given: Opened, arrays: list[Any], op: Op, reduce: Reduce) -> list[Any]:
-    """Reduce arrays over processes, as one vector; NumPy arrays stay NumPy arrays if they can be read.
-
-    NaN stays NaN in a maximum, which many libraries drop.
+    Raises
+    ------
+    ValueError
+        If the norms of the scope keep axes: those of different units, rows or entries would be added.
     """
-    if not arrays:
-        return []
-    backend, xp = given.backend, given.backend.xp
-    arrays = [np.asarray(array) if isinstance(array, np.generic) else array for array in arrays]
-    own = list(map(given.own, arrays))
-    dtype = backend.processes.reduction_dtype(xp.result_type(*[array.dtype for array in own]), own[0])
-    flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
-    vector = xp.concat(flat, axis=0)
-    vector = reduce(vector, op) if op == "sum" else _largest_of_all(xp, vector, reduce)
-    ends = np.cumsum([math.prod(array.shape) for array in own]).tolist()
-    found = [
-        xp.reshape(vector[end - math.prod(array.shape) : end], tuple(array.shape))
-        for array, end in zip(own, ends, strict=True)
-    ]
-    if all(isinstance(array, np.ndarray) for array in arrays):
-        views = [backend.viewed(array) for array in found]
-        found = found if any(view is None for view in views) else views
-    return found
+    if all_reduce is not None and scope.axes is not None:
+        msg = (
+            f"all_reduce= joins the norms of whole leaves, and {scope!r} gives a leaf many: plain arrays do not say "
+            "which of their axes is divided, so norms of different units could be added. Leave all_reduce= out where "
+            "each leaf is whole in its process; where leaves are divided, use distributed arrays (DTensors, or jax.jit "
+            "with sharded arrays), which need no all_reduce="
+        )
+        raise ValueError(msg)
 
 
-def _largest_of_all(xp: Any, value: Any, reduce: Reduce) -> Any:
-    """Return the largest of all processes' values, NaN if one of them is NaN."""
-    isnan = xp.isnan(value)
-    pair = reduce(xp.concat([xp.where(isnan, 0.0, value), xp.astype(isnan, value.dtype)], axis=0), "max")
-    count = value.shape[0]
-    value, isnan = pair[:count], pair[count:] > 0
-    # 0/0, not a constant NaN, which a debugger would report as a result.
-    return xp.where(isnan, 0.0, value) / xp.astype(xp.logical_not(isnan), value.dtype)
+class Loss:
+    """A loss that is already reduced; it is computed on first access and then stays the same."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self._find, self._found = find, False
+        self._value: Any = None
+
+    def __call__(self) -> Any:
+        """Return the loss, ``None`` if there is none."""
+        if not self._found:
+            self._value, self._found = self._find(), True
+        return self._value

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
@@ -17,6 +17,7 @@ from uniclip.tree import flatten
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
+    from uniclip.plan import Plan
 
 NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
 LOGGED = (NORM, LIMIT, "clip/threshold", "clip/factor", SHARE, "clip/skipped")
@@ -29,24 +30,75 @@ UNLIMITED = 3e38
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
 
-class Record(Protocol):
-    """The data of a report that is not yet arranged: small arrays, and no gradient."""
+class Raw(NamedTuple):
+    """The data of a report: small arrays in the world of the norms, and no gradient."""
+
+    plan: Plan
+    norms: list[Any]
+    limits: list[Any]
+    """Arrays that broadcast against the norms, or numbers."""
+    factors: list[Any]
+    thresholds: list[Any] | None = None
+    sound: Any = None
+    """Whether all entries were finite, where that was checked."""
+    skipped: Any = None
+    """Whether the step is skipped, ``None`` if the rule skips none."""
 
     @property
     def own(self) -> Backend:
         """The backend of the gradients."""
+        return self.plan.backend
 
     def field(self, name: str) -> Any:
-        """Return a field of the report."""
+        """Return a field of the report, in arrays of the gradients' library."""
+        plan, xp = self.plan, self.plan.xp
+        if name in {"skipped", "thresholds"} and getattr(self, name) is None:
+            return None
+        with plan.backend.quiet():
+            if name == "clipped":
+                same = plan.all([xp.all(xp.equal(some, xp.ones_like(some))) for some in self.factors])
+                return plan.own(xp.logical_not(same))
+            if name == "finite":
+                flags = [xp.all(xp.isfinite(n)) for n in self.norms]
+                return plan.own(plan.all(flags if self.sound is None else [self.sound, *flags]))
+            if name == "skipped":
+                return plan.own(self.skipped)
+            blocks = getattr(self, name)
+            if name in {"limits", "thresholds"}:
+                blocks = [xp.zeros_like(n) + value for n, value in zip(self.norms, blocks, strict=True)]
+            return plan.arranged(list(map(plan.own, blocks)))
 
     def scalars(self) -> dict[str, Any] | None:
-        """Return the scalars, ``None`` if they must be computed from the fields."""
+        """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
+        plan = self.plan
+        some_absent = any([block.absent for block in plan.blocks]) and not plan.single
+        if not self.norms or some_absent or any([0 in n.shape for n in self.norms]):
+            return None
+        with plan.backend.quiet():
+            some = (self.limits, self.thresholds or [])
+            limits, thresholds = (list(map(self._array, one, self.norms)) for one in some)
+            found = scalars_of(plan.world, self.norms, limits, self.factors, self.skipped, thresholds)
+            return {name: plan.own(value) for name, value in found.items()} if plan.host else found
 
-    def without_skip(self) -> Record:
+    def _array(self, value: Any, norms: Any) -> Any:
+        """Return a limit as an array, which broadcasts against the norms."""
+        return value if hasattr(value, "shape") else self.plan.xp.asarray(value, dtype=norms.dtype)
+
+    def without_skip(self) -> Raw:
         """Return the same of a rule that skips nothing."""
+        return self._replace(skipped=None)
 
-    def apart(self) -> tuple[list[Any], Callable[[list[Any]], Record]]:
+    def apart(self) -> tuple[list[Any], Callable[[list[Any]], Raw]]:
         """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
+        some: Any = {name: getattr(self, name) for name in self._fields[1:]}
+        arrays, spec = optree.tree_flatten(some)
+        plan = self.plan.on_host()
+
+        def on_host(found: list[Any]) -> Raw:
+            fields: Any = spec.unflatten(found)
+            return Raw(plan, **fields)
+
+        return arrays, on_host
 
 
 class Report:
@@ -124,7 +176,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return the report in one line, without values while it is traced."""
-        leaves = flatten(self.norms).leaves
+        leaves = [leaf for leaf in flatten(self.norms)[0] if leaf is not None]
         backend = backend_of(leaves[0]) if leaves else None
         if not leaves:
             return "no norm measured"
@@ -139,7 +191,7 @@ class Report:
         count = sum(math.prod(array.shape) for array in leaves)
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
         words += [f"limit {limit:.3g}"] if count == 1 and limit < UNLIMITED else []
-        percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"  # noqa: PLR2004 - what is rounded to 0
+        percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"
         words += [f"clipped {percent} %"] if count > 1 else ["clipped" if share else "not clipped"]
         words += ["finite" if bool(backend.xp.all(self.finite)) else "not finite"]
         words += ["skipped"] if self.skipped is not None and bool(backend.xp.any(self.skipped)) else []
@@ -186,7 +238,7 @@ class Late(Report):
     kind: ClassVar[type[Made]] = Made
     """The class that pytree libraries and copies construct from the fields."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Any) -> None:
         self.record = record
         self._found: dict[str, Any] = {}
 
@@ -266,8 +318,8 @@ def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
 
 def _arrays_of(values: Any) -> list[Any]:
     """Return the arrays in a field of a report that are not empty."""
-    leaves = [values] if hasattr(values, "shape") else flatten(values).leaves
-    return [array for array in leaves if 0 not in array.shape]
+    leaves = [values] if hasattr(values, "shape") else flatten(values)[0]
+    return [array for array in leaves if array is not None and 0 not in array.shape]
 
 
 def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -> Any:

@@ -3,37 +3,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
-
-import numpy as np
 
 from uniclip._checks import check, one_of, settle
 from uniclip._repr import holds_arrays, short
 from uniclip._types import Array
 from uniclip.arraywise import Function
-from uniclip.ask import Step
+from uniclip.ask import first_state
 from uniclip.backends import compiling
-from uniclip.backends.arrays import cast, together
 from uniclip.base import BaseRule, RuleLike
 from uniclip.curves import Curve, hard
-from uniclip.layout import layout_of, opened
-from uniclip.limits import Constant, Limit, NoState
+from uniclip.limits import Constant, Limit, NoState, PerGroup
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
-from uniclip.measure import measure
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
-from uniclip.processes import Joint
-from uniclip.report import UNLIMITED, Report
-from uniclip.ruler import Ruler
+from uniclip.plan import Plan, plan_of
+from uniclip.processes import Join
+from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves, each_leaf, everything
-from uniclip.step import decide, first_state
-
-_PLAIN = {float, int, bool, str, type(None)}
-
+from uniclip.step import Step, decide
+from uniclip.tree import open_tree
 
 AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
 """A rule, or a function of one gradient array. A preset that was not called is a function, but returns no array."""
@@ -84,8 +77,23 @@ class Rule(BaseRule):
     norm: Norm = field(default_factory=lambda: L2)
     curve: Curve = hard
     nonfinite: NonFinite = "propagate"
-    simple: ClassVar[bool] = False
-    """Whether it is one Euclidean norm with a constant limit and nothing else, found out when a rule is made."""
+    # Found out when a rule is made:
+    memory: ClassVar[bool]
+    """Whether the rule has memory, a state that changes from step to step."""
+    simple: ClassVar[bool]
+    """Whether it is one Euclidean norm with a constant limit and nothing else."""
+    number: ClassVar[Any]
+    """Its constant limit, ``None`` if it has another one."""
+    host: ClassVar[bool]
+    """Whether NumPy can compute its limits and factors."""
+    decides: ClassVar[bool]
+    """Whether it has to know that a step is finite."""
+    by_shape: ClassVar[bool]
+    """Whether its norms depend on more of a leaf than its kind and its place."""
+    plans: ClassVar[dict[Any, Plan]]
+    """What is the same from step to step, by the structure of the gradients."""
+    joins: ClassVar[dict[Any, Join]]
+    """What the processes of a run have told each other."""
 
     if TYPE_CHECKING:
 
@@ -117,20 +125,41 @@ class Rule(BaseRule):
             "a function of (xp, norm, limit), such as uc.curves.hard or uc.curves.Regularized(0.01)",
         )
         one_of("nonfinite", self.nonfinite, POLICIES)
-        value = self.limit.value if type(self.limit) is Constant else None
-        number = type(value) is float and 0 < value < UNLIMITED and self.nonfinite == "propagate"
-        whole = self.scope.label is everything and self.scope.axes is None
-        settle(self, simple=number and whole and self.norm == L2 and self.curve is hard)
+        self._find_out()
+
+    def _find_out(self) -> None:
+        limit, scope = self.limit, self.scope
+        number = limit.value if type(limit) is Constant else None
+        settle(
+            self,
+            memory=bool(limit.memory),
+            number=number,
+            simple=number is not None
+            and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
+            and self.curve is hard,
+            host=_on_host(limit) and bool(getattr(self.curve, "host", False)),
+            decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
+            by_shape=scope.axes is not None
+            or scope.label not in {None, everything}
+            or bool(self.norm.size_power)
+            or "sizes" in limit.needs,
+            plans={},
+            joins={},
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the choices, for a copy or a pickle."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        """Restore from a copy or a pickle."""
+        settle(self, **held)
+        self._find_out()
 
     def _arguments(self, show: Callable[[object], str]) -> list[str]:
         """Return the arguments as source text, a constant limit as its value."""
         limit, *others = super()._arguments(show)
         return [show(self.limit.value) if type(self.limit) is Constant else limit, *others]
-
-    @property
-    def memory(self) -> bool:
-        """Whether the rule has memory, a state that changes from step to step."""
-        return self.limit.memory
 
     def init(self, grads: Any) -> Any:
         """Return the state before the first step.
@@ -146,24 +175,33 @@ class Rule(BaseRule):
         """
         if not self.memory:
             return NoState()
-        given = opened(grads, name="params")
+        given = open_tree(grads, "params")
         with given.backend.quiet(given.first):
-            return first_state(self, given)
+            return first_state(self, given, plan_of(self, given, given.backend.mode(given.kinds)))
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
-        clipped, decision = decide(self, grads, state, step)
-        return clipped, decision.state, decision.report()
+        decision = decide(self, grads, state, step)
+        return decision.clipped(), decision.state, decision.report()
 
 
-def norm_of(grads: Any, scope: Scope, norm: Norm) -> Any:
-    """Return the norms of the gradients, without clipping."""
-    given = opened(grads)
-    with given.backend.quiet(given.first):
-        layout = layout_of(given, scope)
-        joint = None if given.parts is None else Joint(given)
-        blocks = measure([Ruler(given, layout, norm, joint)]).norms[0].blocks
-        return layout.arranged(given.tree, list(map(given.own, blocks)))
+def _on_host(limit: Any) -> bool:
+    """Whether a limit can be computed in NumPy: none of its parameters is an array of a framework."""
+    if isinstance(limit, PerGroup):
+        return all([_on_host(one) for _, one in limit.limits])
+    return type(limit) is Constant or bool(limit.host)
+
+
+_ONLY_MEASURED = {p: Rule(math.inf, norm=Norm(p)) for p in (1, 2, math.inf)}
+
+
+def norm_of(grads: Any, norm: Norm) -> Any:
+    """Return the norm of all gradients, without clipping."""
+    rule = _ONLY_MEASURED.get(norm.ord) or Rule(math.inf, norm=norm)
+    return decide(rule, grads, NoState()).total()
+
+
+_LEAVES = {p: Rule(math.inf, scope=each_leaf, norm=Norm(p)) for p in (1, 2, math.inf)}
 
 
 def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
@@ -185,38 +223,16 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
     array([1., 5.])
     """
-    given = opened(grads)
-    with given.backend.quiet(given.first):
-        layout = layout_of(given, each_leaf, remembers=True)  # with rows of absent leaves
-        joint = None if given.parts is None else Joint(given)
-        blocks = measure([Ruler(given, layout, norm, joint)]).norms[0].blocks
-        if not blocks:
-            return given.own(np.zeros(0, np.float32))
-        if len(blocks) == 1:  # of one dtype and one device
-            return given.own(blocks[0])
-        xp, blocks = given.backend.xp, list(map(given.own, together(given.backend, blocks)))
-        wide = xp.result_type(*[block.dtype for block in blocks])
-        row = xp.concat([cast(xp, given.backend.to_device_of(blocks[0], block), wide) for block in blocks], axis=0)
-        order = np.argsort([group for block in layout.blocks for group in block.groups])
-        return xp.take(row, given.own(order), axis=0)
-
-
-def made_once(make: Callable[..., Rule]) -> Callable[..., Rule]:
-    """Cache the rules that a function makes from plain numbers, which are the same at every step."""
-    kept = lru_cache(maxsize=64, typed=True)(make)
-
-    def rule(*choices: Any) -> Rule:
-        plain = all([type(choice) in _PLAIN for choice in choices]) and not compiling()
-        return kept(*choices) if plain else make(*choices)
-
-    return rule
+    rule = Rule(math.inf, scope=each_leaf, norm=norm) if norm.size_power else _LEAVES.get(norm.ord)
+    decision = decide(rule or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
+    return decision.in_order()
 
 
 def as_rule(rule: AnyRule) -> RuleLike:
     """Return a rule as it is, a function of one gradient array as a rule."""
     known: Any = rule
     if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):
-        return known  # type: ignore[no-any-return]
+        return known
     home = "" if compiling() else getattr(known, "__module__", None) or ""  # compilers know those of classes only
     if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
         return Function(rule)

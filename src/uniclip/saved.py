@@ -27,9 +27,9 @@ from uniclip._repr import short
 from uniclip._values import array_like, array_of, to_lists
 from uniclip._version import version
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.labels import Leaves, agree, identity, labels_of, leaves_of, parts_of, shown
+from uniclip.labels import Flat, Leaves, agree, identity, labels_of, leaves_of, parts_of, shown
 from uniclip.rules import as_rule
-from uniclip.tree import Tree, flatten
+from uniclip.tree import flatten
 
 FORMAT = 1
 """The version that is written and read; a state without a version is read as 1."""
@@ -104,8 +104,8 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     """
     rule = as_rule(rule)
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")
-    new, tree = rule.init(grads), flatten(grads)
-    return restored(from_saved(saved, rule, _ANEW), rule, leaves_of(rule, tree), new, _ANEW, tree) if saved else new
+    new, flat = rule.init(grads), flatten(grads)
+    return restored(from_saved(saved, rule, _ANEW), rule, leaves_of(rule, flat), new, _ANEW, flat) if saved else new
 
 
 def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str], str]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
 
 
 def restored(  # noqa: PLR0913, PLR0917
-    saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: str, tree: Tree | None = None
+    saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: str, flat: Flat | None = None
 ) -> Any:
     """Return a saved state in arrays like those of a state before the first step.
 
@@ -211,8 +211,8 @@ def restored(  # noqa: PLR0913, PLR0917
         What ``rule.init`` returns for them.
     anew : str
         How to start over, for errors.
-    tree : Tree, optional
-        The tree here, where some of the gradients may be absent.
+    flat : tuple, optional
+        The flattened tree here, where some of the gradients may be absent.
 
     Raises
     ------
@@ -222,7 +222,7 @@ def restored(  # noqa: PLR0913, PLR0917
     numbers = saved.values
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
     names = [_name(path) for path in accessors]
-    if not (saved.leaves is None or leaves is None or agree(saved.leaves, leaves, tree)):
+    if not (saved.leaves is None or leaves is None or agree(saved.leaves, leaves, flat)):
         numbers = _in_order(rule, saved, leaves, like, anew)
     if set(names) != set(numbers):
         msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {anew}"

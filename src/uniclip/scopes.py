@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from uniclip._checks import check, settle, whole
 from uniclip._repr import Printed
@@ -44,25 +44,12 @@ class Scope(Printed):
 
     axes: Axes = None
     label: Label | None = None
-    layouts: ClassVar[dict[Any, Any]]
-    """The layouts of trees that were clipped, see `uniclip.layout`; each scope has its own cache."""
-    agreed: ClassVar[dict[Any, Any]]
-    """What the processes of a run have told each other, see `uniclip.agree`."""
 
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
-        settle(self, layouts={}, agreed={})
         if self.axes is not None and not callable(self.axes):
             settle(self, axes=_numbers(self.axes))
         check("label", self.label, self.label is None or callable(self.label), "a function of (path, leaf)")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy or a pickle, without the layouts."""
-        return {"axes": self.axes, "label": self.label}
-
-    def __setstate__(self, held: dict[str, Any]) -> None:
-        """Restore from a copy or a pickle."""
-        settle(self, layouts={}, agreed={}, **held)
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal scope."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""One step of a rule: measure the norms, compute their limits and factors, then scale."""
+"""One step of a rule: measure the norms, ask the limit, compute the factors; then multiply."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,246 +10,140 @@ import optree
 
 from uniclip._checks import refuse_in_step
 from uniclip._repr import short
-from uniclip.absent import Filled, filled
-from uniclip.agree import joint_of, refuse_kept_axes
-from uniclip.ask import Asked, Beside, Step, on_host, opened_params, refuse_shape
-from uniclip.backends import DEFAULT, backend_by
-from uniclip.backends.arrays import all_of, together
+from uniclip.ask import factors_of, limits_of
+from uniclip.backends.arrays import stacked
+from uniclip.backends.base import HOST, OWN, TRACED, cast
 from uniclip.curves import rejects
-from uniclip.layout import Layout, Opened, layout_of, opened
-from uniclip.losses import Loss, as_scalars, mean_of
-from uniclip.measure import in_range, measure
-from uniclip.nonfinite import all_finite, refuse
-from uniclip.processes import Joint, along_names, of
-from uniclip.report import Late, Made, Report, scalars_of
-from uniclip.ruler import Ruler, zeros
-from uniclip.scale import factors_of, reduced, scaled
-from uniclip.tree import Tree, are_apart
+from uniclip.measure import Measured, Step, cleaned, measured
+from uniclip.nonfinite import refuse
+from uniclip.params import beside
+from uniclip.plan import Plan, plan_of
+from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
+from uniclip.report import Late, Made, Raw, Report
+from uniclip.tree import Opened, open_tree, same_memory
 
 if TYPE_CHECKING:
-    from uniclip.backends import Backend
     from uniclip.rules import Rule
+
+__all__ = ["Decision", "Step", "decide", "state_where"]
+
+_STRAIGHT = 1e76
+"""A sum of squares whose root is a float32 number."""
 
 
 class Decision(NamedTuple):
-    """What a step comes to before anything is scaled: an array for each block of norms."""
+    """What a step comes to before anything is multiplied."""
 
     rule: Rule
     given: Opened
-    backend: Backend
-    """The backend of the arrays: NumPy's where the host can read them at no cost, else the gradients' own."""
-    norms: list[Any]
-    limits: list[Any]
-    """Arrays that broadcast against the norms, or numbers."""
-    factors: list[Any]
+    plan: Plan
+    raw: Raw
     state: Any
-    layout: Layout | None = None
-    """``None`` for one norm of all leaves, decided on without it."""
-    sound: Sequence[Any] = ()
-    """Whether all entries are finite, where that was checked."""
-    skipped: Any = None
-    """Whether the step is skipped, ``None`` if the rule skips none."""
-    thresholds: list[Any] | None = None
-    whole: Filled | None = None
-    """The gradients with those that only other processes have."""
 
-    def clipped(self) -> Tree:
-        """Return the clipped gradients."""
-        given, skip = self.given, self.rule.nonfinite == "skip"
-        if self.layout is not None:
-            return self._whole(scaled(given, self.layout, self.factors, skip=skip))
-        factor, new = float(self.factors[0][0]), None
+    def clipped(self) -> Any:
+        """Return the clipped gradients, like those given."""
+        given, plan, factors = self.given, self.plan, self.raw.factors
+        if plan.straight:
+            return given.closed(self._at_once(factors[0].item(0)))
+        numbers, by = plan.by_leaf(given, factors)
+        if not numbers:
+            return given.closed(given.arrays)
+        backend, arrays, zero = given.backend, list(given.arrays), self.rule.nonfinite in {"skip", "zero"}
+
+        def change() -> list[Any]:
+            return backend.scaled([given.arrays[n] for n in numbers], by, zero=zero)
+
+        with backend.quiet(given.first):
+            if given.in_place:
+                self._write(arrays, numbers, by, zero=zero)
+                return given.closed(arrays)
+            one = plan.single and not given.ways and not plan.reads
+            new = backend.unless_one(factors[0], [given.arrays[n] for n in numbers], change) if one else change()
+            for number, array in zip(numbers, new, strict=True):
+                arrays[number] = array
+            return given.closed(arrays)
+
+    def _at_once(self, factor: float) -> list[Any]:
+        """Return the arrays times one factor."""
+        given, backend = self.given, self.given.kinds.backend
         if factor == 1:
-            return given.tree
-        if not given.in_place or are_apart(given.backend, given.tree):
-            new = given.backend.scaled(given.arrays, [factor] * len(given.arrays), in_place=given.in_place)
-        if new is None:
-            return scaled(given, layout_of(given, self.rule.scope), self.factors, skip=skip)
-        return given.tree.with_leaves(new)
+            return given.arrays
+        arrays, order = list(given.arrays), self.plan.order
+        some = arrays if len(order) == len(arrays) else [arrays[n] for n in order]
+        if given.in_place and not backend.in_place.apart(some):
+            self._write(arrays, order, [factor] * len(order), zero=False)
+            return arrays
+        new = backend.scaled(some, [factor] * len(some), in_place=given.in_place)
+        if len(order) == len(arrays):
+            return new
+        for number, array in zip(order, new, strict=True):
+            arrays[number] = array
+        return arrays
 
-    def summed(self) -> Tree:
+    def _write(self, arrays: list[Any], numbers: list[int], by: list[Any], *, zero: bool) -> None:
+        """Multiply arrays in place, each memory once; those that are copies of what leaves hold are made anew."""
+        given, backend = self.given, self.given.backend
+        again = same_memory(backend, given.leaves, given.place)
+        pairs = [(number, factor) for number, factor in zip(numbers, by, strict=True) if number not in again]
+        for view in (False, True):  # copies first
+            some = [pair for pair in pairs if (pair[0] not in given.ways or given.ways[pair[0]].view) is view]
+            if some:
+                new = backend.scaled([arrays[n] for n, _ in some], [by for _, by in some], in_place=view, zero=zero)
+                for (number, _), array in zip(some, new, strict=True):
+                    arrays[number] = array
+
+    def summed(self) -> Any:
         """Return the sum of the clipped gradients along their first axis."""
-        layout = self.layout or layout_of(self.given, self.rule.scope)
-        return self._whole(reduced(self.given, layout, self.factors, skip=self.rule.nonfinite == "skip"))
-
-    def _whole(self, tree: Tree) -> Tree:
-        return tree if self.whole is None else self.whole.emptied(self.given.tree, tree)
+        given, plan, backend = self.given, self.plan, self.given.backend
+        _refuse_summed(given, plan)
+        xp, zero = backend.xp, self.rule.nonfinite in {"skip", "zero"}
+        with backend.quiet(given.first):
+            factors = [plan.own(some) for some in self.raw.factors]
+            leaves: list[Any] = [None] * len(given.leaves)
+            for number in given.kinds.present:
+                block, row = plan.places[number]
+                array, leaf = given.arrays[number], given.leaves[number]
+                factor = plan.factor(given, factors[block][row, ...], number)
+                [product] = backend.scaled(
+                    [cast(xp, array, xp.result_type(array.dtype, xp.float32))], [factor], zero=zero
+                )
+                total = backend.sum(product, (0,))
+                whole = xp.isdtype(leaf.dtype, "integral")
+                total = cast(xp, total, array.dtype if whole else leaf.dtype)
+                part = None if given.parts is None else given.parts[number]
+                leaves[number] = total if part is None else part.summed(leaf, total)
+            return given.spec.unflatten(leaves)
 
     def total(self) -> Any:
         """Return the norms of the report."""
-        own = list(map(self.given.own, self.norms))
-        return own[0][0] if self.layout is None else self.layout.arranged(self.given.tree, own)
+        if self.plan.host and self.plan.single:
+            return self.plan.own(self.raw.norms[0][0])
+        return self.plan.arranged([self.plan.own(some) for some in self.raw.norms])
+
+    def in_order(self) -> Any:
+        """Return the norms of all leaves as one array in their order, 0 for absent ones."""
+        plan, backend, count = self.plan, self.given.backend, len(self.given.leaves)
+        blocks = list(map(plan.own, self.raw.norms))
+        labels = [label for block in plan.blocks for label in block.labels]
+        if labels == list(range(count)) and len(blocks) == 1:
+            return blocks[0]
+        rows: dict[int, Any] = {}
+        for block, some in zip(plan.blocks, blocks, strict=True):
+            rows |= {label: some[row, ...] for row, label in enumerate(block.labels)}
+        zero = plan.own(np.zeros((), plan.dtypes[1]))
+        return (
+            stacked(backend, [rows.get(n, zero) for n in range(count)]) if count else plan.own(np.zeros(0, np.float32))
+        )
 
     def report(self) -> Report:
-        """Return the report, with its fields in traced code, else with functions that make them on first access."""
-        given, own = self.given, self.given.backend
-        structure = None if self.layout is None else given.tree._replace(leaves=[])
-        seen = _Seen(
-            own, self.backend, self.layout, structure, own.device(given.first), self.norms, self.limits, self.factors,
-            self.sound, self.skipped, self.thresholds,
-        )  # fmt: skip
-        if structure is not None and (structure.spec is None or own.traced(given.first)):
-            return Made(*[seen.field(name) for name in Made._fields])  # the way back may hold the gradients
-        return Late(seen)
+        """Return the report, with its fields in traced code, else arranged on first access."""
+        if self.plan.mode == TRACED or not self.plan.known_structure:
+            return Made(*[self.raw.field(name) for name in Made._fields])  # the way back may hold the gradients
+        return Late(self.raw)
 
 
-class _Seen(NamedTuple):
-    """The data of a report: small arrays, and no gradient."""
-
-    own: Backend
-    backend: Backend
-    layout: Layout | None
-    tree: Any
-    device: Any
-    norms: list[Any]
-    limits: list[Any]
-    factors: list[Any]
-    sound: Sequence[Any]
-    skipped: Any
-    thresholds: list[Any] | None
-
-    def field(self, name: str) -> Any:
-        """Return a field of the report, in arrays of the gradients' framework."""
-        if name in {"skipped", "thresholds"} and getattr(self, name) is None:
-            return None
-        xp = self.backend.xp
-        with self.own.quiet():
-            if name == "clipped":
-                same = all_of(self.backend, [xp.all(xp.equal(some, 1.0)) for some in self.factors])
-                return self._own(xp.logical_not(same))
-            if name == "finite":
-                return self._own(finite(self.backend, self.sound, self.norms))
-            if name == "skipped":
-                return self._own(self.skipped)
-            if name in {"limits", "thresholds"}:
-                blocks = self._like_norms(self.limits if name == "limits" else self.thresholds)
-            else:
-                blocks = getattr(self, name)
-            if blocks is None:
-                return None
-            own = list(map(self._own, blocks))
-            return own[0][0] if self.layout is None else self.layout.arranged(self.tree, own)
-
-    def scalars(self) -> dict[str, Any] | None:
-        """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
-        some_absent = self.layout is not None and not all(self.layout.groups)
-        if not self.norms or some_absent or any([0 in n.shape for n in self.norms]):
-            return None
-        with self.own.quiet():
-            some = (self.limits, self.thresholds or [])
-            limits, thresholds = (list(map(self._array, one, self.norms)) for one in some)
-            found = scalars_of(self.backend, self.norms, limits, self.factors, self.skipped, thresholds)
-            return found if self.own is self.backend else {name: self._own(value) for name, value in found.items()}
-
-    def _array(self, value: Any, norms: Any) -> Any:
-        """Return a limit as an array, which broadcasts against the norms."""
-        return value if hasattr(value, "shape") else self.backend.xp.asarray(value, dtype=norms.dtype)
-
-    def without_skip(self) -> _Seen:
-        """Return the same of a rule that skips nothing."""
-        return self._replace(skipped=None)
-
-    def apart(self) -> tuple[list[Any], Callable[[list[Any]], _Seen]]:
-        """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
-        names = "norms", "limits", "factors", "sound", "skipped", "thresholds"
-        some: Any = {name: getattr(self, name) for name in names}
-        arrays, spec = optree.tree_flatten(some)
-        empty: Any = dict.fromkeys(names)  # arrays may hold what they were computed from
-        rest = self._replace(own=DEFAULT, backend=DEFAULT, device=None, **empty)
-
-        def on_host(found: list[Any]) -> _Seen:
-            fields: Any = spec.unflatten(found)
-            return rest._replace(**fields)
-
-        return arrays, on_host
-
-    def _like_norms(self, values: list[Any] | None) -> Any:
-        xp = self.backend.xp
-        return values and [xp.zeros_like(n) + value for n, value in zip(self.norms, values, strict=True)]
-
-    def _own(self, value: Any) -> Any:
-        host = isinstance(value, (bool, np.ndarray, np.generic))
-        return self.own.from_host(np.asarray(value), self.device) if host else value
-
-
-def _straight(rule: Rule, given: Opened, state: Any) -> Decision | None:
-    """Decide on one Euclidean norm with a constant limit, if the host can read it; ``None`` in any other case."""
-    if not (rule.simple and given.ways is None and given.arrays):
-        return None
-    limit: Any = rule.limit
-    own = given.backend
-    read = own.readable(given.first) and not own.debug_infs()
-    found = own.squares(given.arrays, [len(given.arrays)]) if read else None
-    if not (found is None or isinstance(found, np.ndarray)):
-        found = together(own, [found])[0]
-    if not isinstance(found, np.ndarray):
-        return None
-    total = found[0]
-    if not in_range(float(total), total.dtype == np.float32):
-        return None
-    norms, most = np.sqrt(found), total.dtype.type(limit.value)
-    factors = np.asarray([1.0 if norms[0] <= most else most / norms[0]], norms.dtype)
-    return Decision(rule, given, DEFAULT, [norms], [most], [factors], state)
-
-
-class _Found(NamedTuple):
-    """The measurements of a step, reduced over processes."""
-
-    given: Opened
-    norms: list[Any]
-    sound: list[Any]
-    """Whether all entries are finite, where that was checked."""
-    beside: Beside
-
-
-def _found(  # noqa: PLR0913, PLR0917
-    rule: Rule, given: Opened, layout: Layout, joint: Joint | None, step: Step, theirs: Opened | None
-) -> _Found:
-    """Measure what a step needs, ``theirs`` being the parameters, and reduce it over processes in one call."""
-    own, needs, scalars = given.backend, rule.limit.needs, []
-    looks = rule.nonfinite == "zero"
-    here = all_finite(given) if looks else None
-    if looks and not (own.readable(here) and bool(here)):
-        given = given._replace(clean=True)
-    if looks and joint is not None:
-        scalars.append(own.xp.astype(own.xp.logical_not(here), own.xp.float32))
-    joins_loss = "loss" in needs and joint is not None and not isinstance(step.loss, Loss)
-    if joins_loss:
-        scalars += as_scalars(given, step.loss)
-    rulers = [Ruler(given, layout, rule.norm, joint)]
-    if theirs is not None:
-        rulers.append(Ruler(theirs, _like(layout, theirs, rule), rule.norm, joint))
-    known = None if step.norm is None else _known(given, layout, step)
-    if known is not None and not needs and not scalars:
-        return _Found(given, known, [here] if looks else [], Beside())
-    found = measure(rulers, sizes="sizes" in needs, scalars=scalars)
-    norms, sums = found.norms[0], list(found.scalars)
-    sound = [sums.pop(0) < 1 if joint is not None else here] if looks else []
-    params = found.norms[1] if len(rulers) > 1 else None
-    loss = _loss(given, step.loss, sums if joins_loss else None) if "loss" in needs else None
-    beside = Beside(params, found.sizes, loss, norms.elsewhere)
-    return _Found(given, norms.blocks if known is None else known, sound, beside)
-
-
-def _loss(given: Opened, loss: Any, sums: list[Any] | None) -> Any:
-    """Return the loss as a float32 array, ``None`` if there is none; ``sums`` are those of all processes."""
-    loss, own = loss() if isinstance(loss, Loss) else loss, given.backend
-    loss = loss if sums is None else mean_of(given, *sums, own=loss is not None)
-    return loss if loss is None else own.detached(own.xp.astype(own.xp.asarray(loss), own.xp.float32))
-
-
-def _like(layout: Layout, theirs: Opened, rule: Rule) -> Layout:
-    """Return the layout of the parameters, with the blocks of their gradients."""
-    found = layout_of(theirs, rule.scope, remembers=rule.limit.memory)
-    wide = theirs.backend.xp.result_type
-    blocks = [b._replace(dtype=wide(b.dtype, *[found.dtypes[group] for group in b.groups])) for b in layout.blocks]
-    return found._replace(blocks=tuple(blocks))
-
-
-def decide(
-    rule: Rule, grads: Any, state: Any, step: Step, finish: Callable[[Decision], Tree] | None = Decision.clipped
-) -> tuple[Any, Decision]:
-    """Open gradients, which may be flattened, measure them, compute their factors, and scale them.
+def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: Any = None) -> Decision:  # noqa: B008
+    """Open gradients, measure them, and compute their factors.
 
     Parameters
     ----------
@@ -258,130 +151,142 @@ def decide(
     grads : tree
     state : tree of arrays
     step : Step
-    finish : callable, default `Decision.clipped`
-        What is made of the gradients, or `Decision.summed`; ``None`` to measure only.
-
-    Returns
-    -------
-    finished : Tree or None
-    decision : Decision
+    max_norm : float or 0-d array, optional
+        A constant limit in the place of the rule's.
 
     Raises
     ------
     TypeError, ValueError, FloatingPointError
         As `uniclip.clip`.
     """
-    refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
-    if step.all_reduce is None:
-        given, whole = opened(grads, in_place=step.in_place), None
-    else:
+    given, join, theirs = open_tree(grads, in_place=step.in_place), None, None
+    if step.params is not None or step.all_reduce is not None or step.loss is not None or "params" in rule.limit.needs:
+        refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
         refuse_kept_axes(rule.scope, step.all_reduce)
-        backend = backend_by(of(step.all_reduce))
-        whole = filled(rule.scope, grads, step.params, state, known=backend is not None, left_out=step.left_out)
-        given, step = opened(whole.grads, in_place=step.in_place), step._replace(absent=whole.absent)
-        given = given if given.arrays else given._replace(backend=backend or given.backend)
-    with given.backend.quiet(given.first):
-        alone = whole is None and step.norm is None and given.parts is None
-        decision = (_straight(rule, given, state) if alone else None) or _decided(rule, given, state, step, whole)
-        return None if finish is None else finish(decision), decision
+        given, theirs = beside(rule, given, step)
+    kinds = given.kinds
+    mode = kinds.backend.mode(kinds)
+    if mode == HOST and theirs is not None and not theirs.kinds.reads:
+        mode = OWN
+    if step.all_reduce is not None:
+        join = join_of(rule.joins, step.all_reduce, traced=mode == TRACED)
+    number = rule.number if max_norm is None else max_norm
+    plain = type(number) is float and step.norm is None
+    host = plain or mode != HOST or all([_viewable(kinds.backend, one) for one in (number, step.norm, step.loss)])
+    plan = plan_of(rule, given, mode, join, theirs, host)
+    if plain and plan.straight:
+        decision = _straight(rule, given, plan, state, number)
+        if decision is not None:
+            return decision
+    with kinds.backend.quiet(given.first):
+        if join is not None and not join.checked and mode != TRACED:
+            compare(join, rule, plan)
+            plan = plan_of(rule, given, mode, join, theirs, host)
+        return _decided(rule, given, plan, state, step, theirs, max_norm)
 
 
-def _decided(rule: Rule, given: Opened, state: Any, step: Step, whole: Filled | None) -> Decision:
+def _viewable(backend: Any, value: Any) -> bool:
+    """Whether an argument is a number, or an array that the host reads."""
+    if not hasattr(value, "dtype") or isinstance(value, (np.ndarray, np.generic)):
+        return True
+    return backend.viewed(backend.xp.asarray(value)) is not None
+
+
+def _straight(rule: Rule, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:
+    """Decide on one Euclidean norm with a constant limit, where the host reads it; ``None`` in any other case."""
+    arrays = given.arrays if len(plan.order) == len(given.arrays) else [given.arrays[n] for n in plan.order]
+    total = plan.backend.squares(HOST, arrays, plan.lengths)
+    if total is None or not total[0] < _STRAIGHT or not number > 0:
+        return None
+    norms, most = np.sqrt(total).astype(plan.dtypes[1]), plan.dtypes[1](min(number, plan.top))
+    norm = norms[0]
+    factors = np.array([1.0 if norm <= most else most / norm], plan.dtypes[1])
+    return Decision(rule, given, plan, Raw(plan, [norms], [most], [factors]), state)
+
+
+def _decided(
+    rule: Rule, given: Opened, plan: Plan, state: Any, step: Step, theirs: Opened | None, max_norm: Any
+) -> Decision:
     """Decide on any norms."""
-    own = given.backend
-    layout = layout_of(given, rule.scope, remembers=rule.limit.memory, joined=along_names(step.all_reduce))
-    theirs = opened_params(rule, given, layout, step) if "params" in rule.limit.needs else None
-    joint = joint_of(rule, given, layout, step.all_reduce, theirs)
-    given, norms, sound, beside = _found(rule, given, layout, joint, step, theirs)
-    read = [*sound, *(one for one in (beside.loss, beside.elsewhere) if one is not None)]
-    host = (
-        all(isinstance(n, np.ndarray) for n in norms)
-        and getattr(rule.curve, "host", False)
-        and on_host(own, rule.limit)
-        and all(isinstance(array, np.ndarray) or own.viewed(array) is not None for array in read)
-    )
-    backend, sound = (DEFAULT, [_on_host(own, flag) for flag in sound]) if host else (own, list(map(given.own, sound)))
-    elsewhere = [] if beside.elsewhere is None else [beside.elsewhere]
-    if not host:
-        norms, elsewhere = (list(map(given.own, some)) for some in (norms, elsewhere))
+    policy = rule.nonfinite
+    found = measured(rule, given, plan, step, theirs)
+    norms, sound = plan.in_world(found.norms), None
+    if policy == "zero":
+        given, norms, sound = cleaned(rule, given, plan, step, theirs, found, norms)
     faults = [n - n for n in norms]
     # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    beside = beside._replace(elsewhere=elsewhere[0] + (elsewhere[0] - elsewhere[0]) if elsewhere else None)
-    limits, new_state, thresholds = Asked(rule, given, layout, backend, step, beside).limits(seen, state)
-    decided = rule.nonfinite in {"raise", "skip"} or rule.limit.memory
-    fine = finite(backend, sound, [*norms, *elsewhere]) if decided else None
-    if rule.nonfinite == "raise":
-        refuse(given, backend, fine)
-    measured = zip(layout.blocks, norms, limits, faults, strict=True)
-    factors = [factors_of(backend, rule, *some, fine) for some in measured]
-    if rule.limit.memory:
-        state = kept(backend, fine, new_state, state)
-    skipped = _skipped(backend, rule, layout, factors, fine, joint)
-    sound = [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in elsewhere]]
-    return Decision(rule, given, backend, norms, limits, factors, state, layout, sound, skipped, thresholds, whole)
+    fine = None
+    if rule.decides:
+        fine = _finite(plan, norms, sound)
+    if policy == "raise":
+        refuse(given, plan, fine)
+    limits, new, thresholds = limits_of(rule, plan, given, seen, state, found, max_norm)
+    constant = rule.number if max_norm is None else max_norm
+    factors = [factors_of(rule, plan, *some, fine, constant) for some in zip(norms, limits, faults, strict=True)]
+    if rule.memory:
+        new = _kept(plan, fine, new, state)
+    skipped = _skipped(rule, plan, factors, fine, found)
+    return Decision(rule, given, plan, Raw(plan, norms, limits, factors, thresholds, sound, skipped), new)
 
 
-def _on_host(own: Backend, array: Any) -> Any:
-    return array if isinstance(array, np.ndarray) else own.viewed(array)
-
-
-def first_state(rule: Rule, given: Opened) -> Any:
-    """Return the state before the first step."""
-    layout = layout_of(given, rule.scope, remembers=True)
-    contexts = Asked(rule, given, layout, given.backend).contexts(zeros(given, layout))
-    states = [rule.limit.init(context.norms, context) for context in contexts]
-    return states[0] if len(states) == 1 else tuple(states)
-
-
-def finite(backend: Backend, sound: Sequence[Any], norms: list[Any]) -> Any:
+def _finite(plan: Plan, norms: list[Any], sound: Any) -> Any:
     """Return whether all entries (where checked) and all norms are finite."""
-    return all_of(backend, [*sound, *[backend.xp.all(backend.xp.isfinite(n)) for n in norms]])
+    flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
+    return plan.all(flags if sound is None else [sound, *flags])
 
 
-def kept(backend: Backend, finite: Any, new: Any, old: Any) -> Any:
+def _kept(plan: Plan, fine: Any, new: Any, old: Any) -> Any:
     """Return the new state, or the old one after a step that is not finite, so that NaN never enters a state."""
-    if not optree.tree_leaves(old):
-        return new
-    if backend.readable(finite):
-        return new if bool(finite) else old
-    finite = backend.barrier(finite)  # or compilers would compute it again for each array
-    return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, finite), a, b), new, old)
+    return state_where(plan.backend, fine if plan.world.readable(fine) else plan.own(fine), new, old)
 
 
-def _skipped(  # noqa: PLR0913, PLR0917
-    backend: Backend, rule: Rule, layout: Layout, factors: list[Any], finite: Any, joint: Joint | None
-) -> Any:
+def state_where(backend: Any, flag: Any, yes: Any, no: Any) -> Any:
+    """Return the first state where a flag is true, else the second."""
+    if not optree.tree_leaves(no):
+        return yes
+    if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
+        return yes if bool(flag) else no
+    return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no)
+
+
+def _skipped(rule: Rule, plan: Plan, factors: list[Any], fine: Any, found: Measured) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
-    xp, skipped = backend.xp, None
+    xp, skipped = plan.xp, None
     if rule.nonfinite == "skip":
-        skipped = xp.logical_not(finite)
+        skipped = xp.logical_not(fine)
     if rejects(rule.curve):
         every, none = [], []
-        for some, block in zip(factors, layout.blocks, strict=True):
-            gone = xp.equal(some, 0.0)
-            joined = joint is not None and joint.reduce is not None
-            here = [row for row, group in enumerate(block.groups) if joined or layout.groups[group]]
+        for some, block, there in zip(factors, plan.blocks, found.present or [None] * len(factors), strict=True):
+            gone = xp.equal(some, xp.zeros_like(some))
+            if there is not None:
+                absent = xp.logical_not(plan.in_world([there])[0])
+                every.append(xp.all(gone | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(gone.shape) - 1))))
+                none.append(xp.logical_not(xp.any(gone)))
+                continue
+            here = [row for row, group in enumerate(block.groups) if group]
             rows = [gone] if len(here) == len(block.groups) else [gone[row, ...] for row in here]
             every += [xp.all(row) for row in rows]
             none += [xp.logical_not(xp.any(row)) for row in rows]  # true also where there is no norm
-        every, none = all_of(backend, every), all_of(backend, none)
-        if joint is not None and joint.rows is not None:  # other processes have norms of their own
-            not_all = [xp.astype(xp.logical_not(flag), xp.float32) for flag in (every, none)]
-            every, none = (count < 1 for count in joint.columns([], "sum", not_all)[1])
-        none_left = every & xp.logical_not(none)
+        none_left = plan.all(every) & xp.logical_not(plan.all(none))
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
 
 
-def _known(given: Opened, layout: Layout, step: Step) -> list[Any]:
-    """Return a given norm as measuring would return it; refuse an invalid one."""
-    backend, norms = given.backend, []
-    for zero in zeros(given, layout):
-        norm = backend.xp.asarray(step.norm, dtype=zero.dtype)
-        refuse_shape("norm", norm, zero)
-        if backend.readable(norm) and bool(backend.xp.any(norm < 0)):  # NaN is a norm that was measured
-            msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
+def _refuse_summed(given: Opened, plan: Plan) -> None:
+    """Refuse norms over all examples, and leaves with different numbers of examples."""
+    present = given.kinds.present
+    shapes = [tuple(given.leaves[number].shape) for number in present]
+    for number, shape in zip(present, shapes, strict=True):
+        axes = plan.axes[number]
+        if shape and (axes is None or 0 in axes):
+            msg = (
+                "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
+                f"{short(plan.scope)}, takes one norm over all of them"
+            )
             raise ValueError(msg)
-        norms.append(zero + norm)
-    return together(backend, norms)
+        first = shapes[0]
+        if not (first and shape) or (first[0] != shape[0] and None not in {first[0], shape[0]}):
+            places = " and ".join(given.place(one) for one in (present[0], number))
+            msg = f"leaves need as many examples along the first axis, but {places} have the shapes {[first, shape]}"
+            raise ValueError(msg)

@@ -1,72 +1,115 @@
 # SPDX-License-Identifier: MIT
-"""Trees of gradients: flatten with paths, rebuild, and errors that name the leaf."""
+"""Trees of gradients: open them into dense arrays, close them again, and name a leaf in an error.
+
+A tree is opened once: sparse and distributed leaves, integers and storage formats become floating-point arrays here,
+and `Opened.closed` makes them what they were. Nothing else knows of them. ``None``, an absent gradient, keeps its row.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 
 from uniclip._repr import describe, printed
-from uniclip.backends import DEFAULT, Backend, backend_of, plain_backend_of
-from uniclip.backends.base import unchanged
+from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling
+from uniclip.backends.base import Kinds, Stored, unchanged
 from uniclip.backends.memory import overlaps_itself, sharing
 from uniclip.scopes import Path
 
+_KEPT = 256
+"""For how many trees a backend keeps the facts about the kinds of their leaves."""
 
-class Tree(NamedTuple):
-    """A flattened tree; ``rebuild`` puts leaves back in their places.
 
-    None of its functions holds the leaves, unless the structure is unknown.
-    """
+class Opened(NamedTuple):
+    """A tree whose leaves are arrays to measure and multiply, and how to make it what it was."""
 
+    kinds: Kinds
     leaves: list[Any]
-    rebuild: Callable[[list[Any]], Any]
-    paths: Callable[[], list[Path]]
-    """The path of each leaf; only labels, parameters and errors use it."""
-    name: str
-    plain: Backend | None = None
-    """The backend of all leaves, if a quick check showed that they are dense floating-point arrays."""
-    spec: Any = None
-    """The structure, comparable and hashable; ``None`` if unknown."""
+    """As given; ``None`` for an absent gradient."""
+    arrays: list[Any]
+    """The values of each leaf in this process, dense and floating-point; ``None`` for an absent gradient."""
+    spec: Any
+    """The structure, comparable and hashable, except that of unknown containers."""
+    name: str = "grads"
+    in_place: bool = False
+    ways: dict[int, Stored] = {}  # noqa: RUF012 - never changed
+    """How the leaves are restored that are not their arrays."""
+    parts: list[Any] | None = None
+    """The part of its distributed leaf that each array is; ``None`` if all leaves are whole."""
 
-    def with_leaves(self, leaves: list[Any]) -> Tree:
-        """Return the tree with other leaves."""
-        return Tree(leaves, self.rebuild, self.paths, self.name, None, self.spec)
+    @property
+    def backend(self) -> Backend:
+        """The backend of the arrays."""
+        return self.kinds.backend
 
-    def some(self, numbers: Sequence[int]) -> Tree:
-        """Return the tree of some of the leaves, with ``None`` in the places of the others."""
-        count, rebuild, paths = len(self.leaves), self.rebuild, self.paths
-        if len(numbers) == count:
-            return self
+    @property
+    def first(self) -> Any:
+        """The first array that is present, ``None`` if there is none."""
+        return self.arrays[self.kinds.present[0]] if self.kinds.present else None
 
-        def rebuilt(new: list[Any]) -> Any:
-            every: list[Any] = [None] * count
-            for number, leaf in zip(numbers, new, strict=True):
-                every[number] = leaf
-            return rebuild(every)
+    def measured(self) -> list[Any]:
+        """Return the arrays to measure, in which values of entries that are stored twice are summed."""
+        if not self.ways:
+            return self.arrays
+        found = list(self.arrays)
+        for number, way in self.ways.items():
+            if way.merged is not None:
+                found[number] = way.merged(self.arrays[number])
+        return found
 
-        def paths_of_some() -> list[Path]:
-            every = paths()
-            return [every[number] for number in numbers]
+    def part(self, number: int) -> Any:
+        """Return the part of its leaf that an array is, ``None`` if it is the whole leaf."""
+        return None if self.parts is None else self.parts[number]
 
-        spec = None if self.spec is None else (self.spec, tuple(numbers))
-        plain = self.plain if numbers else None
-        leaves = [self.leaves[number] for number in numbers]
-        return Tree(leaves, rebuilt, paths_of_some, self.name, plain, spec)
+    def owner(self, number: int) -> Any:
+        """Return the processes that own a distributed leaf, ``None`` for any other."""
+        part = self.part(number)
+        return None if part is None else part.owner
 
-    def with_none(self) -> Tree:
-        """Return the tree with each ``None`` as a leaf."""
-        return flatten(closed(self), self.name, none_is_leaf=True)
+    def shape(self, number: int) -> tuple[Any, ...]:
+        """Return the shape of an array, that of the whole leaf if processes hold parts."""
+        part = self.part(number)
+        return tuple(self.arrays[number].shape if part is None else part.shape)
+
+    def closed(self, arrays: list[Any]) -> Any:
+        """Return a tree like the one that was opened, of changed arrays; in place, write what was opened as a copy."""
+        if not self.ways:
+            return self.spec.unflatten(arrays)
+        leaves = list(arrays)
+        for number, way in self.ways.items():
+            new, leaf = arrays[number], self.leaves[number]
+            same = new is way.array and not self.backend.xp.isdtype(leaf.dtype, "integral")
+            leaves[number] = leaf if same or (self.in_place and way.view) else way.back(new)
+        return self.spec.unflatten(leaves)
+
+    def paths(self) -> list[Path]:
+        """Return the path of each leaf."""
+        return self.spec.paths()
 
     def place(self, number: int) -> str:
         """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
         return place(self.name, self.paths()[number])
+
+
+class Nested:
+    """The structure of a tree with containers that only other libraries know, or that can be read once."""
+
+    def __init__(self, paths: list[Path], rebuild: Callable[[Iterator[Any]], Any]) -> None:
+        self._paths, self._rebuild = paths, rebuild
+
+    def unflatten(self, leaves: list[Any]) -> Any:
+        """Return the tree of other leaves."""
+        return self._rebuild(iter(leaves))
+
+    def paths(self) -> list[Path]:
+        """Return the path of each leaf."""
+        return self._paths
 
 
 def place(name: str, path: Path) -> str:
@@ -74,77 +117,142 @@ def place(name: str, path: Path) -> str:
     return name + "".join(f"[{printed(key)}]" for key in path)
 
 
-def flatten(tree: Any, name: str = "grads", *, none_is_leaf: bool = False) -> Tree:
-    """Flatten any nesting of containers; ``None`` keeps its place and is not a leaf, unless ``none_is_leaf``.
+def flatten(tree: Any, name: str = "grads") -> tuple[list[Any], Any]:
+    """Return the leaves of any nesting of containers, ``None`` among them, and its structure.
 
     Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as they were; an
-    iterator is consumed once and becomes a list. A tree that another rule has flattened is returned.
+    iterator is consumed once and becomes a list.
 
     Raises
     ------
     ValueError
         If an iterator in the tree is empty or exhausted.
     """
-    if isinstance(tree, Tree):
-        return tree if tree.plain else tree._replace(plain=plain_backend_of(tree.leaves))
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
-    plain = plain_backend_of(leaves)
-    if plain or all(leaf is None or backend_of(leaf) for leaf in leaves):
-        return Tree(leaves, partial(optree.tree_unflatten, spec), spec.paths, name, plain, spec)
-    paths, leaves, rebuild = _flatten(tree, name, (), none_is_leaf=none_is_leaf)
-    return Tree(leaves, lambda new: rebuild(iter(new)), lambda: paths, name, plain_backend_of(leaves))
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    if all([leaf is None or backend_of(leaf) is not None for leaf in leaves]):
+        return leaves, spec
+    paths, leaves, rebuild = _flatten(tree, name, ())
+    return leaves, Nested(paths, rebuild)
 
 
-def closed(grads: Any) -> Any:
-    """Return gradients in the user's containers."""
-    return grads.rebuild(grads.leaves) if isinstance(grads, Tree) else grads
+def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False) -> Opened:
+    """Open a tree of gradients, or of parameters by that name, for a rule that measures norms.
+
+    Raises
+    ------
+    TypeError
+        If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never change or hold
+        integers.
+    """
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    kinds = None
+    for leaf in leaves:
+        if leaf is not None:
+            backend = MET.get(type(leaf))
+            kinds = None if backend is None else backend.known.get((name, backend.kinds(leaves)))
+            break
+    if kinds is None:
+        leaves, spec = flatten(tree, name)
+        kinds = _learned(leaves, spec, name)
+    if kinds.odd:
+        return _dense(kinds, leaves, spec, name, in_place)
+    if in_place and not kinds.backend.in_place.writes:
+        same_memory(kinds.backend, leaves, partial(_place, name, spec))  # which says what to write instead
+    return Opened(kinds, leaves, leaves, spec, name, in_place)
 
 
-def backend_for(tree: Tree) -> Backend:
+def _learned(leaves: list[Any], spec: Any, name: str) -> Kinds:
+    """Return the facts about leaves of new kinds, which are refused if they cannot be clipped."""
+    backend = backend_for(leaves, name, spec)
+    arrays, odd = list(leaves), []
+    for number, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        stored = backend.stored(leaf, in_place=False)
+        integers = backend.xp.isdtype(leaf.dtype, "integral")
+        arrays[number] = leaf if stored is None else stored.array
+        if integers:
+            arrays[number] = _floating(backend, arrays[number])
+        if stored is not None or integers or backend.processes.distributed(leaf):
+            odd.append(number)
+    with backend.quiet():
+        kinds = Kinds(backend, arrays, tuple(odd))
+    if not compiling():
+        if len(backend.known) >= _KEPT:
+            backend.known.clear()
+        kinds = backend.known.setdefault((name, backend.kinds(leaves)), kinds)
+    return kinds
+
+
+def _floating(backend: Backend, array: Any) -> Any:
+    """Return an array of integers in the framework's default floating-point dtype."""
+    xp = backend.xp
+    return xp.astype(array, xp.asarray(1.0).dtype) if xp.isdtype(array.dtype, "integral") else array
+
+
+def _dense(kinds: Kinds, leaves: list[Any], spec: Any, name: str, in_place: bool) -> Opened:  # noqa: FBT001
+    """Open a tree with leaves that are not dense floating-point arrays of this process."""
+    backend, arrays, ways = kinds.backend, list(leaves), {}
+    for number in kinds.odd:
+        leaf = leaves[number]
+        stored = backend.stored(leaf, in_place=in_place) or Stored(leaf, unchanged)
+        array = _floating(backend, stored.array)
+        if in_place and array is not stored.array:
+            where = place(name, spec.paths()[number])
+            msg = f"{where} holds integers, which cannot hold what a rule of norms makes of them"
+            raise TypeError(msg)
+        ways[number] = stored._replace(array=array)
+        arrays[number] = array
+    if in_place and not backend.in_place.writes:
+        same_memory(backend, leaves, partial(_place, name, spec))
+    local, parts = backend.processes.local(arrays)
+    for number, part in enumerate(parts or ()):
+        if part is not None:
+            way = ways[number]
+            back = partial(_through, way.back, part, arrays[number])
+            view = way.view or arrays[number] is leaves[number]
+            ways[number] = way._replace(array=local[number], back=back, view=view)
+    return Opened(kinds, leaves, local, spec, name, in_place, ways, parts)
+
+
+def _through(back: Callable[[Any], Any], part: Any, whole: Any, local: Any) -> Any:
+    """Restore a leaf from the part that a process holds."""
+    return back(part.whole(whole, local))
+
+
+def _place(name: str, spec: Any, number: int) -> str:
+    return place(name, spec.paths()[number])
+
+
+def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
     """Return the backend of all leaves, or the default one if there is no leaf.
 
     Raises
     ------
     TypeError
-        If a leaf is not an array, is a parameter in ``grads``, or belongs to another framework than
-        the first leaf.
+        If a leaf is not an array, is a parameter in ``grads``, or belongs to another framework than the first leaf.
     """
-    chosen = None
-    for number, leaf in enumerate(tree.leaves):
+    chosen, first = None, 0
+    for number, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
         backend = backend_of(leaf)
         if backend is None:
-            raise TypeError(_no_array(tree.place(number), leaf))
-        why = backend.unfit(leaf, gradient=tree.name == "grads")
+            raise TypeError(_no_array(_place(name, spec, number), leaf))
+        why = backend.unfit(leaf, gradient=name == "grads")
         if why:
-            msg = f"{tree.place(number)} is a {describe(leaf)}: {why}"
+            msg = f"{_place(name, spec, number)} is a {describe(leaf)}: {why}"
             raise TypeError(msg)
-        chosen = chosen or backend
+        if chosen is None:
+            chosen, first = backend, number
         if backend is not chosen:
-            raise TypeError(_two_frameworks(tree, number))
+            one, other = (f"{_place(name, spec, n)} is a {describe(leaves[n])}" for n in (number, first))
+            msg = f"{one} but {other}: convert all gradients to one framework first"
+            raise TypeError(msg)
     return chosen or DEFAULT
 
 
-def flatten_grads(tree: Any, name: str = "grads", *, in_place: bool = False) -> tuple[Backend, Tree]:
-    """Flatten a tree of gradients to clip, and return it with their backend.
-
-    Raises
-    ------
-    TypeError
-        As `backend_for`; and if ``in_place`` and arrays of their library never change.
-    """
-    flat = flatten(tree, name)
-    backend = flat.plain or backend_for(flat)
-    if in_place and not backend.in_place.writes:
-        in_memory_before(backend, flat)  # which says what to write instead
-    return backend, flat
-
-
-def are_apart(backend: Backend, tree: Tree) -> bool:
-    """Whether a quick check shows that all leaves are writable and share no memory."""
-    return tree.plain is not None and backend.apart(tree.leaves)
-
-
-def in_memory_before(backend: Backend, tree: Tree) -> set[int]:
+def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]) -> set[int]:
     """Return the leaves whose memory is that of an earlier leaf, to be asked before any is written in place.
 
     Raises
@@ -154,26 +262,27 @@ def in_memory_before(backend: Backend, tree: Tree) -> set[int]:
     ValueError
         If two leaves overlap in memory, and are not the same.
     """
-    if are_apart(backend, tree):
+    some = [(number, leaf) for number, leaf in enumerate(leaves) if leaf is not None]
+    if backend.in_place.apart([leaf for _, leaf in some]):
         return set()
     first: dict[int, int] = {}
-    again = {number for number, leaf in enumerate(tree.leaves) if first.setdefault(id(leaf), number) != number}
-    views: list[Any] = []
-    for number, leaf in enumerate(tree.leaves):
+    again = {number for number, leaf in some if first.setdefault(id(leaf), number) != number}
+    views: list[Any] = [None] * len(leaves)
+    for number, leaf in some:
         view, why = backend.in_place.memory(leaf)
-        views.append(None if number in again else view)
+        views[number] = None if number in again else view
         if view is not None and overlaps_itself(view):
             why = why or "several of its entries may lie in one place"
         if why:
             msg = (
-                f"{tree.place(number)}, a {describe(leaf)}, cannot be changed in place: {why}; "
+                f"{where(number)}, a {describe(leaf)}, cannot be changed in place: {why}; "
                 "use clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
     for one, two, alike in sharing(views):
         if not alike:
             msg = (
-                f"{tree.place(one)} and {tree.place(two)} overlap in memory, so "
+                f"{where(one)} and {where(two)} overlap in memory, so "
                 "that some entries would be scaled twice; pass arrays that are apart, or use uc.clip"
             )
             raise ValueError(msg)
@@ -181,10 +290,8 @@ def in_memory_before(backend: Backend, tree: Tree) -> set[int]:
     return again
 
 
-def _flatten(
-    tree: Any, name: str, prefix: Path, *, none_is_leaf: bool
-) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:
-    keys, nodes, spec = optree.tree_flatten_with_path(tree, none_is_leaf=none_is_leaf)
+def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:
+    keys, nodes, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     paths: list[Path] = []
     leaves: list[Any] = []
     builders: list[Callable[[Iterator[Any]], Any]] = []
@@ -197,7 +304,7 @@ def _flatten(
             builders.append(next)
         else:
             container, close = opened
-            more_paths, more_leaves, rebuild = _flatten(container, name, path, none_is_leaf=none_is_leaf)
+            more_paths, more_leaves, rebuild = _flatten(container, name, path)
             paths += more_paths
             leaves += more_leaves
             builders.append(partial(_rebuilt, rebuild, close))
@@ -257,11 +364,4 @@ def _no_array(where: str, leaf: object) -> str:
     return (
         f"{where} is a {describe(leaf)}, not an array of numbers: pass gradients of NumPy, PyTorch, TensorFlow, JAX or "
         "another array API library (plain numbers as one array, an absent gradient as None)"
-    )
-
-
-def _two_frameworks(tree: Tree, number: int) -> str:
-    return (
-        f"{tree.place(number)} is a {describe(tree.leaves[number])} but {tree.place(0)} is a "
-        f"{describe(tree.leaves[0])}: convert all gradients to one framework first"
     )

@@ -6,22 +6,20 @@ The familiar functions keep their established names and argument order. Docstrin
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from uniclip._checks import LIMIT, nonnegatives, real
 from uniclip._repr import short
 from uniclip._types import Number, T
 from uniclip.arraywise import ByValue
-from uniclip.ask import Step
 from uniclip.limits import NoState
 from uniclip.norms import Norm
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
 from uniclip.processes import AllReduce, Shared, joining
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, as_rule, made_once, norm_of
-from uniclip.scopes import all_leaves
-from uniclip.step import Decision, decide
-from uniclip.tree import closed
+from uniclip.rules import AnyRule, Rule, as_rule, norm_of
+from uniclip.step import Step, decide
 
 __all__ = [
     "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm", "clip_by_value",
@@ -45,12 +43,12 @@ def clip(
     all_reduce : callable, process group, device mesh, or axis name, optional
         How to reduce over the processes or devices that hold parts of one tree: a function of ``(array, op)`` that
         reduces an array elementwise over all of them, where ``op`` is ``"sum"`` or ``"max"``; a
-        ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of a JAX axis, or a tuple of names. Leaves with
-        equal paths are parts of one leaf; a leaf that only one process has is whole. Copies need nothing. A process
-        whose gradients are ``None`` where others may have them needs ``params`` to take part.
+        ``torch.distributed.ProcessGroup`` or ``DeviceMesh``; the name of a JAX axis, or a tuple of names. A rule with
+        one norm takes any leaves in each process. One with a norm for each leaf needs the same leaves in all of them,
+        ``None`` where one is absent; named groups (`uniclip.by_group_norm`) may be empty in some.
     shared : callable, optional
-        A function of a leaf's path (a tuple of keys) and the leaf: true for a copy that several of these processes
-        hold, so that it counts once.
+        A function of a leaf's path (a tuple of keys) and the leaf, for copies that count once: true if every process
+        holds it, or the number of those that do.
 
     Returns
     -------
@@ -166,9 +164,8 @@ def clip_and_sum(
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-    step = Step(params, joining(all_reduce, shared))
-    summed, decision = decide(rule, grads, NoState(), step, Decision.summed)
-    return closed(summed), decision.report()
+    decision = decide(rule, grads, NoState(), Step(params, joining(all_reduce, shared)))
+    return decision.summed(), decision.report()
 
 
 def clip_by_value(grads: T, min: Number, max: Number) -> T:
@@ -236,7 +233,9 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    return clip(grads, _by_norm(max_norm, axis, ord))[0]
+    rule = _EACH.get(ord) if axis is None and type(ord) in {int, float} else None
+    rule = rule or by_norm(1.0, axis=axis, ord=ord)
+    return decide(rule, grads, NoState(), max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clipped()
 
 
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
@@ -310,9 +309,10 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    known = norm if norm is None else real("norm", norm, "a number or a 0-d array")
-    clipped, decision = decide(_by_global_norm(max_norm, ord), grads, NoState(), Step(norm=known))
-    return closed(clipped), decision.total()
+    rule = (_ALL.get(ord) if type(ord) in {int, float} else None) or by_global_norm(1.0, ord=ord)
+    step = _USUAL if norm is None else Step(norm=real("norm", norm, "a number or a 0-d array"))
+    decision = decide(rule, grads, _NOTHING, step, nonnegatives("max_norm", max_norm, LIMIT))
+    return decision.clipped(), decision.total()
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
@@ -342,22 +342,21 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     >>> float(uc.global_norm({"w": np.asarray([3.0, 4.0]), "b": np.asarray(12.0)}))
     13.0
     """
-    return norm_of(grads, all_leaves, Norm(ord))
+    return norm_of(grads, Norm(ord))
 
 
-@made_once
-def _by_norm(max_norm: Any, axis: Any, ord: Any) -> Rule:
-    return by_norm(nonnegatives("max_norm", max_norm, LIMIT), axis=axis, ord=ord)
-
-
-@made_once
-def _by_global_norm(max_norm: Any, ord: Any) -> Rule:
-    return by_global_norm(nonnegatives("max_norm", max_norm, LIMIT), ord=ord)
+_USUAL, _NOTHING = Step(), NoState()
+_ALL = {p: by_global_norm(1.0, ord=p) for p in (1, 2, math.inf)}
+_EACH = {p: by_norm(1.0, ord=p) for p in _ALL}
+"""Rules for the usual orders of norms; the limit is an argument of a step."""
 
 
 def _clip(grads: T, rule: AnyRule, params: Any, all_reduce: Any, *, in_place: bool) -> tuple[T, Report]:
     rule = as_rule(rule)
-    _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})")
+    if rule.memory:
+        _refuse_memory(
+            rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})"
+        )
     clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
     return clipped, report
 

@@ -86,10 +86,13 @@ def on_tensorflow() -> Iterator[None]:
 @contextmanager
 def on_jax() -> Iterator[None]:
     """Let every array say that it is on an accelerator, where the host reads none."""
+    import jax
     import jax.numpy as jnp
 
     kind = type(jnp.ones(1))
+    apart = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="unpinned_host")  # equal to no other
     methods = dict.fromkeys(READS, refuse) | {"devices": lambda array: {Device()}, "_value": property(refuse)}
+    methods |= {"sharding": property(lambda array: apart)}
     with patched(kind, **methods), by_numpy(kind):
         yield
 

@@ -280,7 +280,7 @@ REFUSALS: dict[str, tuple[Callable[[bool], Any], str]] = {
         ),
         "rule",
     ),
-    "other leaves": (lambda wrong: stepped(OF_EACH, "a", "c" if wrong else "b"), "shared="),
+    "other leaves": (lambda wrong: stepped(OF_EACH, "a", "c" if wrong else "b"), "different leaves"),
 }
 
 

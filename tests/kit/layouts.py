@@ -52,6 +52,10 @@ RULES = {
     "spikes": Kind("`skip_spikes` with a loss", uc.skip_spikes(z=1.0, window=4, warmup=2), loss=True),
 }
 KEPT = "norms along axes take no `all_reduce=`: leave it out where leaves are whole, or use DTensors"
+EACH = (
+    "beside `all_reduce=` every process needs the same leaves, but in a rule of one norm, or of groups with names: "
+    "leave it out, as these leaves are whole in their process"
+)
 FLAT = "a flat parameter is a part of several leaves, and nobody knows where one ends: use FSDP2, or a rule of one norm"
 
 
@@ -300,7 +304,7 @@ class PlainExperts(Experts):
     """Experts as plain tensors, each in one process."""
 
     title = "experts as plain tensors beside copies"
-    refused = MappingProxyType({"agc": KEPT})
+    refused = MappingProxyType({"agc": KEPT, "leaf": EACH, "adagc": EACH})
     experts = "listed"
     spoilt = "experts.3"
     shared = staticmethod(lambda path, leaf: "experts" not in path[-1])
@@ -321,7 +325,7 @@ class Pipeline(Experts):
     """Each process has layers of its own."""
 
     title = "a pipeline"
-    refused = MappingProxyType({"agc": KEPT})
+    refused = MappingProxyType({"agc": KEPT, "leaf": EACH, "adagc": EACH})
     experts = ""
     spoilt = "down.weight"
     stages: tuple[tuple[str, ...], ...] = (("embed", "norm"), ("up",), ("down",), ("head",))

@@ -15,9 +15,9 @@ import array_api_compat
 from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
-__all__ = ["DEFAULT", "Backend", "backend_of", "compiling", "plain_backend_of"]
+__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling"]
 
-_BACKENDS: dict[type, Backend | None] = {}
+MET: dict[type, Backend | None] = {}
 """The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
 
 
@@ -52,7 +52,7 @@ _LOADERS: dict[str, Callable[[], Backend]] = {
 def backend_of(leaf: Any) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is not an array."""
     cls = type(leaf)
-    backend = _BACKENDS[cls] if cls in _BACKENDS else _found(leaf)
+    backend = MET[cls] if cls in MET else _found(leaf)
     return backend if backend is not None and backend.is_array(leaf) else None
 
 
@@ -63,7 +63,7 @@ def _found(leaf: Any) -> Backend | None:
     load = next(filter(None, map(_LOADERS.get, roots)), None)
     backend = load() if load else _other(leaf)
     if not compiling():  # which would compile again for each class
-        _BACKENDS[cls] = backend
+        MET[cls] = backend
     return backend
 
 
@@ -76,13 +76,7 @@ def backend_by(all_reduce: Any) -> Backend | None:
 def compiling() -> bool:
     """Whether ``torch.compile`` traces the caller, where NumPy's dtypes and modules of builtins cannot be looked up."""
     torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_compiling())
-
-
-def plain_backend_of(leaves: list[Any]) -> Backend | None:
-    """Return the backend of all leaves, if a quick check shows that they are dense floating-point arrays."""
-    backend = backend_of(leaves[0]) if leaves and leaves[0] is not None else None
-    return backend if backend is not None and backend.plain(leaves) else None
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 
 
 def _other(leaf: Any) -> Backend | None:
@@ -93,5 +87,5 @@ def _other(leaf: Any) -> Backend | None:
     if not known:
         return None
     xp = array_api_compat.array_namespace(leaf)
-    same = (backend for backend in _BACKENDS.values() if backend is not None and backend.xp is xp)
+    same = (backend for backend in MET.values() if backend is not None and backend.xp is xp)
     return next(same, None) or Backend(xp)

@@ -3,28 +3,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from uniclip.backends.base import PIECE, Array
+from uniclip.backends.base import Array, cast
 
 if TYPE_CHECKING:
     from uniclip.backends.base import Backend
-
-
-def together(backend: Backend, arrays: list[Array]) -> list[Array]:
-    """Return small arrays as NumPy arrays if the host can read all of them at no cost, else as the library's."""
-    views = [array if isinstance(array, np.ndarray) else _small_view(backend, array) for array in arrays]
-    if all(view is not None for view in views):
-        return views
-    device = backend.device(next(array for array in arrays if not isinstance(array, np.ndarray)))
-    return [backend.from_host(one, device) if isinstance(one, np.ndarray) else one for one in arrays]
-
-
-def _small_view(backend: Backend, array: Array) -> np.ndarray[Any, Any] | None:
-    return None if backend.traced(array) or math.prod(array.shape) > PIECE else backend.viewed(array)
 
 
 def stacked(backend: Backend, arrays: list[Array]) -> Array:
@@ -50,30 +36,38 @@ def all_of(backend: Backend, flags: list[Array]) -> Array:
     if len(flags) == 1:
         return flags[0]
     if not flags:
-        return backend.xp.asarray(True)  # noqa: FBT003
+        return backend.xp.asarray(True)
     return backend.xp.all(stacked(backend, flags))
 
 
-def spread(backend: Backend, value: Array, array: Array, axes: tuple[int, ...] | None, dtype: Any = None) -> Array:
-    """Return a norm's value with the device and dimensions of the array, at least in its wide precision."""
-    xp = backend.xp
-    dtype = xp.result_type(array.dtype, xp.float32 if dtype is None else dtype)
+def spread(backend: Backend, value: Array, array: Array, axes: tuple[int, ...] | None) -> Array:
+    """Return a norm's value with the device and dimensions of the array."""
     value = backend.to_device_of(array, value)
     for axis in axes or ():
-        value = xp.expand_dims(value, axis=axis)
-    return cast(xp, value, dtype)
+        value = backend.xp.expand_dims(value, axis=axis)
+    return value
 
 
-def cast(xp: Any, array: Array, dtype: Any) -> Array:
-    """Return the array in ``dtype``, or itself if it already has it."""
-    return array if array.dtype == dtype else xp.astype(array, dtype)
+def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
+    """Whether an array of ``shape`` broadcasts to shape ``to``, as far as they are known."""
+    if _unknown(shape, to):
+        return True
+    pairs = zip(reversed(tuple(shape)), reversed(tuple(to)), strict=False)
+    return len(shape) <= len(to) and all(m == n or None in (m, n) or (one and m == 1) for m, n in pairs)
 
 
-def upcast(xp: Any, array: Array) -> Array:
-    """Return the array in float32 or wider (complex64 or wider)."""
-    return cast(xp, array, xp.result_type(array.dtype, xp.float32))
+def same_shape(shape: Any, other: Any) -> bool:
+    """Whether two shapes are equal as far as they are known."""
+    return _unknown(shape, other) or (len(shape) == len(other) and broadcasts(shape, other, one=False))
 
 
-def finite_or_zero(xp: Any, array: Array) -> Array:
-    """Return the array with 0 for each entry that is not finite."""
-    return xp.where(xp.isfinite(array), array, 0.0)
+def _unknown(*shapes: Any) -> bool:
+    return None in {getattr(shape, "rank", 0) for shape in shapes}
+
+
+def refuse_shape(name: str, array: Any, norms: Any) -> None:
+    """Refuse limits, or a given norm, whose shape does not fit the norms."""
+    if len(array.shape) and not broadcasts(array.shape, norms.shape):
+        shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
+        msg = f"a {name} of shape {shapes}; give one number"
+        raise ValueError(msg)

@@ -5,24 +5,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from uniclip.backends.memory import InPlace
-from uniclip.backends.processes import Processes
+from uniclip.backends.processes import Op, Processes
 
 Array: TypeAlias = Any
 Rebuild: TypeAlias = Callable[[Array], Any]
+Axes: TypeAlias = tuple[int, ...] | None
+Blocks: TypeAlias = Sequence[Sequence[Sequence[int]]]
+"""Blocks of norms, each with the numbers of the arrays of each of its norms."""
 
 NODES: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 """Classes of uniclip that pytree libraries open, with how to take them apart and rebuild them."""
 PIECE = 2**17
 """How many entries of a large array are processed at a time, to fit a cache."""
+HOST, OWN, RECORDED, TRACED = range(4)
+"""The modes of a step: the host reads values at no cost; it does not; derivatives are recorded; nothing has a value."""
 _BLOCK = 16
 """How many entries are added in a row; with so few, libraries that add sequentially lose no accuracy."""
+_FITS = (1e-24, 3.4e38)
+"""Between smallest normal number / eps² and the largest number a sum of squares in float32 is accurate."""
+
+
+class Kinds:
+    """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
+
+    __slots__ = ("backend", "double", "dtype", "low", "odd", "present", "reads", "records", "traced")
+
+    def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
+        some = [array for array in arrays if array is not None]
+        self.backend = backend
+        self.odd = odd
+        """The leaves whose array is not the leaf itself: sparse or distributed ones, integers, storage formats."""
+        self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
+        self.dtype = norm_dtype(backend.xp, some)
+        """The dtype of their norms: float32, or the widest real one."""
+        self.low = self.dtype == backend.xp.float32
+        """Whether all of their squares fit into float64."""
+        self.traced, self.reads, self.records = backend.state(some)
+        """Whether they have no values; whether the host reads them at no cost; whether derivatives may be recorded."""
+        self.double = backend.doubles(some)
+        """Whether their sums can be float64."""
+
+    def without_leaves(self, backend: Backend | None = None) -> Kinds:
+        """Return the facts about a tree without gradients, of a library if one is given."""
+        kinds = Kinds(backend or self.backend, [], ())
+        if backend is None:
+            kinds.dtype, kinds.low, kinds.reads, kinds.double = self.dtype, self.low, self.reads, self.double
+        return kinds
+
+
+class Stored(NamedTuple):
+    """What a leaf holds that is not itself a dense array of floating-point numbers."""
+
+    array: Array
+    """The stored values; those of entries that occur twice are apart."""
+    back: Rebuild
+    """Makes a leaf of this kind of changed values, or writes them into the leaf."""
+    view: bool = False
+    """Whether the array is the leaf's memory, so that changing it changes the leaf."""
+    merged: Rebuild | None = None
+    """Returns the values with those of entries that occur twice summed, to measure them; ``None`` if none does."""
+    rows: Callable[[Array], Array] | None = None
+    """Returns for each stored row the value of its row after summing; ``None`` if these are the same."""
 
 
 class Backend:
@@ -43,158 +94,268 @@ class Backend:
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
+        self.known: dict[Any, Kinds] = {}
 
     # What a leaf holds.
+
+    def kinds(self, leaves: list[Any]) -> Any:
+        """Return a key that is equal for leaves of equal kinds; ``None`` is a kind."""
+        return tuple([None if leaf is None else (type(leaf), str(getattr(leaf, "dtype", None))) for leaf in leaves])
 
     def is_array(self, leaf: Any) -> bool:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
         return not self.xp.isdtype(leaf.dtype, "bool")
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:  # noqa: ARG002
+    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
         """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead; else ``None``."""
         return None
 
-    def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
-        """Return the dense array of the leaf's stored values, and a function that restores the leaf's kind."""
-        return leaf, unchanged
+    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
+        """Return what a leaf stores, ``None`` if it is a dense array; integers and distributed arrays are dense."""
+        return None
 
-    def sparse(self, leaf: Any) -> bool:  # noqa: ARG002
+    def coalesced(self, leaf: Any) -> Any:
+        """Return a leaf whose entries that are stored twice are summed, in float32 or wider; else the leaf itself."""
+        return leaf
+
+    def sparse(self, leaf: Any) -> bool:
         """Whether the leaf stores only some of its entries or rows."""
         return False
 
-    def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
+    def size(self, leaf: Any, axes: Axes) -> Any:
         """Return the number of entries of the leaf along ``axes``, including those that are not stored."""
         shape = leaf.shape
         return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
 
     # Where arrays are, and whether they have values.
 
-    def traced(self, array: Array) -> bool:  # noqa: ARG002
+    def mode(self, kinds: Kinds) -> int:
+        """Return the mode of a step on leaves of these kinds."""
+        return TRACED if kinds.traced else HOST if kinds.reads else RECORDED if kinds.records else OWN
+
+    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+        """Return whether arrays have no values, the host reads them at no cost, and derivatives may be recorded."""
+        return any(map(self.traced, arrays)), all(map(self.readable, arrays)), True
+
+    def doubles(self, arrays: list[Array]) -> bool:
+        """Whether sums of these arrays can be float64."""
+        info = getattr(self.xp, "__array_namespace_info__", None)
+        return info is not None and "float64" in info().dtypes()
+
+    def traced(self, array: Array) -> bool:
         """Whether the array has no value yet: it is a tracer in code that is compiled or transformed."""
         return False
 
-    def readable(self, array: Array) -> bool:  # noqa: ARG002
+    def readable(self, array: Array) -> bool:
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False
 
-    def device(self, array: Array) -> Any:  # noqa: ARG002
+    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+        """Return a NumPy array of the same values, ``None`` if they are not readable or a derivative is recorded."""
+        return None
+
+    def device(self, array: Array) -> Any:
         """Return the device of an array (or of ``None``), for `from_host`."""
         return None
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:  # noqa: ARG002
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
+
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        """Return a NumPy array as one of this library, in code without values."""
+        return self.from_host(array, device)
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
         return list(map(np.asarray, arrays))
 
-    def to_device_of(self, other: Array, array: Array) -> Array:  # noqa: ARG002
+    def to_device_of(self, other: Array, array: Array) -> Array:
         """Return ``array`` on the device of ``other``."""
         return array
 
     def detached(self, array: Array) -> Array:
-        """Return an array to keep, detached from its computation."""
-        return array.persist() if hasattr(array, "persist") else array  # a lazy one would hold all gradients
+        """Return an array to keep, detached from its computation, where a library without a file can do that."""
+        return self.xp.stop_gradient(array) if hasattr(self.xp, "stop_gradient") else array
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
         return list(map(self.detached, arrays))
 
-    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:  # noqa: ARG002
+    def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings, and create arrays on the device of the first gradient."""
         return np.errstate(all="ignore")
+
+    def double(self) -> AbstractContextManager[Any]:
+        """Return a context in which float64 is allowed."""
+        return nullcontext()
 
     def debug_infs(self) -> bool:
         """Whether a debugger stops at ∞, so that not even squares may overflow."""
         return False
 
-    # For speed or memory: the defaults leave the work to the algorithm, which is written in the array API.
+    # Sums and products, for speed and memory.
 
-    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
-        """Whether a quick check shows that all are dense floating-point arrays of this backend without special cases.
+    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
+        """Return ``Σ|x|²`` of each group of whole arrays, ``(k,)`` in float64; ``None`` if there is no fast path.
 
-        Without ``gradient`` they may be parameters.
-        """
-        return False
-
-    def apart(self, leaves: list[Any]) -> bool:  # noqa: ARG002
-        """Whether a quick check shows that ``leaves``, which are plain, are writable and share no memory."""
-        return False
-
-    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:  # noqa: ARG002
-        """Return a NumPy array of the same values, ``None`` if they are not readable or a derivative is recorded."""
-        return None
-
-    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:  # noqa: ARG002
-        """Return ``Σ|x|²`` over all entries of each group of arrays, ``(k,)``; ``None`` if there is no fast path.
-
-        The arrays of a group are consecutive, and the lengths of the groups are given. The result is a NumPy array
-        where the host can read it, in the dtype of the norm or a wider one in which no square of the arrays' own
-        dtype overflows or underflows.
+        The arrays of a group are consecutive, and the lengths of the groups are given. NumPy's in the mode `HOST`. A
+        sum of float64 entries whose squares all underflow is not 0, if the array is NumPy's.
         """
         return None
 
-    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:  # noqa: ARG002
-        """Return ``Σ|x|²`` of each array along its axes, a NumPy array where the host can read it.
-
-        ``None`` for an array without a fast path; as wide as the result of `squares`.
-        """
-        return [None] * len(arrays)
-
-    def squares_in_units(
+    def sums(
         self,
-        arrays: list[Array],  # noqa: ARG002
-        axes: list[Any],  # noqa: ARG002
-        units: Array,  # noqa: ARG002
-        rows: list[int],  # noqa: ARG002
-    ) -> list[Array] | None:
-        """Return ``Σ|x/unit|²`` of each array along its axes (``None`` for all of them), as wide as the units.
+        mode: int,
+        arrays: list[Array],
+        p: float,
+        axes: Sequence[Axes],
+        units: Sequence[Any] | None = None,
+        blocks: Blocks = (),
+    ) -> list[Any]:
+        """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each array along its axes, in float64 if it can be.
 
-        The unit of each array is a row of ``units``, whose number is given. ``None`` if there is no fast path.
+        NumPy's in the mode `HOST`. Where sums are made again if they were not accurate, those of a block are together.
         """
-        return None
+        units = [None] * len(arrays) if units is None else units
+        return [self.total(array, p, some, unit) for array, some, unit in zip(arrays, axes, units, strict=True)]
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        """Return each array multiplied by its factor, in its own dtype; ``None`` if there is no fast path.
+    def total(self, array: Array, p: float, axes: Axes, unit: Any = None) -> Array:
+        """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
 
-        The factors are all Python numbers, all arrays of this library, or, where the host can read them, all NumPy
-        arrays. Factors with dimensions broadcast against their array, and have its dtype.
-        """
-        return None
+        def of(piece: Array, unit: Any) -> Array:
+            return self.powers(piece if unit is None else self.modulus(piece) / unit, p, axes)
+
+        pieces = self.pieces(array)
+        if pieces is None:
+            return of(array, unit)
+        if axes is None:
+            return self.joined([of(piece, unit) for piece in pieces], "max" if p == math.inf else "sum")
+        rows = row_slices(array.shape)
+        if 0 in axes:
+            return self.joined([of(array[some, ...], unit) for some in rows], "max" if p == math.inf else "sum")
+        parts = [of(array[some, ...], unit if unit is None else unit[some, ...]) for some in rows]
+        return self.xp.concat(parts, axis=0)
+
+    def joined(self, parts: list[Array], op: Op) -> Array:
+        """Return the sum or the maximum of arrays of one shape."""
+        xp = self.xp
+        if op == "sum":
+            return reduce(lambda a, b: a + b, parts)
+        return reduce(lambda a, b: xp.where(xp.isnan(b) | (b > a), b, a), parts)
+
+    def powers(self, x: Array, p: float, axes: Axes) -> Array:
+        """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
+        xp = self.xp
+        if p == 2:  # without an absolute value, whose derivative at 0 is undefined
+            parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
+            wide = list(map(self.wide, parts))
+            return self.sum(reduce(lambda a, b: a + b, [part * part for part in wide]), axes)
+        size = self.modulus(x) if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating") else xp.abs(x)
+        if p == math.inf:
+            return self.wide(largest(xp, size, axes))
+        return self.sum(self.wide(size) if p == 1 else _power(xp, size, p), axes)
+
+    def modulus(self, x: Array) -> Array:
+        """Return ``|x|`` in the precision in which it is added, of complex numbers without a square out of range."""
+        xp = self.xp
+        if not xp.isdtype(x.dtype, "complex floating"):
+            return xp.abs(self.wide(x))
+        real, imag = (xp.abs(self.wide(part)) for part in (xp.real(x), xp.imag(x)))
+        top, low = xp.where(real > imag, real, imag), xp.where(real > imag, imag, real)
+        ratio = low / xp.where(top > 0, top, xp.ones_like(top))
+        return top * xp.sqrt(1 + ratio * ratio)
+
+    def wide(self, array: Array) -> Array:
+        """Return real numbers in the precision in which they are added: float64 if the library has it."""
+        xp = self.xp
+        dtype = xp.result_type(array.dtype, xp.float64 if self.doubles([array]) else xp.float32)
+        return cast(xp, array, dtype)
+
+    def sum(self, array: Array, axes: Axes) -> Array:
+        """Return the sum along ``axes``; float32 numbers are added in blocks, as sequential sums lose small ones."""
+        if array.dtype != self.xp.float32:
+            return self.xp.sum(array, axis=axes)
+        for axis in range(array.ndim - 1, -1, -1):
+            if axes is None or axis in axes:
+                array = _sum_in_blocks(self.xp, array, axis)
+        return array
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         """Split a large array into vectors, in any order of its entries; ``None`` if it is measured as a whole.
 
         This avoids a wide copy of all of it.
         """
-        xp = self.xp
-        narrow = xp.result_type(array.dtype, xp.float32) != array.dtype
-        if not narrow or self.traced(array) or math.prod(array.shape) <= PIECE:
+        if self.traced(array) or math.prod(array.shape) <= PIECE:
             return None
-        flat = xp.reshape(array, (-1,))
+        flat = self.xp.reshape(array, (-1,))
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
-        """Return the sum along ``axes``, added in blocks, as sequential sums lose small entries."""
-        for axis in range(array.ndim - 1, -1, -1):
-            if axes is None or axis in axes:
-                array = _sum_in_blocks(self.xp, array, axis)
-        return array
+    def scaled(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
+    ) -> list[Array]:
+        """Return each array multiplied by its factor, in its own dtype.
+
+        The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast against their array.
+        With ``zero`` the product by 0 is 0, also that of NaN and ∞.
+        """
+        if in_place:
+            for array, factor in zip(arrays, factors, strict=True):
+                self.in_place.write(array, lambda x, f: times(self.xp, x, f, zero), self._operand(array, factor))
+            return arrays
+        return [times(self.xp, a, self._operand(a, f), zero) for a, f in zip(arrays, factors, strict=True)]
+
+    def _operand(self, array: Array, factor: Any) -> Array:
+        """Return a factor as an array on the device of another, wide enough to multiply in."""
+        if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
+            factor = self.from_host(np.asarray(factor), self.device(array))
+        return cast(self.xp, self.to_device_of(array, factor), self.xp.result_type(array.dtype, self.xp.float32))
 
     # For code that is compiled.
+
+    def apart(self) -> bool:
+        """Whether compilers want each norm as an array of its own."""
+        return False
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) is true, else ``rare()``."""
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
-    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:  # noqa: ARG002
+    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
         """Return ``change()``, which may be skipped where all of ``factor`` is 1, as it then equals ``arrays``."""
         return change()
 
-    def barrier(self, array: Array) -> Array:
-        """Return an array as it is, computed once although every leaf uses it."""
-        return array
+    def repaired(
+        self, arrays: list[Array], axes: Sequence[Axes], blocks: Blocks, short: Callable[[Array], Array | None]
+    ) -> list[Array]:
+        """Return ``Σ|x|²`` in float64, of long arrays by float32 sums where these are accurate.
+
+        ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
+        whose rare branch measures its long arrays again.
+        """
+        xp, (low, high) = self.xp, _FITS
+        found = [short(array) if some is None else None for array, some in zip(arrays, axes, strict=True)]
+        long = {number for number, one in enumerate(found) if one is not None}
+        for number, array in enumerate(arrays):
+            if number not in long:
+                found[number] = self.total(array, 2, axes[number])
+        for block in blocks:
+            some = [number for group in block for number in group if number in long]
+            if not some:
+                continue
+            totals = [self.joined([xp.astype(found[n], xp.float32) for n in g], "sum") for g in block if long & {*g}]
+            ok = reduce(lambda a, b: a & b, [(total > low) & (total < high) for total in totals])
+            sums = [found[number] for number in some]
+
+            def usual(sums: list[Array] = sums) -> list[Array]:
+                return [xp.astype(one, xp.float64) for one in sums]
+
+            def rare(some: list[int] = some) -> list[Array]:
+                return [self.total(arrays[number], 2, None) for number in some]
+
+            for number, one in zip(some, self.cond(ok, usual, rare), strict=True):
+                found[number] = one
+        return found
 
 
 @contextmanager
@@ -214,15 +375,64 @@ def unchanged(array: Array) -> Array:
     return array
 
 
+def cast(xp: Any, array: Array, dtype: Any) -> Array:
+    """Return the array in ``dtype``, or itself if it already has it."""
+    return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def real_dtype(xp: Any, dtype: Any) -> Any:
+    """Return the real dtype of the same precision."""
+    return xp.abs(xp.zeros((), dtype=dtype)).dtype if xp.isdtype(dtype, "complex floating") else dtype
+
+
+def norm_dtype(xp: Any, arrays: list[Array]) -> Any:
+    """Return the real dtype, float32 or wider, of the norm of arrays."""
+    wide = [xp.result_type(dtype, xp.float32) for dtype in {array.dtype for array in arrays}]
+    return real_dtype(xp, reduce(xp.result_type, wide)) if wide else xp.float32
+
+
 def sum_dtype(xp: Any, dtype: Any) -> Any:
     """Return the dtype for sums: float32 or wider, integers as they are."""
     return dtype if xp.isdtype(dtype, "integral") else xp.result_type(dtype, xp.float32)
 
 
+def times(xp: Any, array: Array, factor: Array, zero: bool) -> Array:
+    """Return ``array · factor`` in the array's dtype; with ``zero`` the factor 0 makes 0 of NaN and ∞, too."""
+    wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
+    if zero:
+        wide = xp.where(xp.equal(factor, 0.0), xp.zeros_like(wide), wide)
+    product = wide * factor
+    if xp.isdtype(wide.dtype, "complex floating"):  # a complex 1 changes the sign of a zero
+        product = xp.where(xp.equal(factor, 1.0), wide, product)
+    return cast(xp, product, array.dtype)
+
+
+def finite_or_zero(xp: Any, array: Array) -> Array:
+    """Return the array with 0 for each entry that is not finite."""
+    return xp.where(xp.isfinite(array), array, xp.zeros_like(array))
+
+
 def row_slices(shape: tuple[int, ...]) -> list[slice]:
     """Return slices of the first axis that cut a large array into pieces."""
     step = max(1, PIECE * shape[0] // math.prod(shape))
-    return [slice(start, start + step) for start in range(0, shape[0], step)]
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def largest(xp: Any, size: Array, axes: Axes) -> Array:
+    """Return the largest modulus over ``axes``, 0 over no entries."""
+    if axes == ():
+        return size
+    if getattr(size.shape, "rank", 0) is not None and 0 in size.shape:  # a shape of unknown rank cannot be searched
+        return xp.sum(size, axis=axes)
+    top = xp.max(size, axis=axes)
+    return xp.where(top < 0, xp.zeros_like(top), top)  # -∞: a shape known only at run time was empty
+
+
+def _power(xp: Any, size: Array, p: float) -> Array:
+    if p > 2:
+        return size**p
+    zero = xp.equal(size, 0.0)  # where the second derivative of the power is infinite
+    return xp.where(zero, size, xp.where(zero, xp.ones_like(size), size) ** p)
 
 
 def _sum_in_blocks(xp: Any, array: Array, axis: int) -> Array:

@@ -43,6 +43,13 @@ def unsummed(like: Any, tensor: Any) -> Any:
     return _like_local(like, first_of(like, tensor.to_local()))
 
 
+def written(leaf: Any, tensor: Any) -> Any:
+    """Write a changed tensor into the partial one that it was summed from, and return that."""
+    with torch.no_grad():
+        leaf.to_local().copy_(first_of(leaf, tensor.to_local()))
+    return leaf
+
+
 def first_of(like: Any, whole: Any) -> Any:
     """Return this process's share of partial values: the first process has all of them."""
     for axis, placement in enumerate(like.placements):
@@ -60,7 +67,7 @@ def _local_of(tensor: Any) -> Any:
     """Return what this process holds of a distributed tensor."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return tensor.to_local()
-    local = tensor._local_tensor  # noqa: SLF001 - to_local() takes 20 µs
+    local = tensor._local_tensor
     return local if type(local) is torch.Tensor else tensor.to_local()  # an asynchronous one
 
 
@@ -167,7 +174,7 @@ def _part_of(tensor: Any) -> Part:
 
 def _groups(mesh: Any) -> tuple[str, ...]:
     """Return the names of a mesh's process groups."""
-    return tuple(mesh._dim_group_names)  # noqa: SLF001 - get_all_groups() looks each of them up
+    return tuple(mesh._dim_group_names)
 
 
 def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
@@ -239,10 +246,13 @@ class Distributed(Processes):
     joins_by = "a process group, a device mesh, or a function of (array, op)"
 
     def local(self, arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
-        if not any([type(array) is not torch.Tensor and is_dtensor(array) for array in arrays]):
+        if not any([array is not None and is_dtensor(array) for array in arrays]):
             return arrays, None
-        parts = [_part_of(array) if is_dtensor(array) else None for array in arrays]
+        parts = [_part_of(array) if array is not None and is_dtensor(array) else None for array in arrays]
         return [_local_of(array) if part else array for array, part in zip(arrays, parts, strict=True)], parts
+
+    def distributed(self, leaf: Any) -> bool:
+        return is_dtensor(leaf)
 
     def replicated(self, array: Any, operand: Any) -> Any:
         if is_dtensor(operand):
@@ -254,10 +264,6 @@ class Distributed(Processes):
     def reducer(self, all_reduce: Any) -> Reduce | None:
         groups = _groups_of(all_reduce)
         return None if groups is None else partial(_all_reduce, groups)
-
-    def reduction_dtype(self, dtype: Any, array: Any) -> Any:
-        narrow = array is not None and array.device.type == "mps"  # has no float64
-        return dtype if narrow else torch.float64
 
     def rank(self) -> int:
         runs = torch.distributed.is_available() and torch.distributed.is_initialized()

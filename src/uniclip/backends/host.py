@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""NumPy on the memory of other frameworks' CPU arrays, where calling the framework takes longer than adding."""
+"""NumPy on the memory of other frameworks' CPU arrays, where calling the framework takes longer than adding.
+
+Sums are float64. Squares of float64 numbers may underflow there; a sum is 0 only if all of its entries are.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,25 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip.backends.base import PIECE, in_groups
+from uniclip.backends.base import PIECE, in_groups, row_slices
 
 View: TypeAlias = np.ndarray[Any, Any]
 
 WIDE = 4
 """The bytes of an entry that is precise enough to add and multiply in."""
-_REAL = {"e", "E", "f", "d"}  # E is the bfloat16 of ml_dtypes
 _ROW = 512
 """How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
 processors keep few partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
-_COPIED, _TINY = 2**12, 2**6
-"""The largest number of entries of arrays that are copied: in total, or for each of many. The memory of larger copies
-may be new at every step, and the system takes longer to provide it than the copy takes."""
+_JOINED, _COPIED, _TINY = 2**14, 2**12, 2**6
+"""The largest number of entries of arrays that are copied: for one sum, for many, or for each of many. The memory of
+larger copies may be new at every step, and the system takes longer to provide it than the copy takes."""
 _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
+LOW, HIGH = 1e-24, 3.4e38
+"""Between them a sum of squares in float32 is accurate: smallest normal number / eps², and the largest number."""
+UNDERFLOWN = 5e-324
+"""The sum of squares of float64 entries that are not 0 and whose squares are."""
 
 
 def few(arrays: Sequence[Any], size: int) -> bool:
@@ -34,21 +40,24 @@ def few(arrays: Sequence[Any], size: int) -> bool:
     return len(arrays) <= _FEW and size <= PIECE
 
 
-def small(sizes: list[int]) -> bool:
-    """Whether copying arrays of these sizes into one is faster than processing each; none of them is empty."""
+def small(sizes: list[int], lengths: list[int]) -> bool:
+    """Whether copying arrays of these sizes into one is faster than processing each; none of a group is empty."""
+    if len(lengths) == 1:
+        return sum(sizes) <= _JOINED
     return sum(sizes) <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
 
 
-def squares(arrays: list[View], lengths: list[int]) -> View | None:
-    """Return ``Σx²`` over the arrays of each group, ``None`` if one is not real floating point."""
-    kinds = {array.dtype.char for array in arrays}
-    if not kinds <= _REAL or (len(kinds) > 1 and "d" in kinds):  # squares that one dtype can hold and the other cannot
-        return None
+def squares(arrays: list[View], lengths: list[int]) -> View:
+    """Return ``Σ|x|²`` over the arrays of each group."""
     sizes = [array.size for array in arrays]
-    if len(arrays) > 1 and kinds <= {"f", "d"} and small(sizes):
-        return squares_of_joined(np.concatenate(arrays, axis=None), sums_of(sizes, lengths))
-    totals = sums_of(list(map(_squares, arrays)), lengths)
-    return np.array(totals, np.float64 if "d" in kinds else np.float32)
+    if len(arrays) > 1 and small(sizes, lengths) and {array.dtype.char for array in arrays} <= {"f", "d"}:
+        return squares_of_joined(np.concatenate(arrays, axis=None), sizes, lengths)
+    wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
+    return np.array(sums_of([squares_of(array, wide) for array in arrays], lengths), _kind(arrays))
+
+
+def _kind(arrays: list[View]) -> Any:
+    return np.longdouble if any(array.dtype.char in "gG" for array in arrays) else np.float64
 
 
 def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
@@ -56,34 +65,61 @@ def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
     return values if len(lengths) == len(values) else [sum(some) for some in in_groups(values, lengths)]
 
 
-def squares_of_joined(flat: View, counts: Sequence[int]) -> View:
-    """Return ``Σx²`` over consecutive parts of a vector, with the given lengths above 0."""
-    if len(counts) == 1:
-        return np.array([_of_vector(flat)], flat.dtype)
-    wide = flat.astype(np.float64)
-    wide *= wide
-    return np.add.reduceat(wide, list(accumulate(counts[:-1], initial=0)))
+def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
+    """Return ``Σx²`` of groups of arrays of few entries that were joined, whose sizes are given."""
+    exact = flat.dtype.char == "f"
+    wide = flat.astype(np.float64, copy=False)
+    if len(lengths) == 1:
+        total = float(wide.dot(wide))
+        return np.array([total if total or exact else _or_underflown(wide)])
+    starts = list(accumulate(sums_of(sizes, lengths)[:-1], initial=0))
+    totals: View = np.add.reduceat(wide * wide, starts)
+    if not (exact or totals.all()):
+        totals[(totals == 0) & (np.add.reduceat(wide != 0, starts) > 0)] = UNDERFLOWN
+    return totals
 
 
-def _squares(array: View) -> float:
-    if array.itemsize >= WIDE and (array.size <= PIECE or array.flags.forc):
+def squares_of(array: View, wide: bool = False) -> float:
+    """Return ``Σ|x|²`` over all entries of an array, exactly in float64 if ``wide``."""
+    if array.dtype.kind == "c":
+        return squares_of(array.real, wide) + squares_of(array.imag, wide)
+    if (
+        array.dtype.char in "fd"
+        and (array.size <= PIECE or array.flags.forc)
+        and not (wide and array.dtype.char == "f")
+    ):
         return _of_vector(array.ravel("K"))
-    with walk([array], "readonly", [np.result_type(array.dtype, np.float32)]) as pieces:
-        return sum(_of_vector(np.ascontiguousarray(piece)) for piece in pieces)  # BLAS adds no other dtypes
+    with walk([array], "readonly", [np.result_type(array.dtype, np.float64 if wide else np.float32)]) as pieces:
+        return sum(_of_vector(np.ascontiguousarray(piece)) for piece in pieces)
 
 
 def _of_vector(flat: View) -> float:
     if flat.size <= _COPIED:
-        flat = flat if flat.size <= _ROW else flat.astype(np.float64, copy=False)
-        return float(flat.dot(flat))
+        return _of_wide(flat.astype(np.result_type(flat.dtype, np.float64), copy=False))
     over = flat.size % _ROW
+    if flat.dtype.char not in "fd":
+        return _of_wide(flat)
     rows = (flat[:-over] if over else flat).reshape(-1, _ROW)
     total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
-    return total + float(flat[-over:].dot(flat[-over:])) if over else total
+    total = total + float(flat[-over:].dot(flat[-over:])) if over else total
+    if flat.dtype.char == "d":
+        return total or _or_underflown(flat)
+    if LOW < total < HIGH or (total == 0 and flat.max() == 0 == flat.min()):
+        return total
+    return sum(_of_wide(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
+
+
+def _of_wide(flat: View) -> float:
+    total = flat.dot(flat)
+    return total or (_or_underflown(flat) if flat.size else 0.0)
+
+
+def _or_underflown(flat: View) -> float:
+    return UNDERFLOWN if flat.any() else 0.0
 
 
 def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
-    """Return ``Σx²`` along axes; ``None`` if these are not contiguous first or last axes, or are narrow."""
+    """Return ``Σx²`` along axes; ``None`` if these are not contiguous first or last axes of float32 or float64."""
     way = _way_along(array.shape, axes) if array.dtype.char in "fd" else None
     if way is None:
         return None
@@ -93,14 +129,33 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
         flat = in_rows.reshape(count, -1)
         total = np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length)
     elif in_columns.flags.c_contiguous:
-        flat = in_columns.reshape(-1, count)
-        whole = len(flat) - len(flat) % _FEW_ROWS
-        blocks = flat[:whole].reshape(-1, _FEW_ROWS, count)
+        columned = in_columns.reshape(-1, count)
+        whole = len(columned) - len(columned) % _FEW_ROWS
+        blocks = columned[:whole].reshape(-1, _FEW_ROWS, count)
         total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
-        total = total + np.einsum("ij,ij->j", flat[whole:], flat[whole:])
+        total = total + np.einsum("ij,ij->j", columned[whole:], columned[whole:])
+        flat = columned.T
     else:
         return None
-    return np.asarray(total, array.dtype).reshape(shape)
+    low = 0.0 if array.dtype.char == "d" else LOW
+    fine = (total > low) & (total < HIGH)
+    if not fine.all():
+        total = _again(array, flat, np.asarray(total, np.float64), fine)
+    return np.asarray(total, np.float64).reshape(shape)
+
+
+def _again(array: View, flat: View, total: View, fine: View) -> View:
+    """Return sums of rows, those that may not be accurate made again in float64."""
+    if not total.any() and array.max() == 0 == array.min():
+        return total
+    odd = np.flatnonzero(~fine)
+    for start in range(0, len(odd), step := max(1, PIECE // flat.shape[1])):
+        rows = odd[start : start + step]
+        some = flat[rows].astype(np.float64)
+        found = np.vecdot(some, some)
+        found[(found == 0) & some.any(axis=1)] = UNDERFLOWN
+        total[rows] = found
+    return total
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,10 @@ from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from uniclip.backends import jax_axes
-from uniclip.backends.base import NODES, Array, Backend, Rebuild, both, sum_dtype
-from uniclip.backends.host import few, squares, squares_along
+from uniclip.backends.base import HOST, NODES, TRACED, Array, Axes, Backend, Blocks, Stored, both, sum_dtype, unchanged
+from uniclip.backends.host import HIGH, LOW, few, squares, squares_of, sums_of
 from uniclip.backends.jax_reductions import REDUCTIONS, ended, on_device
+from uniclip.backends.numpy import BACKEND as DEFAULT
 
 
 def _abs(x: Array, /) -> Array:
@@ -35,6 +36,15 @@ def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:  # noqa: A002
 namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _clip}))
 
 
+def _rows(leaf: sparse.BCOO, factors: Array) -> Array:
+    """Return for each stored row the factor of its row, which `sum_duplicates` puts in the order of indices."""
+    bounds = jnp.asarray(leaf.shape[: leaf.n_sparse])
+    inside = jnp.all(leaf.indices < bounds, axis=-1, keepdims=True)
+    indices = jnp.where(inside, leaf.indices, bounds)
+    _, row = jnp.unique(indices, axis=0, return_inverse=True, size=leaf.nse, fill_value=bounds)
+    return factors[jnp.reshape(row, (-1,))]
+
+
 def _within(leaf: sparse.BCOO) -> Array:
     """Return the data, float32 or wider, with 0 for padding entries, whose index is beyond the shape."""
     bounds = jnp.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
@@ -47,6 +57,9 @@ _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float
 
 
 _DOUBLE = {jnp.dtype("float64"), jnp.dtype("complex128")}
+_SINGLE = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
+_LONG = 2**13
+"""The largest number of entries that compiled code adds in float64 in no longer than in float32."""
 _TOGETHER = 256
 """The number of arrays for which one call is compiled."""
 
@@ -73,21 +86,10 @@ def _in_parts(arrays: list[Array]) -> list[list[Array]]:
 _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 
 
-def _total(array: Array, dtype: Any, axes: tuple[int, ...] | None = None, unit: Any = 1) -> Array:
-    """Return the sum of squares of an array in a unit, in a real dtype."""
-    parts = [array.real, array.imag] if jnp.iscomplexobj(array) else [array]
-    return sum(jnp.sum(jnp.square(part.astype(dtype) / unit), axes) for part in parts)
-
-
-def _wide(arrays: list[Array]) -> Any:
-    """Return the real dtype in which squares are added."""
-    return jnp.finfo(jnp.result_type(jnp.float32, *(array.dtype for array in arrays))).dtype
-
-
 @_compiled
 def _squares(arrays: list[Array]) -> Array:
-    """Return the sum of squares of each array."""
-    return jnp.stack([_total(array, _wide(arrays)) for array in arrays])
+    """Return the sum of squares of each array, in its precision."""
+    return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.result_type(jnp.float32, array.dtype)))) for array in arrays])
 
 
 @_compiled
@@ -96,17 +98,11 @@ def _copied(arrays: list[Array]) -> list[Array]:
     return list(map(jnp.copy, arrays))
 
 
-@partial(jax.jit, static_argnums=1)
-def _squares_along(arrays: list[Array], axes: tuple[Any, ...]) -> list[Array]:
-    """Return the sums of squares of each array along its axes."""
-    return [_total(array, _wide([array]), own) for array, own in zip(arrays, axes, strict=True)]
-
-
-@partial(jax.jit, static_argnums=(1, 3))
-def _squares_in_units(arrays: list[Array], axes: tuple[Any, ...], units: Array, rows: tuple[int, ...]) -> list[Array]:
-    """Return the sums of squares of each array along its axes, in units."""
-    by = [jnp.expand_dims(units[row], own or ()) for row, own in zip(rows, axes, strict=True)]
-    return [_total(array, units.dtype, *some) for array, *some in zip(arrays, axes, by, strict=True)]
+@partial(jax.jit, static_argnums=(1, 2))
+def _totals(arrays: list[Array], p: float, axes: tuple[Axes, ...], units: Any) -> list[Array]:
+    """Return ``Σ|x/unit|ᵖ`` of each array along its axes."""
+    units = [None] * len(arrays) if units is None else units
+    return [BACKEND.total(array, p, *some) for array, *some in zip(arrays, axes, units, strict=True)]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -118,14 +114,36 @@ def _sums(totals: Array, sizes: tuple[int, ...]) -> Array:
 
 @_compiled
 def _scaled(arrays: list[Array], factors: Any) -> list[Array]:
-    return [(array * factors[number]).astype(array.dtype) for number, array in enumerate(arrays)]
+    return [_product(array, factors[number]) for number, array in enumerate(arrays)]
+
+
+def _product(array: Array, factor: Array) -> Array:
+    """Return a product in the wider of two dtypes, also where the user's code may not mix them."""
+    if jnp.iscomplexobj(array):
+        return array * factor.astype(array.dtype)
+    return (array.astype(factor.dtype) * factor).astype(array.dtype)
+
+
+def _kind(leaf: Any) -> Any:
+    array = getattr(leaf, "data", leaf) if isinstance(leaf, sparse.JAXSparse) else leaf
+    place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    return type(leaf), type(array), getattr(leaf, "dtype", None), place
 
 
 class _JAX(Backend):
     processes = jax_axes.Devices()
 
-    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
-        return all(isinstance(leaf, jax.Array) and leaf.dtype in _FLOATS for leaf in leaves)
+    def kinds(self, leaves: list[Any]) -> Any:
+        return tuple([None if leaf is None else _kind(leaf) for leaf in leaves])
+
+    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+        return *super().state(arrays)[:2], False  # derivatives are traced
+
+    def doubles(self, arrays: list[Array]) -> bool:
+        return jax.default_backend() != "tpu"  # whose float64 has the exponents of float32
+
+    def double(self) -> AbstractContextManager[Any]:
+        return jax.enable_x64(True) if self.doubles([]) else nullcontext()
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array) if self.readable(array) else None
@@ -154,48 +172,69 @@ class _JAX(Backend):
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return _copied(arrays) if _together(arrays) else list(map(jnp.copy, arrays))  # they may be donated later
 
-    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
-        if not _together(arrays):
+    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
+        if mode == TRACED or not _together(arrays):
             return None
-        if few(arrays, sum([array.size for array in arrays])) and all([self.readable(array) for array in arrays]):
-            total = squares(list(map(np.asarray, arrays)), lengths)
-            if total is not None:
-                return total
-        totals = [ended(_squares(some)) for some in _in_parts(arrays)]
-        each = totals[0] if len(totals) == 1 else jnp.concatenate(totals)
-        return each if len(each) == len(lengths) else _sums(each, tuple(lengths))
+        if mode == HOST:
+            if few(arrays, sum([array.size for array in arrays])) or any([a.dtype not in _SINGLE for a in arrays]):
+                return squares(list(map(np.asarray, arrays)), lengths)
+            totals = np.concatenate([np.asarray(_squares(some)) for some in _in_parts(arrays)]).astype(np.float64)
+            odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
+            totals[odd] = [squares_of(np.asarray(arrays[number])) for number in odd]
+            return np.array(sums_of(totals.tolist(), lengths))
+        each = jnp.stack([total for some in _in_parts(arrays) for total in _totals(some, 2, (None,) * len(some), None)])
+        return ended(each if len(each) == len(lengths) else _sums(each, tuple(lengths)))
 
-    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
-        if all([self.readable(array) for array in arrays]):
-            return list(map(squares_along, map(np.asarray, arrays), axes))
-        if not _together(arrays):
-            return [None] * len(arrays)
-        ends = range(0, len(arrays), _TOGETHER)
-        parts = [_squares_along(arrays[i : i + _TOGETHER], tuple(axes[i : i + _TOGETHER])) for i in ends]
+    def sums(
+        self,
+        mode: int,
+        arrays: list[Array],
+        p: float,
+        axes: Sequence[Axes],
+        units: Sequence[Any] | None = None,
+        blocks: Blocks = (),
+    ) -> list[Any]:
+        if mode == HOST:
+            return DEFAULT.sums(mode, list(map(np.asarray, arrays)), p, axes, units)
+        if mode == TRACED and p == 2 and units is None:
+            return self.repaired(arrays, axes, blocks, self._short)
+        if mode == TRACED or not _together([*arrays, *(units or ())]):
+            return super().sums(mode, arrays, p, axes, units, blocks)
+        ends = [slice(start, start + _TOGETHER) for start in range(0, len(arrays), _TOGETHER)]
+        parts = [_totals(arrays[i], p, tuple(axes[i]), None if units is None else list(units[i])) for i in ends]
         return [ended(total) for part in parts for total in part]
 
-    def squares_in_units(
-        self, arrays: list[Array], axes: list[Any], units: Array, rows: list[int]
-    ) -> list[Array] | None:
-        if not arrays or not _together([*arrays, units]):
-            return None
-        some = [slice(start, start + _TOGETHER) for start in range(0, len(arrays), _TOGETHER)]
-        parts = [_squares_in_units(arrays[i], tuple(axes[i]), units, tuple(rows[i])) for i in some]
-        return [ended(total) for part in parts for total in part]
+    def _short(self, array: Array) -> Array | None:
+        """Return the float32 sum of squares of a long array: XLA's loop for float64 takes up to twice as long."""
+        long = (
+            all([type(n) is int for n in array.shape])
+            and array.size > _LONG
+            and array.dtype in _SINGLE
+            and jax.device_count() == 1
+            and not self.debug_infs()
+        )
+        return jnp.sum(jnp.square(array.astype(jnp.float32))) if long else None
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        if not arrays or not _together(arrays):
-            return None if arrays else []
-        by: Any = factors
-        if isinstance(factors[0], float):
-            by = np.asarray(factors, self._wide(arrays))
-        elif not any([factor.ndim for factor in factors]):
-            by = jnp.stack(list(factors))
+    def pieces(self, array: Array) -> Iterable[Array] | None:
+        return None  # a compiler makes no copy
+
+    def scaled(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
+    ) -> list[Array]:
+        numbers = not any([hasattr(factor, "shape") for factor in factors])
+        if in_place or (zero and not (numbers and all(factors))) or not _together(arrays):
+            return super().scaled(arrays, factors, in_place=in_place, zero=zero)
+        if numbers:
+            by: Any = np.asarray(factors, np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32)
+        else:
+            by = [self._operand(*pair) for pair in zip(arrays, factors, strict=True)]
+            if not _together(by) or any([jnp.iscomplexobj(array) for array in arrays]):
+                return super().scaled(arrays, by, zero=zero)
         ends = range(0, len(arrays), _TOGETHER)
         return [new for i in ends for new in _scaled(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
 
-    def _wide(self, arrays: list[Array]) -> Any:
-        return np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32
+    def apart(self) -> bool:
+        return True
 
     def is_array(self, leaf: Any) -> bool:
         if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):
@@ -203,7 +242,7 @@ class _JAX(Backend):
         # A format of exponents alone has neither zero nor negative numbers.
         return leaf.dtype in _FLOATS or (jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype.name != "float8_e8m0fnu")
 
-    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:  # noqa: ARG002
+    def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
         if isinstance(leaf, sparse.JAXSparse) and not isinstance(leaf, sparse.BCOO):
             return "of the sparse kinds only BCOO is taken, because it can be summed where an index occurs twice"
         return None
@@ -219,19 +258,24 @@ class _JAX(Backend):
             return False
         return bool(array.is_fully_addressable or array.is_fully_replicated)  # of which each process has a copy
 
-    def pieces(self, array: Array) -> Iterable[Array] | None:
-        return super().pieces(array) if self.processes.unsharded(array) else None
-
-    def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
+    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
         if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):  # which JAX does not promote
-            array, rebuild = self.stored(leaf.astype(jnp.float32))
-            return array, lambda new: rebuild(new).astype(leaf.dtype)
-        if isinstance(leaf, sparse.BCOO):
-            # Repeated entries are summed in float32; the number of stored entries stays the same, as jit needs.
-            wide = sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape)
-            merged = wide.sum_duplicates(nse=leaf.nse)
-            return merged.data, lambda new: sparse.BCOO((new, merged.indices), shape=leaf.shape)
-        return super().stored(leaf)
+            wide = leaf.astype(jnp.float32)
+            inner = self.stored(wide, in_place=in_place) or Stored(wide, unchanged)
+            return inner._replace(back=lambda new: inner.back(new).astype(leaf.dtype))
+        if not isinstance(leaf, sparse.BCOO):
+            return None
+
+        def of(new: Array) -> Any:
+            return sparse.BCOO((new, leaf.indices), shape=leaf.shape)
+
+        # Repeated entries are summed in float32; the number of stored entries stays the same, as jit needs.
+        return Stored(leaf.data, of, False, lambda new: self.coalesced(of(new)).data, partial(_rows, leaf))
+
+    def coalesced(self, leaf: Any) -> Any:
+        if not isinstance(leaf, sparse.BCOO):
+            return leaf
+        return sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
 
     def sparse(self, leaf: Any) -> bool:
         return isinstance(leaf, sparse.BCOO)
@@ -250,15 +294,6 @@ class _JAX(Backend):
         # Compiled, donated gradients are not written again where ok is true; a conditional copies them.
         ok = jnp.all(factor == 1)
         return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
-
-    def barrier(self, array: Array) -> Array:
-        # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
-        # nothing out of a conditional, and removes one whose branches are equal.
-        if not self.traced(array):
-            return array
-        number = array.astype(jnp.float32) if array.dtype == bool else array
-        found = jax.lax.cond(jnp.all(number > 0), lambda: number, lambda: number * (1 + (number - number)))
-        return found if number is array else found > 0
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         quiet = super().quiet(first)

@@ -56,6 +56,11 @@ class Devices(Processes):
     def varying(self, arrays: list[Array]) -> Hashable:
         return frozenset().union(*[varying(array) for array in arrays if isinstance(array, jax.core.Tracer)])
 
+    def varied(self, array: Array, all_reduce: Any) -> Array:
+        names = names_of(all_reduce) or ()
+        missing = tuple([name for name in names if name not in varying(array) and _known(name)])
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
     def unsharded(self, array: Array) -> bool:
         if not isinstance(array, jax.core.Tracer):
             return bool(array.sharding.is_fully_replicated)
@@ -85,7 +90,7 @@ def _copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, pl
     if shared is None:
         shared = [False] * len(arrays)
 
-    def count(number: int, array: Array, copy: bool) -> int:  # noqa: FBT001
+    def count(number: int, array: Array, copy: bool) -> int:
         axes = varying(array)
         more = sorted(str(name) for name in axes.difference(names) if _size(name) > 1)
         if more:

@@ -20,15 +20,23 @@ class InPlace:
     writes = False
     """Whether arrays can be written at all."""
 
-    def memory(self, leaf: Any) -> tuple[View | None, str | None]:  # noqa: ARG002
+    def apart(self, leaves: list[Any]) -> bool:
+        """Whether a quick check shows that the leaves are writable and share no memory."""
+        return False
+
+    def memory(self, leaf: Any) -> tuple[View | None, str | None]:
         """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""
         return None, "arrays of this kind never change"
 
-    def write(self, leaf: Any, array: Any, function: Callable[..., Any], *operands: Any) -> None:
-        """Put ``function(array, *operands)`` in place of ``array``, the stored values of ``leaf``, piece by piece.
+    def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
+        """Put ``function(array, *operands)`` in place of ``array``, piece by piece.
 
         The function is elementwise, and the operands, at least one, broadcast against the array.
         """
+        raise NotImplementedError
+
+    def copy(self, leaf: Any, new: Any) -> None:
+        """Put the entries of a sparse leaf in the place of those of another one."""
         raise NotImplementedError
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from uniclip.backends.base import PIECE, Array, Backend
-from uniclip.backends.host import WIDE, squares, squares_along, walk
+from uniclip.backends.base import HOST, PIECE, Array, Axes, Backend, Blocks, Kinds, times
+from uniclip.backends.host import UNDERFLOWN, WIDE, squares, squares_along, squares_of, walk
 from uniclip.backends.memory import InPlace
-from uniclip.backends.processes import Processes
 
 _NOT_NUMPYS = 2
 """The value of ``dtype.isbuiltin`` for other packages' types, some of whose kinds are NumPy's."""
@@ -27,16 +26,6 @@ def _isdtype(dtype: Any, kind: str) -> bool:
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
-def _scaled(array: Array, factor: Any, *, in_place: bool) -> Array:
-    if array.itemsize >= WIDE:
-        return np.multiply(array, factor, out=array if in_place else None)
-    array = array if in_place else array.copy("K")  # avoids a wide copy of all of it
-    with walk([array], "readwrite") as pieces:
-        for piece in pieces:
-            piece[...] = piece * np.float32(factor)
-    return array
-
-
 class _InPlace(InPlace):
     writes = True
 
@@ -45,20 +34,29 @@ class _InPlace(InPlace):
             return None, "a scalar never changes"
         return leaf, None if leaf.flags.writeable else "it is read-only"
 
-    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:  # noqa: ARG002
+    def apart(self, leaves: list[Any]) -> bool:
+        # Arrays that own their memory do not share it.
+        owners = all(
+            [type(a) is np.ndarray and a.base is None and a.flags.owndata and a.flags.writeable for a in leaves]
+        )
+        return owners and len(set(map(id, leaves))) == len(leaves)
+
+    def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with walk([array, *operands], "readwrite") as pieces:
             for piece, *others in pieces:
                 piece[...] = function(piece, *others)
 
 
-class _Processes(Processes):
-    def reduction_dtype(self, dtype: Any, array: Any) -> Any:  # noqa: ARG002
-        return np.promote_types(dtype, np.float64)
-
-
 class _NumPy(Backend):
     in_place = _InPlace()
-    processes = _Processes()
+
+    def kinds(self, leaves: list[Any]) -> Any:
+        return tuple([
+            leaf.dtype
+            if type(leaf) is np.ndarray
+            else None if leaf is None else (type(leaf), getattr(leaf, "dtype", None))
+            for leaf in leaves
+        ])  # fmt: skip
 
     def is_array(self, leaf: Any) -> bool:
         # A matrix product is not elementwise, and whether masked entries count is undefined.
@@ -69,42 +67,85 @@ class _NumPy(Backend):
         floats = "float" in name and not name.endswith("e8m0fnu")
         return leaf.dtype.kind in "iufc" or floats
 
-    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
-        return all([type(leaf) is np.ndarray and leaf.dtype.kind in "fc" and leaf.dtype.isnative for leaf in leaves])
+    def mode(self, kinds: Kinds) -> int:
+        return HOST
 
-    def apart(self, leaves: list[Any]) -> bool:
-        # Arrays that own their memory do not share it.
-        owners = all(leaf.base is None and leaf.flags.owndata and leaf.flags.writeable for leaf in leaves)
-        return owners and len(set(map(id, leaves))) == len(leaves)
+    def doubles(self, arrays: list[Array]) -> bool:
+        return True
 
-    def readable(self, array: Array) -> bool:  # noqa: ARG002
+    def readable(self, array: Array) -> bool:
         return True
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array)
 
-    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:  # noqa: ARG002
+    def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         return array[()] if array.ndim == 0 else array
 
-    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
+    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(arrays, lengths)
 
-    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
-        return list(map(squares_along, arrays, axes))
+    def sums(
+        self,
+        mode: int,
+        arrays: list[Array],
+        p: float,
+        axes: Sequence[Axes],
+        units: Sequence[Any] | None = None,
+        blocks: Blocks = (),
+    ) -> list[Any]:
+        if p != 2:
+            return super().sums(mode, arrays, p, axes, units, blocks)
+        units = [None] * len(arrays) if units is None else units
+        wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
+        return [self.squared(np.asarray(a), *some, wide=wide) for a, *some in zip(arrays, axes, units, strict=True)]
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
-        if not in_place and all([array.itemsize >= WIDE for array in arrays]):
-            return list(map(mul, arrays, factors))  # a Python number keeps the dtype
-        return [_scaled(array, factor, in_place=in_place) for array, factor in zip(arrays, factors, strict=True)]
+    def squared(self, array: Array, axes: Axes, unit: Any, *, wide: bool) -> Any:
+        """Return ``Σ|x/unit|²`` of an array; it is 0 only if all entries are."""
+        if unit is not None:
+            return self.total(array, 2, axes, unit)
+        if axes is None:
+            return np.asarray(squares_of(array, wide))
+        total = None if wide and array.dtype.char == "f" else squares_along(array, axes)
+        if total is not None:
+            return total
+        total = self.total(array, 2, axes)
+        if array.dtype.char in "dD" and not total.all():
+            return np.where((total == 0) & (self.total(array, np.inf, axes) > 0), UNDERFLOWN, total)
+        return total
+
+    def scaled(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
+    ) -> list[Array]:
+        plain = all([type(factor) is float and factor for factor in factors])
+        if plain and not in_place and all([array.itemsize >= WIDE for array in arrays]):
+            new = list(map(mul, arrays, factors))  # a Python number keeps the dtype
+            return [a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(new, arrays, strict=True)]
+        return [_scaled(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return walk([array], "readonly") if array.size > PIECE else None
 
-    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
-        if axes is None or array.dtype != np.float32:
-            return np.sum(array, axis=axes)
-        # NumPy's accurate pairwise sum is used only over the whole of an array.
-        return np.sum(array, axis=axes, dtype=np.float64).astype(np.float32)
+    def sum(self, array: Array, axes: Axes) -> Array:
+        return np.sum(array, axis=axes)
+
+
+def _scaled(array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
+    exact = bool(np.any(factor == 0)) if zero else not isinstance(factor, np.ndarray) and factor == 0
+    if array.itemsize >= WIDE and not exact and not (array.dtype.kind == "c" and isinstance(factor, np.ndarray)):
+        if in_place:
+            return np.multiply(array, factor, out=array, casting="same_kind")
+        new = array * factor  # a Python number keeps the dtype
+        return new if new.dtype == array.dtype else new.astype(array.dtype)
+    by = np.asarray(factor, np.finfo(np.result_type(array.dtype, np.float32)).dtype)
+    new = array if in_place else np.array(array, order="K")
+    if by.ndim:
+        BACKEND.in_place.write(new, lambda x, f: times(namespace, x, f, exact), by)
+    else:
+        with walk([new], "readwrite") as pieces:
+            for piece in pieces:
+                piece[...] = np.zeros_like(by) if exact else piece * by
+    return new if isinstance(array, np.ndarray) else new[()]
 
 
 BACKEND = _NumPy(namespace)

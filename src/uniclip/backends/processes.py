@@ -53,39 +53,43 @@ class Processes:
     joins_by = "a function of (array, op)"
     """The kinds of ``all_reduce`` that are taken."""
 
+    def distributed(self, leaf: Any) -> bool:
+        """Whether processes hold parts of a leaf."""
+        return False
+
     def local(self, arrays: list[Any]) -> tuple[list[Any], list[Part | None] | None]:
-        """Return what this process holds of each array, and which part that is (``None`` for a whole array)."""
+        """Return what this process holds of each array (or ``None``), and which part that is; ``None`` for all."""
         return arrays, None
 
-    def replicated(self, array: Any, operand: Any) -> Any:  # noqa: ARG002
+    def varied(self, array: Any, all_reduce: Any) -> Any:
+        """Return a value as one that may differ along all axes of ``all_reduce``, so that one reduction joins many."""
+        return array
+
+    def replicated(self, array: Any, operand: Any) -> Any:
         """Return an operand, the same in all processes, as one that can be combined with a distributed ``array``."""
         return operand
 
-    def reducer(self, all_reduce: Any) -> Reduce | None:  # noqa: ARG002
+    def reducer(self, all_reduce: Any) -> Reduce | None:
         """Return a function that reduces over the parts of a tree, ``None`` if ``all_reduce`` is not of these kinds."""
         return None
 
     def copies(
         self,
-        arrays: list[Any],  # noqa: ARG002
-        all_reduce: Any,  # noqa: ARG002
-        shared: list[bool] | None,  # noqa: ARG002
-        place: Callable[[int], str],  # noqa: ARG002
+        arrays: list[Any],
+        all_reduce: Any,
+        shared: list[bool] | None,
+        place: Callable[[int], str],
     ) -> list[int] | None:
         """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell; ``None`` for one."""
         return None
 
-    def varying(self, arrays: list[Any]) -> Hashable:  # noqa: ARG002
+    def varying(self, arrays: list[Any]) -> Hashable:
         """Return the named axes along which arrays vary from device to device: norms that differ are not stacked."""
         return None
 
-    def unsharded(self, array: Any) -> bool:  # noqa: ARG002
+    def unsharded(self, array: Any) -> bool:
         """Whether an array is known to be whole on each of its devices, so that others may be copied into it."""
         return True
-
-    def reduction_dtype(self, dtype: Any, array: Any) -> Any:  # noqa: ARG002
-        """Return the dtype in which sums of a dtype are reduced, on the device of an array."""
-        return dtype
 
     def rank(self) -> int:
         """Return the number of this process in a run over several."""

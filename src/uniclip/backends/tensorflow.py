@@ -20,9 +20,24 @@ from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public function for it
 from tensorflow.python.ops import control_flow_util
 
-from uniclip.backends.base import PIECE, Array, Backend, Rebuild, both, in_groups, row_slices, sum_dtype
-from uniclip.backends.host import squares, squares_along
-from uniclip.backends.processes import Processes
+from uniclip.backends.base import (
+    HOST,
+    OWN,
+    PIECE,
+    RECORDED,
+    TRACED,
+    Array,
+    Axes,
+    Backend,
+    Blocks,
+    Kinds,
+    Stored,
+    both,
+    row_slices,
+    sum_dtype,
+)
+from uniclip.backends.host import squares
+from uniclip.backends.numpy import BACKEND as DEFAULT
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda dtype: dtype.is_bool,
@@ -35,10 +50,11 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 _GPUS = tf.config.list_physical_devices("GPU")
 _ROW = 16
 """How many entries are added in a row: XLA adds sequentially, and the errors of equal entries have one sign."""
+_LONG = 2**12
+"""The largest number of entries that compiled code adds in float64 in no longer than in float32."""
 _VIEWED = {tf.float32, tf.float64, tf.bool, tf.int32, tf.int64}
 """The dtypes of values computed from norms."""
 _SINGLE = {tf.float16, tf.bfloat16, tf.float32}
-_FLOATS = {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128}
 
 
 def _isdtype(dtype: Any, kind: str) -> bool:
@@ -89,7 +105,7 @@ def _isfinite(x: Array) -> Array:
 
 
 def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
-    def extreme(x: Array, axis: Any, keepdims: bool) -> Array:  # noqa: FBT001
+    def extreme(x: Array, axis: Any, keepdims: bool) -> Array:
         """Return the maximum or minimum, NaN if there is one; XLA's own drop NaN."""
         found = reduce(x, axis, keepdims)
         if not x.dtype.is_floating:
@@ -172,13 +188,21 @@ namespace = SimpleNamespace(
 )
 
 
-class _Processes(Processes):
-    def reduction_dtype(self, dtype: Any, array: Any) -> Any:  # noqa: ARG002
-        return tf.float64
-
-
 class _TensorFlow(Backend):
-    processes = _Processes()
+    def kinds(self, leaves: list[Any]) -> Any:
+        return tuple([None if leaf is None else _kind(leaf) for leaf in leaves])
+
+    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+        traced = any([tf.is_symbolic_tensor(array) for array in arrays])
+        return traced, not traced and all(["CPU" in array.device for array in arrays]), True
+
+    def mode(self, kinds: Kinds) -> int:
+        if kinds.traced or not tf.executing_eagerly():
+            return TRACED
+        return RECORDED if record.could_possibly_record() else HOST if kinds.reads else OWN
+
+    def doubles(self, arrays: list[Array]) -> bool:
+        return True
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
@@ -189,9 +213,6 @@ class _TensorFlow(Backend):
         if not (gradient and isinstance(leaf, tf.Variable)):
             return None
         return "not a gradient; pass the gradients without their variables (to clip the weights, v.value())"
-
-    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:  # noqa: ARG002
-        return all(isinstance(leaf, tf.Tensor) and leaf.dtype in _FLOATS for leaf in leaves)
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
         if array.dtype not in _VIEWED or not self.readable(array) or record.could_possibly_record():
@@ -208,46 +229,48 @@ class _TensorFlow(Backend):
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return [tf.identity(array) for array in arrays]  # one may be a variable
 
-    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
-        dtypes = {array.dtype for array in arrays}
-        if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
-            return squares(list(map(_viewed, arrays)), lengths)
-        wide = self._in_double(arrays)
-        if not wide and (len(dtypes) > 1 or not dtypes <= {tf.float32, tf.float64}):
-            return None
-        dtype, rows = tf.float64 if wide else arrays[0].dtype, not wide and _in_xla()
-        totals = [_in_rows(a, _squares_of) if rows else tf.nn.l2_loss(tf.cast(a, dtype)) for a in arrays]
-        grouped = in_groups(totals, lengths)
-        found = tf.stack([some[0] if len(some) == 1 else tf.reduce_sum(tf.stack(some)) for some in grouped])
-        return found if rows else 2 * found
+    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
+        return squares(list(map(_viewed, arrays)), lengths) if mode == HOST else None
 
-    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
-        if not record.could_possibly_record() and all([self.readable(array) for array in arrays]):
-            return list(map(squares_along, map(_viewed, arrays), axes))
-        if not self._in_double(arrays):
-            return [None] * len(arrays)
-        return [tf.reduce_sum(tf.square(tf.cast(a, tf.float64)), some) for a, some in zip(arrays, axes, strict=True)]
+    def sums(
+        self,
+        mode: int,
+        arrays: list[Array],
+        p: float,
+        axes: Sequence[Axes],
+        units: Sequence[Any] | None = None,
+        blocks: Blocks = (),
+    ) -> list[Any]:
+        if mode == HOST:
+            return DEFAULT.sums(mode, list(map(_viewed, arrays)), p, axes, units)
+        if mode == TRACED and p == 2 and units is None:
+            return self.repaired(arrays, axes, blocks, self._short)
+        return super().sums(mode, arrays, p, axes, units, blocks)
 
-    def _in_double(self, arrays: list[Array]) -> bool:
-        """Whether squares are added in float64, so that none overflows and needs a second pass."""
-        if self.traced(arrays[0]) or record.could_possibly_record():
-            return False
-        return all([array.dtype in _SINGLE for array in arrays])
+    def _short(self, array: Array) -> Array | None:
+        """Return the float32 sum of squares of a long array: TensorFlow's kernels convert it first, XLA is slower."""
+        if array.dtype not in _SINGLE or (array.shape.num_elements() or 0) <= _LONG or self.debug_infs():
+            return None
+        if _in_xla():
+            return _in_rows(tf.cast(array, tf.float32), _squares_of)
+        return 2 * tf.nn.l2_loss(array) if array.dtype == tf.float32 else None
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:  # noqa: ARG002
-        if any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays):
-            return None
-        if isinstance(factors[0], np.ndarray):
-            return list(map(tf.multiply, arrays, factors))
-        if all([tf.is_tensor(f) and not a.dtype.is_complex for a, f in zip(arrays, factors, strict=True)]):
-            return [tf.multiply(a, tf.cast(factor, a.dtype)) for a, factor in zip(arrays, factors, strict=True)]
-        if not all(isinstance(factor, float) for factor in factors):
-            return None
-        by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}
-        return [tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)]
+    def apart(self) -> bool:
+        return _in_xla()
+
+    def scaled(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
+    ) -> list[Array]:
+        half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
+        if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
+            return super().scaled(arrays, factors, in_place=in_place, zero=zero)
+        if all([isinstance(factor, float) for factor in factors]):
+            by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}
+            return [tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)]
+        return [tf.multiply(*some) for some in zip(arrays, map(self._operand, arrays, factors), strict=True)]
 
     def debug_infs(self) -> bool:
-        return hasattr(check_numerics_callback._state, "check_numerics_callback")  # noqa: SLF001 - no public question
+        return hasattr(check_numerics_callback._state, "check_numerics_callback")
 
     def traced(self, array: Array) -> bool:
         return not tf.executing_eagerly() or bool(tf.is_symbolic_tensor(array))
@@ -270,10 +293,23 @@ class _TensorFlow(Backend):
         # Along axes TensorFlow adds float32 entries sequentially.
         return tf.cast(tf.reduce_sum(tf.cast(array, tf.float64), axes), tf.float32)
 
-    def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
-        if isinstance(leaf, tf.IndexedSlices):
-            return _merged(leaf), lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape)
-        return tf.convert_to_tensor(leaf), lambda new: new
+    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
+        if isinstance(leaf, tf.Variable):
+            return Stored(tf.convert_to_tensor(leaf), lambda new: new)
+        if not isinstance(leaf, tf.IndexedSlices):
+            return None
+        values = tf.convert_to_tensor(leaf.values)
+        return Stored(
+            values,
+            lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape),
+            merged=lambda new: _merged(leaf, new),
+            rows=lambda factors: tf.gather(factors, _firsts(leaf)),
+        )
+
+    def coalesced(self, leaf: Any) -> Any:
+        if not isinstance(leaf, tf.IndexedSlices):
+            return leaf
+        return tf.IndexedSlices(_merged(leaf, leaf.values), leaf.indices, leaf.dense_shape)
 
     def sparse(self, leaf: Any) -> bool:
         return isinstance(leaf, tf.IndexedSlices)
@@ -300,15 +336,6 @@ class _TensorFlow(Backend):
         if not self.traced(factor) or _in_xla() or sum(sizes) <= PIECE:
             return change()
         return list(tf.nest.flatten(tf.cond(tf.reduce_all(tf.equal(factor, 1)), lambda: arrays, change)))
-
-    def barrier(self, array: Array) -> Array:
-        # XLA computes again for each leaf what it can move there, and takes minutes to compile that. It moves
-        # nothing out of a conditional, and removes one whose branches are equal.
-        if not self.traced(array):
-            return array
-        number = tf.cast(array, tf.float32) if array.dtype.is_bool else array
-        found = tf.cond(tf.reduce_all(number > 0), lambda: number, lambda: number * (1 + (number - number)))
-        return found if number is array else found > 0
 
     def detached(self, array: Array) -> Array:
         recorded = self.traced(array) or record.could_possibly_record()
@@ -348,17 +375,26 @@ def _in_rows(array: Array, total: Callable[[Array], Array]) -> Array:
     return tf.cast(wide, array.dtype)
 
 
-def _merged(slices: tf.IndexedSlices) -> Array:
-    """Return the values, float32 or wider, with each row's sum at its first occurrence, and zeros at later ones.
+def _firsts(slices: tf.IndexedSlices) -> Array:
+    """Return for each stored row the number of the first one with its index."""
+    count = tf.size(slices.indices)
+    _, row = tf.unique(tf.reshape(slices.indices, [-1]))
+    return tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
+
+
+def _merged(slices: tf.IndexedSlices, values: Array) -> Array:
+    """Return values, float32 or wider, with each row's sum at its first occurrence, and zeros at later ones.
 
     The number of rows stays the same, as XLA must know it, and so do the indices.
     """
-    count = tf.size(slices.indices)
-    _, row = tf.unique(tf.reshape(slices.indices, [-1]))
-    first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
-    wide = tf.cast(slices.values, sum_dtype(namespace, slices.dtype))
-    merged = tf.math.unsorted_segment_sum(wide, first, count)
-    return tf.ensure_shape(merged, slices.values.shape)
+    wide = tf.cast(values, sum_dtype(namespace, values.dtype))
+    merged = tf.math.unsorted_segment_sum(wide, _firsts(slices), tf.size(slices.indices))
+    return tf.ensure_shape(merged, values.shape)
+
+
+def _kind(leaf: Any) -> Any:
+    values = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
+    return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
 
 BACKEND = _TensorFlow(namespace)

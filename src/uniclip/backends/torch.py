@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from array_api_compat import torch as compat
+from torch.autograd import forward_ad
 
 from uniclip.backends import dtensor
-from uniclip.backends.base import Array, Backend, Rebuild, both
+from uniclip.backends.base import HOST, OWN, PIECE, RECORDED, TRACED, Array, Axes, Backend, Blocks, Kinds, Stored, both
 from uniclip.backends.dtensor import is_dtensor
-from uniclip.backends.host import squares_along
+from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.torch_in_place import TensorsInPlace
-from uniclip.backends.torch_kinds import FLOATS, pieces_of, stored, why_unfit
-from uniclip.backends.torch_modes import at_home, in_forward_mode, in_transform, recorded, tracing, valueless
+from uniclip.backends.torch_kinds import coalesced, pieces_of, stored, why_unfit
+from uniclip.backends.torch_modes import at_home, in_transform, recorded, tracing, valueless
 from uniclip.backends.torch_sums import (
     squares_along_elsewhere,
     squares_elsewhere,
@@ -69,10 +70,12 @@ namespace = SimpleNamespace(
     )
 )
 
-_TENSOR, _TENSOR_OR_PARAMETER = {torch.Tensor}, {torch.Tensor, torch.nn.Parameter}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _HALVES = {torch.float16, torch.bfloat16}
 _CPU = torch.device("cpu")
 _REAL = {torch.float32, torch.float64}
+_DOUBLE = {torch.float64, torch.complex128}
+_NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 _VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes of values computed from norms."""
 
@@ -89,7 +92,11 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     elif not (len(kinds) == 1 and kinds <= _REAL and all([array.is_cpu for array in arrays])):
         return first if same else list(factors)
     # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
-    wide = torch.scalar_tensor(first, dtype=kinds.pop()) if same else torch.tensor(factors, dtype=kinds.pop())
+    wide = (
+        torch.scalar_tensor(first, dtype=kinds.pop(), device=_CPU)
+        if same
+        else torch.tensor(factors, dtype=kinds.pop(), device=_CPU)
+    )
     return wide if same else list(wide.unbind())
 
 
@@ -99,39 +106,29 @@ class _Torch(Backend):
     in_place = TensorsInPlace()
     processes = dtensor.Distributed()
 
-    def plain(self, leaves: list[Any], *, gradient: bool = True) -> bool:
-        kinds = _TENSOR if gradient else _TENSOR_OR_PARAMETER
-        for leaf in leaves:
-            one = leaf
-            if type(leaf) not in kinds:
-                one = self._inside(leaf, gradient=gradient)
-                if type(one) is not torch.Tensor:
-                    return False
-            if one.dtype not in FLOATS or one.layout is not torch.strided or one.is_nested:
-                return False
-        return True
+    def kinds(self, leaves: list[Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return None  # which would compile again for each entry of a cache
+        return tuple([
+            (leaf.dtype, leaf.is_cpu or leaf.device, leaf.layout, leaf.requires_grad, leaf.is_nested)
+            if type(leaf) is torch.Tensor else None if leaf is None else _kind(leaf)
+            for leaf in leaves
+        ])  # fmt: skip
 
-    def _inside(self, leaf: Any, *, gradient: bool) -> Any:
-        """Return the local tensor of a distributed one without special cases; ``None`` for anything else."""
-        if not is_dtensor(leaf) or (gradient and isinstance(leaf, torch.nn.Parameter)):
-            return None
-        care = dtensor.is_partial(leaf) or (leaf.requires_grad and torch.is_grad_enabled()) or in_forward_mode()
-        return None if care or tracing() else leaf._local_tensor  # noqa: SLF001
+    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+        own = [array._local_tensor if is_dtensor(array) else array for array in arrays]
+        reads = all([type(array) in _PLAIN and array.is_cpu for array in own])
+        return any(map(valueless, own)), reads, any([array.requires_grad for array in arrays])
 
-    def apart(self, leaves: list[Any]) -> bool:
-        if tracing():
-            return False
-        spans = []
-        for leaf in self.processes.local(leaves)[0]:
-            if leaf.requires_grad or not leaf.is_contiguous() or leaf.is_inference():
-                return False
-            spans.append((leaf.data_ptr(), leaf.nbytes))
-        end = 0
-        for start, size in sorted(spans):
-            if start < end:
-                return False
-            end = start + size
-        return True
+    def mode(self, kinds: Kinds) -> int:
+        if kinds.traced or tracing():
+            return TRACED
+        if (kinds.records and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+            return RECORDED
+        return HOST if kinds.reads else OWN
+
+    def doubles(self, arrays: list[Array]) -> bool:
+        return all([array.device.type != "mps" for array in arrays])  # which has no float64
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
         if tracing() or type(array) is not torch.Tensor or array.dtype not in _VIEWED:
@@ -146,6 +143,9 @@ class _Torch(Backend):
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         here = torch.from_numpy(array) if array.flags.writeable else torch.from_numpy(array.copy())
         return here if device == _CPU else here.to(device)
+
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        return torch.as_tensor(array, device=device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         arrays = [array.detach() for array in arrays]
@@ -169,48 +169,96 @@ class _Torch(Backend):
                 found[number] = piece.reshape(arrays[number].shape)
         return found
 
-    def squares(self, arrays: list[Array], lengths: list[int]) -> Array | None:
-        if tracing():
-            return squares_in_double(arrays, lengths)
+    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
+        if mode == HOST:
+            return squares_here(arrays, lengths)
+        if mode == TRACED:
+            return squares_in_double(arrays, lengths) if self.doubles(arrays) else None
         first = arrays[0]
-        dtype, cpu = first.dtype, first.is_cpu
-        if dtype.is_complex or in_forward_mode():
+        alike = all([array.dtype is first.dtype and array.device == first.device for array in arrays])
+        if mode == RECORDED or not alike or first.is_complex():
             return None
-        recording = torch.is_grad_enabled()
-        for array in arrays:
-            if array.dtype is not dtype or array.is_cpu is not cpu or array.is_neg():
-                return None
-            if recording and array.requires_grad:
-                return None
-        if not cpu:
-            return None if len({array.device for array in arrays}) > 1 else squares_elsewhere(arrays, lengths)
-        return squares_here(arrays, lengths)
+        return squares_elsewhere(arrays, lengths)
 
-    def squares_along(self, arrays: list[Array], axes: list[Any]) -> list[Array | None]:
-        if tracing() or not all([type(array) is torch.Tensor and array.dtype in _REAL for array in arrays]):
-            return [None] * len(arrays)
-        if len({array.device for array in arrays}) > 1 or any([array.is_neg() or recorded(array) for array in arrays]):
-            return [None] * len(arrays)
-        if arrays[0].is_cpu:
-            return list(map(squares_along, map(view_of, arrays), axes))
-        return squares_along_elsewhere(arrays, axes)
+    def sums(
+        self,
+        mode: int,
+        arrays: list[Array],
+        p: float,
+        axes: Sequence[Axes],
+        units: Sequence[Any] | None = None,
+        blocks: Blocks = (),
+    ) -> list[Any]:
+        if mode == HOST:
+            by = [None] * len(arrays) if units is None else units
+            wide = any([array.dtype in _DOUBLE for array in arrays])
+            return [self._sum_here(*some, wide=wide) for some in zip(arrays, axes, by, strict=True)] if p == 2 else [
+                self._other_here(array, p, *some) for array, *some in zip(arrays, axes, by, strict=True)
+            ]  # fmt: skip
+        real = self.doubles(arrays) and not any([array.is_complex() for array in arrays])
+        if mode == OWN and p == 2 and units is None and all(axes) and real:
+            return squares_along_elsewhere(arrays, list(axes))
+        return super().sums(mode, arrays, p, axes, units, blocks)
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
+    def _sum_here(self, array: Array, axes: Axes, unit: Any, *, wide: bool) -> Any:
+        """Return ``Σ|x/unit|²`` of a tensor that the host reads."""
+        if array.dtype is torch.bfloat16:
+            return view_of(self.total(array, 2, axes, None if unit is None else torch.as_tensor(unit)))
+        return DEFAULT.squared(view_of(array), axes, unit, wide=wide)
+
+    def _other_here(self, array: Array, p: float, axes: Axes, unit: Any) -> Any:
+        """Return ``Σ|x/unit|ᵖ`` of a tensor that the host reads: of a small one in NumPy."""
+        if array.dtype is torch.bfloat16 or array.numel() > PIECE:
+            with torch.no_grad():
+                return view_of(self.total(array, p, axes, None if unit is None else torch.as_tensor(unit)))
+        return DEFAULT.total(view_of(array), p, axes, unit)
+
+    def scaled(
+        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
+    ) -> list[Array]:
+        if zero and not isinstance(factors[0], torch.Tensor) and any([np.any(factor == 0) for factor in factors]):
+            return self._with_zeros(arrays, factors, in_place=in_place)
+        if (
+            all([type(factor) is float for factor in factors])
+            and factors.count(factors[0]) == len(factors)
+            and _real_here(arrays, in_place=in_place)
+        ):
+            # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
+            by = torch.scalar_tensor(factors[0], dtype=arrays[0].dtype, device=_CPU)
+            return torch._foreach_mul_(arrays, by) or arrays if in_place else list(torch._foreach_mul(arrays, by))
+        fast = (
+            None if zero and isinstance(factors[0], torch.Tensor) else self._at_once(arrays, factors, in_place=in_place)
+        )
+        return super().scaled(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
+
+    def _with_zeros(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array]:
+        if all([isinstance(factor, float) and not factor for factor in factors]):
+            return [array.zero_() for array in arrays] if in_place else list(map(torch.zeros_like, arrays))
+        return super().scaled(arrays, factors, in_place=in_place, zero=True)
+
+    def _at_once(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
+        """Return the products by one operation; ``None`` where that records derivatives or is traced."""
         if not isinstance(factors[0], torch.Tensor):
             if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
                 return None
-            if isinstance(factors[0], np.ndarray):
-                if not all([array.is_cpu for array in arrays]):
+            if any([isinstance(factor, np.ndarray) for factor in factors]):
+                if not all([array.is_cpu and array.dtype in _REAL for array in arrays]):
                     return None
-                factors = [self.from_host(factor, _CPU) for factor in factors]
-        elif tracing() or any(map(recorded, (*factors, *arrays))) or len({a.device for a in (*factors, *arrays)}) > 1:
-            return None
+                factors = [
+                    self.from_host(np.asarray(f, _NUMPYS[a.dtype]), _CPU) for f, a in zip(factors, arrays, strict=True)
+                ]
+        else:
+            pairs = list(zip(factors, arrays, strict=True))
+            apart = len({array.device for pair in pairs for array in pair}) > 1
+            if apart or tracing() or any([recorded(array) for pair in pairs for array in pair]):
+                return None
+            if any([factor.ndim and factor.dtype is not array.dtype for factor, array in pairs]):
+                return None
         by = _operands(arrays, factors)
         if not in_place:
-            new = torch._foreach_mul(arrays, by)  # noqa: SLF001
+            new = torch._foreach_mul(arrays, by)
             # 0-d ones now have the dtype of the factor.
-            pairs = zip(new, arrays, strict=True)
-            return [one if one.dtype is old.dtype else one.to(old.dtype) for one, old in pairs]
+            return [a if a.dtype is b.dtype else a.to(b.dtype) for a, b in zip(new, arrays, strict=True)]
         if any([array.is_neg() or array.is_conj() for array in arrays]):
             return None
         torch._foreach_mul_(arrays, by)  # nothing here records a derivative
@@ -234,14 +282,17 @@ class _Torch(Backend):
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return pieces_of(array)
 
-    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
+    def sum(self, array: Array, axes: Axes) -> Array:
         return self.xp.sum(array, axis=axes)
 
     def sparse(self, leaf: Any) -> bool:
         return leaf.layout is not torch.strided
 
-    def stored(self, leaf: Any) -> tuple[Array, Rebuild]:
-        return stored(leaf)
+    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
+        return stored(leaf, in_place=in_place)
+
+    def coalesced(self, leaf: Any) -> Any:
+        return coalesced(leaf)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if torch.compiler.is_compiling() and not in_transform():  # torch.cond cannot be transformed
@@ -259,6 +310,30 @@ class _Torch(Backend):
         if torch.compiler.is_compiling():
             return home or nullcontext()
         return super().quiet(first) if home is None else both(super().quiet(first), home)
+
+
+def _real_here(arrays: list[torch.Tensor], *, in_place: bool) -> bool:
+    """Whether tensors on the CPU have one real dtype in which PyTorch multiplies, and record nothing."""
+    dtype = arrays[0].dtype
+    if dtype not in _REAL or not all([a.dtype is dtype and a.is_cpu and not a.requires_grad for a in arrays]):
+        return False
+    return not in_place or not any([array.is_neg() for array in arrays])
+
+
+def _kind(leaf: Any) -> Any:
+    """Return the kind of what is not just a tensor."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
+        return type(leaf), None
+    places = (leaf.device_mesh, tuple(leaf.placements)) if is_dtensor(leaf) else ()
+    return (
+        type(leaf),
+        leaf.dtype,
+        leaf.is_cpu or leaf.device,
+        leaf.layout,
+        leaf.requires_grad,
+        leaf.is_nested,
+        *places,
+    )
 
 
 def _by_device(arrays: list[Array]) -> list[list[int]]:

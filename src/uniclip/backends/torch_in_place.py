@@ -13,7 +13,7 @@ from uniclip.backends import dtensor
 from uniclip.backends.base import Array, row_slices
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.memory import InPlace
-from uniclip.backends.torch_kinds import STORAGE, pieces_of, stored
+from uniclip.backends.torch_kinds import pieces_of
 from uniclip.backends.torch_modes import in_transform, one_for_all, tracing, valueless
 
 
@@ -62,7 +62,7 @@ def _view(leaf: Any) -> Any:
         return None
     if leaf.layout is torch.strided:
         return np.asarray(_Memory(leaf))
-    return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))  # noqa: SLF001
+    return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))
 
 
 class TensorsInPlace(InPlace):
@@ -73,10 +73,10 @@ class TensorsInPlace(InPlace):
     def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
         return _view(leaf), _why_fixed(leaf)
 
-    def write(self, leaf: Any, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+    def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():
             if is_dtensor(array):  # a function of the whole tensor
-                self.write(leaf, array.to_local(), function, *[dtensor.own_operand(array, one) for one in operands])
+                self.write(array.to_local(), function, *[dtensor.own_operand(array, one) for one in operands])
                 return
             pieces = pieces_of(array)
             if pieces is not None and not any(operand.ndim for operand in operands):
@@ -86,8 +86,23 @@ class TensorsInPlace(InPlace):
                 operands = tuple(_apart(operand, array).expand(array.shape) for operand in operands)
                 for rows in row_slices(array.shape) if pieces is not None else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
-            if is_dtensor(leaf):
-                if dtensor.is_partial(leaf):
-                    leaf.to_local().copy_(dtensor.first_of(leaf, array))
-            elif leaf.dtype in STORAGE or (leaf.layout is torch.sparse_coo and not leaf.is_coalesced()):
-                leaf.copy_(stored(leaf)[1](array.to(leaf.dtype)))
+
+    def copy(self, leaf: Any, new: Any) -> None:
+        leaf.copy_(new.to(leaf.dtype))
+
+    def apart(self, leaves: list[Any]) -> bool:
+        if tracing():
+            return False
+        spans = []
+        for leaf in leaves:
+            one = leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf
+            plain = type(one) is torch.Tensor and one.layout is torch.strided and not one.requires_grad
+            if not plain or not one.is_contiguous() or one.is_inference():
+                return False
+            spans.append((one.data_ptr(), one.nbytes))
+        end = 0
+        for start, size in sorted(spans):
+            if start < end:
+                return False
+            end = start + size
+        return True

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from uniclip.backends import dtensor
-from uniclip.backends.base import PIECE, Array, Rebuild, row_slices, unchanged
+from uniclip.backends.base import PIECE, Array, Rebuild, Stored, row_slices, unchanged
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch_modes import recorded, tracing, valueless
 from uniclip.backends.torch_sums import SINGLE, in_order
@@ -31,7 +31,7 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (lambda x: isinstance(x, torch.masked.MaskedTensor), "what masked entries count is not known; use to_tensor(0.0)"),
     (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
     (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
-    (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),  # noqa: SLF001
+    (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),
     (
         lambda x: x.layout not in _LAYOUTS,
         "its layout, {0.layout}, cannot be clipped; use to_sparse_csr() or to_sparse()",
@@ -47,25 +47,55 @@ def why_unfit(leaf: Any) -> str | None:
     return next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
 
 
-def stored(leaf: Any) -> tuple[Array, Rebuild]:
-    """Return the dense tensor of the stored values, and a function that restores the kind."""
+def stored(leaf: Any, *, in_place: bool) -> Stored | None:
+    """Return what a tensor stores, ``None`` if it is a dense one that PyTorch calculates with."""
     if leaf.dtype in STORAGE:
-        array, rebuild = stored(leaf.to(torch.float32))
-        return array, lambda new: rebuild(new).to(leaf.dtype)
+        inner = leaf.to(torch.float32)
+        whole = stored(inner, in_place=False) or Stored(inner, unchanged)
+        return whole._replace(back=partial(_narrowed, leaf, whole.back, in_place), view=False)
     if leaf.layout is torch.sparse_coo:
-        # Repeated entries are summed in float32, not in half precision.
-        wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
-        merged = leaf if leaf.is_coalesced() else leaf.to(wide).coalesce()
-        return merged.values(), lambda new: torch.sparse_coo_tensor(
-            merged.indices(), new, leaf.shape, is_coalesced=True, check_invariants=False
-        )
+        return _coo(coalesced(leaf) if leaf.requires_grad else leaf)
     if leaf.layout in _COMPRESSED:
         make, outer, inner = _COMPRESSED[leaf.layout]
-        return leaf.values(), lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False)
-    if is_dtensor(leaf):
-        whole = dtensor.summed(leaf)
-        return whole, unchanged if whole is leaf else partial(dtensor.unsummed, leaf)
-    return leaf, unchanged
+        return Stored(
+            leaf.values(),
+            lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False),
+            view=True,
+        )
+    if is_dtensor(leaf) and dtensor.is_partial(leaf):
+        back = dtensor.written if in_place else dtensor.unsummed
+        return Stored(dtensor.summed(leaf), partial(back, leaf))
+    return None
+
+
+def coalesced(leaf: Any) -> Any:
+    """Return a sparse tensor whose repeated entries are summed, in float32 or wider; any other one as it is."""
+    if leaf.layout is not torch.sparse_coo or leaf.is_coalesced():
+        return leaf
+    wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
+    return leaf.to(wide).coalesce()
+
+
+def _narrowed(leaf: Any, back: Rebuild, in_place: bool, new: Array) -> Any:
+    """Return changed values in a storage format, written into the leaf if it is changed in place."""
+    found = back(new).to(leaf.dtype)
+    return leaf.copy_(found) if in_place else found
+
+
+def _coo(leaf: Any) -> Stored:
+    single = leaf.is_coalesced()
+    indices, values = (leaf.indices(), leaf.values()) if single else (leaf._indices(), leaf._values())
+
+    def of(new: Array) -> Any:
+        return torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=single, check_invariants=False)
+
+    def merged(new: Array) -> Array:
+        return coalesced(of(new)).values()
+
+    def rows(factors: Array) -> Array:
+        return factors[torch.unique(indices, dim=1, return_inverse=True)[1]]
+
+    return Stored(values, of, view=True) if single else Stored(values, of, True, merged, rows)
 
 
 def pieces_of(array: Array) -> Iterable[Array] | None:

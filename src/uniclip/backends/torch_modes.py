@@ -16,19 +16,20 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 # PyTorch has no public functions for any of these.
-_C = torch._C  # noqa: SLF001
-_MODES = _C._TorchDispatchModeKey  # noqa: SLF001
+_C = torch._C
+_MODES = _C._TorchDispatchModeKey
 _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def tracing() -> bool:
     """Whether the running code is recorded to run later on other values, or runs on tensors without values."""
-    return (
-        torch.compiler.is_compiling()  # first, as a compiler knows only this answer
-        or in_transform()
-        or (_C._len_torch_dispatch_stack() > 0 and _any_tracer())  # noqa: SLF001
-        or _C._is_tracing()  # noqa: SLF001 - torch.jit.trace
-        or (_C._len_torch_function_stack() > 0 and _before_dispatch())  # noqa: SLF001
+    return bool(
+        torch.compiler.is_dynamo_compiling()  # first, as a compiler knows only this answer
+        or torch.compiler._is_compiling_flag
+        or _C._functorch.get_dynamic_layer_stack_depth()
+        or (_C._len_torch_dispatch_stack() > 0 and _any_tracer())
+        or _C._is_tracing()
+        or (_C._len_torch_function_stack() > 0 and _before_dispatch())
     )
 
 
@@ -43,22 +44,22 @@ def valueless(array: Any) -> bool:
 
 def _any_tracer() -> bool:
     """Whether make_fx, aot_function or FakeTensorMode is active; other modes, which count or log, see real values."""
-    return any([_C._get_dispatch_mode(key) is not None for key in _TRACERS])  # noqa: SLF001
+    return any([_C._get_dispatch_mode(key) is not None for key in _TRACERS])
 
 
 def _before_dispatch() -> bool:
     """Whether make_fx records the operations before they are dispatched."""
-    return bool(_C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch))  # noqa: SLF001
+    return bool(_C._dispatch_tls_is_dispatch_key_included(_C.DispatchKey.PreDispatch))
 
 
 def in_transform() -> bool:
     """Whether ``torch.func`` transforms the caller, so that a value may stand for many."""
-    return bool(_C._functorch.get_dynamic_layer_stack_depth())  # noqa: SLF001
+    return bool(_C._functorch.get_dynamic_layer_stack_depth())
 
 
 def one_for_all(array: torch.Tensor) -> bool:
     """Whether ``vmap`` runs the code for many examples at once, and the tensor is the same for all of them."""
-    functorch = _C._functorch  # noqa: SLF001
+    functorch = _C._functorch
     stack = functorch.get_interpreter_stack() or []
     levels = {layer.level() for layer in stack if layer.key() == functorch.TransformType.Vmap}
     while functorch.is_functorch_wrapped_tensor(array):
@@ -69,7 +70,7 @@ def one_for_all(array: torch.Tensor) -> bool:
 
 def in_forward_mode() -> bool:
     """Whether derivatives are computed forward."""
-    return bool(forward_ad._current_level >= 0)  # noqa: SLF001
+    return bool(forward_ad._current_level >= 0)
 
 
 def recorded(array: torch.Tensor) -> bool:
@@ -87,5 +88,5 @@ def at_home(array: Any) -> AbstractContextManager[Any] | None:
         return mode
     # A default device is a mode for functions; a compiler takes this class for one, not torch.device itself.
     # Without one, new tensors are on the CPU, and every device but one accepts 0-d tensors from there.
-    apart = array is not None and (_C._len_torch_function_stack() > 0 or array.is_meta)  # noqa: SLF001
+    apart = array is not None and (_C._len_torch_function_stack() > 0 or array.is_meta)
     return DeviceContext(array.device) if apart else None

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from uniclip.backends.base import PIECE, in_groups
-from uniclip.backends.host import few, small, squares, squares_of_joined, sums_of
+from uniclip.backends.host import HIGH, LOW, UNDERFLOWN, few, small, squares, squares_of_joined
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
+REAL = {torch.float32, torch.float64}
 
 _ROW = 256
 """How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
@@ -34,21 +35,24 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a NumPy array of the same memory."""
-    return np.asarray((array.detach() if array.requires_grad else array).numpy())
+    """Return a NumPy array of the same memory, detached; of the values where that is negated or conjugated."""
+    return array.numpy(force=True)
 
 
 def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
-    dtype, wide = arrays[0].dtype, torch.float64 if arrays[0].dtype is torch.float64 else torch.float32
+    kinds = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
-    if dtype in {torch.float32, torch.float64} and small(sizes):
-        flat = torch._utils._flatten_dense_tensors(arrays)  # noqa: SLF001
-        return squares_of_joined(view_of(flat), sums_of(sizes, lengths))
-    if dtype is not torch.bfloat16 and few(arrays, sum(sizes)):
+    if len(kinds) == 1 and not kinds.isdisjoint(REAL) and small(sizes, lengths):
+        flat = torch._utils._flatten_dense_tensors(arrays)
+        return squares_of_joined(flat.numpy(force=True), sizes, lengths)
+    if torch.bfloat16 not in kinds and (len(kinds) > 1 or few(arrays, sum(sizes))):
         return squares(list(map(view_of, arrays)), lengths)
+    wide = torch.float64 if torch.float64 in kinds else torch.float32
+    if len(kinds) > 1 or any(array.is_complex() or array.is_neg() for array in arrays):
+        return None
     totals = [_total(group, wide) for group in in_groups(arrays, lengths)]
-    return None if None in totals else np.array(totals, np.float64 if wide is torch.float64 else np.float32)
+    return None if None in totals else np.array(totals)
 
 
 def _total(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> float | None:
@@ -63,7 +67,20 @@ def _total(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> float | None:
             total += _dot(parts)
             parts, entries = [], 0
         del flat  # before the next one is made
-    return total + _dot(parts) if parts else total
+    total = total + _dot(parts) if parts else total
+    if (total > 0 and wide is torch.float64) or LOW < total < HIGH:
+        return total
+    return _again(arrays, wide, total)
+
+
+def _again(arrays: Sequence[torch.Tensor], wide: torch.dtype, total: float) -> float:
+    """Return a sum that may not be accurate, made in float64."""
+    flat = [piece for array in arrays for piece in array.reshape(-1).split(PIECE) if array.numel()]
+    if not total and not any([bool(piece.any()) for piece in flat]):
+        return 0.0
+    if wide is torch.float64:
+        return total or UNDERFLOWN
+    return sum([float(torch.dot(double, double)) for double in (piece.double() for piece in flat)])
 
 
 def _vectors(arrays: Sequence[torch.Tensor], wide: torch.dtype) -> Iterator[torch.Tensor | None]:
@@ -98,7 +115,7 @@ def _dot(parts: list[torch.Tensor]) -> float:
 
 def squares_in_double(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor | None:
     """Return the sums of squares in float64, to which a compiler converts each entry where it is read."""
-    if any(array.dtype not in SINGLE or array.device.type == "mps" for array in arrays):  # has no float64
+    if any(array.dtype not in SINGLE for array in arrays):
         return None
     return _by_group([array.float().double().square().sum() for array in arrays], lengths)
 
@@ -106,7 +123,7 @@ def squares_in_double(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
     """Return the sums of squares on an accelerator in float64, so that nothing overflows and needs a second pass."""
     narrow = arrays[0].device.type == "mps"  # has no float64
-    norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)  # noqa: SLF001
+    norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)
     if len(lengths) == 1:
         norms = torch.stack(norms)
         return torch.dot(norms, norms).unsqueeze(0)
@@ -120,7 +137,7 @@ def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list
         return [None] * len(arrays)
     norms = [torch.linalg.vector_norm(a, dim=some, dtype=torch.float64) for a, some in zip(arrays, axes, strict=True)]
     if len({norm.shape for norm in norms}) > 1:
-        return torch._foreach_mul(norms, norms)  # type: ignore[no-any-return]  # noqa: SLF001
+        return torch._foreach_mul(norms, norms)
     return list(torch.stack(norms).square().unbind())
 
 

@@ -140,7 +140,7 @@ class Recorder:
         """Set the rule, and the names of the leaves, which the integrations know."""
         self.rule = rule or self.rule
         if params is not None:
-            paths = flatten(params, "params", none_is_leaf=True).paths()
+            paths = flatten(params, "params")[1].paths()
             names = ["/".join(map(str, path)) or "0" for path in paths]
             alike = len(set(names)) < len(names)
             self._labels = [f"{number}: {name}" if alike else name for number, name in enumerate(names)]

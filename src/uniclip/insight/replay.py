@@ -117,4 +117,4 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
 
 def _numbers(values: Any) -> list[float]:
     """Return the numbers in a field of a report, NaN for a gradient that was absent."""
-    return [math.nan if one is None else float(one) for one in flatten(values, none_is_leaf=True).leaves]
+    return [math.nan if one is None else float(one) for one in flatten(values)[0]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from uniclip._checks import below_one, nonnegative, settle, whole
-from uniclip.backends.arrays import cast
+from uniclip.backends.base import cast
 from uniclip.limits.base import (
     Array,
     Context,

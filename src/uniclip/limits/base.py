@@ -42,7 +42,9 @@ class Block(NamedTuple):
     sizes: Array = None
     """The number of entries of each norm, at least 1: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
     absent: Sequence[bool] = ()
-    """For each row, whether all gradients of its group are absent; empty if no gradient is."""
+    """For each row, whether all gradients of its group are absent; empty if no gradient is, or if it is not known."""
+    present: Array = None
+    """For each row, whether some process has a gradient of its group; ``None`` where this process knows."""
 
 
 class Context:
@@ -90,9 +92,16 @@ class Context:
         return self._blocks[self._number].absent
 
     @property
-    def count(self) -> int:
-        """The number of groups in all blocks and processes."""
-        return sum(len(block.labels) for block in self._blocks)
+    def present(self) -> Array | None:
+        """For each row, whether some process has a gradient of its group; ``None`` where this process knows."""
+        return self._blocks[self._number].present
+
+    @property
+    def count(self) -> Any:
+        """The number of groups that have gradients in all blocks: a number, a 0-d array where processes join them."""
+        known = sum(len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None)
+        there = [self.xp.sum(self.xp.astype(b.present, b.norms.dtype)) for b in self._blocks if b.present is not None]
+        return sum(there, known) if there else known
 
     @property
     def params(self) -> Array:
@@ -129,7 +138,8 @@ class Context:
         """Return the context of one row of this block."""
         block, here = self._blocks[self._number], slice(number, number + 1)
         params, sizes = (one if one is None else one[here, ...] for one in (block.params, block.sizes))
-        alone = Block(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here])
+        there = None if block.present is None else block.present[here]
+        alone = Block(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here], there)
         return Context(self._backend, [alone], 0, self._needs, self._loss)
 
     def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:

@@ -205,7 +205,9 @@ class Split(Vectorized):
     def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
         """Split the total."""
         if not self.by_size:
-            return self.total * max(context.count, 1) ** -0.5, state
+            count = context.count
+            count = max(count, 1) if isinstance(count, int) else context.xp.where(count > 0, count, 1.0)
+            return self.total * count**-0.5, state
         return self.total * (context.sizes / context.asarray(context.total(lambda one: one.sizes))) ** 0.5, state
 
 

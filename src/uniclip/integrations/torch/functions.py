@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from uniclip._checks import LIMIT, nonnegative, number, within
 from uniclip._repr import article, short
 from uniclip._types import Array
-from uniclip.ask import Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations.torch.processes import refuse_parts
@@ -25,8 +23,8 @@ from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets.fixed import by_global_norm, by_value
 from uniclip.processes import AllReduce, Shared, joining
-from uniclip.rules import Rule, made_once
-from uniclip.step import decide
+from uniclip.rules import Rule
+from uniclip.step import Step, decide
 from uniclip.verbs import clip_
 
 
@@ -97,17 +95,33 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    joins = joining(all_reduce, shared)
-    tensors = _tensors(parameters, "parameters")
-    rule = _rule(max_norm, norm_type, error_if_nonfinite)
-    refuse_parts(tensors, "parameters", rule, joins)
+    tensors, joins = (
+        _tensors(parameters, "parameters"),
+        None if all_reduce is shared is None else joining(all_reduce, shared),
+    )
+    limit = max_norm if type(max_norm) is float and max_norm >= 0 else _limit("max_norm", max_norm)
+    known = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) is float else None
+    rule = known or _rule(norm_type, error_if_nonfinite)
+    if any([getattr(tensor, "_fsdp_flattened", False) for tensor in tensors]):
+        refuse_parts(tensors, "parameters", rule, joins)
     grads = _grads_of(tensors)
-    if joins is None and not _any(grads):
+    if joins is not None:
+        step = Step([tensor.detach() for tensor in tensors], joins, in_place=True)
+    elif all([grad is None for grad in grads]):
         return torch.tensor(0.0)
-    params = None if joins is None else [tensor.detach() for tensor in tensors]
-    records = isinstance(max_norm, torch.Tensor) or any([g is not None and g.requires_grad for g in grads])
-    with torch.no_grad() if records else nullcontext():
-        return decide(rule, grads, NoState(), Step(params, joins, in_place=True))[1].total()
+    else:
+        step = _IN_PLACE
+    if isinstance(max_norm, torch.Tensor) or any([grad is not None and grad.requires_grad for grad in grads]):
+        with torch.no_grad():
+            return _clipped(rule, grads, step, limit)
+    return _clipped(rule, grads, step, limit)
+
+
+def _clipped(rule: Rule, grads: list[Any], step: Step, limit: Any) -> Any:
+    """Clip in place, and return the norm."""
+    decision = decide(rule, grads, NOTHING, step, limit)
+    decision.clipped()
+    return decision.total()
 
 
 def clip_grad_value_(
@@ -182,7 +196,7 @@ def get_total_norm(
     """
     joins = joining(all_reduce, shared)
     given = _tensors(tensors, "tensors", absent=True)
-    rule = _rule(math.inf, norm_type, error_if_nonfinite)
+    rule = _rule(norm_type, error_if_nonfinite)
     refuse_parts(given, "tensors", rule, joins)
     values = [tensor if tensor is None else tensor.detach() for tensor in given]
     if joins is None and not _any(values):
@@ -190,7 +204,7 @@ def get_total_norm(
     if not _any(values):
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return decide(rule, values, NoState(), Step(all_reduce=joins), None)[1].total()
+        return decide(rule, values, NoState(), Step(all_reduce=joins), math.inf).total()
 
 
 def clip_grads_with_norm_(
@@ -235,14 +249,18 @@ def clip_grads_with_norm_(
     """
     tensors, rule = _tensors(parameters, "parameters"), by_global_norm(_limit("max_norm", max_norm))
     refuse_parts(tensors, "parameters", rule, joining(all_reduce, shared))
-    decide(rule, _grads_of(tensors), NoState(), Step(norm=_known(total_norm), in_place=True))
+    decide(rule, _grads_of(tensors), NoState(), Step(norm=_known(total_norm), in_place=True)).clipped()
 
 
-@made_once
-def _rule(max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> Rule:
-    """Return the rule of `clip_grad_norm_`."""
+NOTHING, _IN_PLACE = NoState(), Step(in_place=True)
+_RULES: dict[Any, Rule] = {(p, flag): by_global_norm(1.0, ord=p, nonfinite="raise" if flag else "propagate")
+                           for p in (1.0, 2.0, math.inf) for flag in (False, True)}  # fmt: skip
+
+
+def _rule(norm_type: Any, error_if_nonfinite: bool) -> Rule:
+    """Return the rule of `clip_grad_norm_`, whose limit is an argument of a step."""
     policy: NonFinite = "raise" if error_if_nonfinite else "propagate"
-    return by_global_norm(_limit("max_norm", max_norm), ord=_order(norm_type), nonfinite=policy)
+    return by_global_norm(1.0, ord=_order(norm_type), nonfinite=policy)
 
 
 def grad_of(parameter: Any) -> Any:
@@ -279,7 +297,7 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
         return [given]
     usual = "model.parameters()" if name == "parameters" else "[p.grad for p in model.parameters()]"
     module = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ParameterList)
-    if module or not isinstance(given, Iterable):
+    if type(given) is not list and (module or not isinstance(given, Iterable)):
         first = f", and {name} come first" if isinstance(given, Number) else ""
         msg = f"{name} must be a tensor or an iterable of tensors, got {_described(given)}{first}: pass {usual}"
         raise TypeError(msg)
@@ -295,7 +313,7 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):  # noqa: PLR2004 - name and parameter
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         return f"the pair of a name and a parameter ({short(value[0])}, ...)"
     return f"{article(type(value).__qualname__)} {type(value).__qualname__}"
 

@@ -198,9 +198,9 @@ def _numbers(report: Any) -> dict[str, dict[Path, Any]]:
         values = getattr(report, f"{what}s", None)
         if values is None:
             continue
-        tree = flatten(values)
-        leaves = [leaf.detach().to("cpu", torch.float64) for leaf in tree.leaves]
-        found[what] = dict(zip(tree.paths(), leaves, strict=True))
+        leaves, spec = flatten(values)
+        pairs = [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if leaf is not None]
+        found[what] = {path: leaf.detach().to("cpu", torch.float64) for path, leaf in pairs}
     return found
 
 

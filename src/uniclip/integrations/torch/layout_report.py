@@ -170,7 +170,7 @@ def processes(numbers: Sequence[int]) -> str:
 def names(leaves: Sequence[Leaf]) -> str:
     """Return the names of some leaves."""
     every = list(dict.fromkeys(leaf.name for leaf in leaves))
-    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")  # noqa: PLR2004 - some
+    return ", ".join(every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 def ranks(numbers: Iterable[int]) -> str:

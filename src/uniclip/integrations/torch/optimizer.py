@@ -128,7 +128,7 @@ def attach(
     """
     refuse_optimizer(optimizer, rule)
     optimizer = unwrapped(optimizer)
-    rule, joins = rule_for_steps(rule), joining(all_reduce, shared, object())
+    rule, joins = rule_for_steps(rule), joining(all_reduce, shared)
     refuse_in_step(joins)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
@@ -180,7 +180,7 @@ class Attached:
         self._hidden: list[tuple[Any, Any]] = []
         self._flagged = False
         self._loading: Any = None
-        self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2  # noqa: PLR2004 - base and its own
+        self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2
         # Whether the optimizer knows more than the rule; optimizers without a count of steps have no state at first.
         used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
         self._forgotten = rule.memory and used

@@ -16,8 +16,7 @@ from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.combine import Chain
 from uniclip.integrations import inside
-from uniclip.losses import Loss
-from uniclip.processes import of, reducer_of
+from uniclip.processes import Loss, of, reducer_of
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, everything
 

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: MIT
+"""What is the same at every step of a rule on trees of one structure: which leaves share a norm, and where it lies.
+
+A plan holds no gradient. After the sums of leaves only the plan makes, converts, rounds and branches on norms.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Hashable, Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from uniclip._checks import check
+from uniclip._repr import stable
+from uniclip.backends import DEFAULT
+from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
+from uniclip.backends.base import HOST, OWN, TRACED, Axes, cast, norm_dtype
+from uniclip.backends.processes import Op
+from uniclip.limits import PerGroup
+from uniclip.processes import Join, copies_of, packed
+from uniclip.scopes import Path, Scope, everything
+from uniclip.tree import Nested, Opened, place
+
+if TYPE_CHECKING:
+    from uniclip.rules import Rule
+
+_KEPT = 64
+"""The number of plans that a rule keeps."""
+_STACKED = 2**16
+"""The largest number of norms with kept axes that are stacked into one array."""
+_DTYPES = {"float32": np.float32, "float64": np.float64}
+
+
+class Block(NamedTuple):
+    """The groups whose norms form one array, one row for each."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """The numbers of the leaves of each group that are present."""
+    labels: tuple[Any, ...]
+    """For each group, its label in the scope or the number of its leaf."""
+    kept: int | None = 0
+    """The number of kept axes of each norm; ``None`` if all its gradients are absent."""
+
+    @property
+    def absent(self) -> tuple[bool, ...]:
+        """Whether all gradients of each group are absent; empty if none is."""
+        gone = tuple([not group for group in self.groups])
+        return gone if any(gone) else ()
+
+
+def plan_of(
+    rule: Rule,
+    given: Opened,
+    mode: int,
+    join: Join | None = None,
+    theirs: Opened | None = None,
+    host: bool = True,  # noqa: FBT001, FBT002
+) -> Plan:
+    """Return the plan of a rule for an opened tree, one that was made before if possible; traced code makes it anew.
+
+    ``theirs`` are the parameters that are measured, too; ``host`` tells that NumPy can compute limits and factors.
+    """
+    parts = (*(given.parts or ()), *(theirs.parts or () if theirs is not None else ()))
+    shapes = tuple([None if a is None else a.shape for a in given.arrays]) if rule.by_shape and mode != TRACED else None
+    key: Any = given.spec, given.kinds, mode, shapes, host, parts, join, join and (join.low, join.checked)
+    plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
+    if plan is not None:
+        return plan
+    with given.backend.quiet(given.first):
+        plan = Plan(rule, given, mode, join, parts, host=host)
+    if mode != TRACED and plan.known_structure:
+        if len(rule.plans) >= _KEPT:
+            rule.plans.clear()
+        rule.plans[key] = plan
+    return plan
+
+
+class Plan:
+    """What is the same at every step; made by `plan_of`."""
+
+    def __init__(self, rule: Rule, given: Opened, mode: int, join: Join | None, parts: Any, *, host: bool) -> None:
+        kinds, backend, scope = given.kinds, given.backend, rule.scope
+        self.backend, self.mode, self.join, self.kinds = backend, mode, join, kinds
+        self.scope, self.spec, self.name = scope, given.spec, given.name
+        self.reads = mode == HOST
+        """Whether sums come as NumPy arrays."""
+        self.host = self.reads and rule.host and host
+        """Whether limits and factors are computed in NumPy."""
+        self.world = DEFAULT if self.host else backend
+        """The backend of norms, limits and factors."""
+        self.xp = self.world.xp
+        self.device = backend.device(given.first)
+        self.double = kinds.double
+        self.low = kinds.low and (join is None or join.low)
+        """Whether all squares fit into float64."""
+        own = kinds.dtype if self.low or not kinds.low else backend.xp.float64
+        self.dtypes = own, np.float32 if own == backend.xp.float32 else _host_dtype(backend, own)
+        """The dtypes of norms, of the library and of NumPy."""
+        self.most = float(np.finfo(self.dtypes[1]).max)
+        """The largest number of their dtype."""
+        self.top = min(
+            [float(backend.xp.finfo(norm_dtype(backend.xp, [given.arrays[n]])).max) for n in kinds.present]
+            or [self.most]
+        )
+        """The largest factor."""
+        self.known_structure = not isinstance(given.spec, Nested)
+        """Whether the structure of the tree holds no gradient."""
+        self._divide(rule, given)
+        self.copies = None if join is None else copies_of(self, given, join)
+        self.owners = list({part.owner: part for part in parts if part is not None}.values())
+        """For each group of processes that own distributed leaves, a part of one."""
+        self.covering: list[Any] = []
+        """As few of them as cover all of these processes, which join what is not of a leaf."""
+        for part in sorted(self.owners, key=lambda one: -len(one.processes())):
+            if not any([part.processes() <= one.processes() for one in self.covering]):
+                self.covering.append(part)
+        self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.owners
+        """Whether rows are sums of whole leaves, each held once, and none is empty."""
+        self.straight = self.host and rule.simple and join is None and self.plain and self.low and not given.ways
+        """Whether a step is one Euclidean norm and one constant limit."""
+        self._counts: tuple[list[Any], list[Any]] | None = None
+        self._wide = np.float64 if self.double else np.float32
+        if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
+            some = kinds.present
+            backend.processes.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
+
+    def _divide(self, rule: Rule, given: Opened) -> None:
+        """Find out which leaves share a norm, and which norms form an array."""
+        kinds, scope = self.kinds, self.scope
+        missing = given.parts is not None and len(kinds.present) < len(given.leaves)
+        everywhere = rule.memory or self.join is not None or missing
+        members = _groups(given, scope, named_by(rule) if everywhere else (), everywhere=everywhere)
+        groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
+        self.single = scope.label is everything and scope.axes is None
+        """Whether there is one norm for all leaves."""
+        self.apart = self.mode == TRACED and self.backend.apart() and not rule.memory and scope.label is not everything
+        """Whether each norm is an array of its own, since compilers take long for each row taken out of one."""
+        self.axes: list[Axes] = [
+            None if array is None or scope.axes is None else _axes(given, scope, number)
+            for number, array in enumerate(given.arrays)
+        ]
+        for group in groups.values() if scope.axes is not None else ():
+            _refuse_unequal(given, self.axes, group)
+        self.blocks = self._blocks(given, groups, everywhere)
+        self.members = [members[label] for block in self.blocks for label in block.labels]
+        """The leaves of each norm, absent ones too."""
+        self.places = {
+            n: (b, row) for b, one in enumerate(self.blocks) for row, group in enumerate(one.groups) for n in group
+        }
+        """For each leaf, the block and the row of its norm."""
+        self.entries = (
+            scope.axes is not None
+            and all([axes == () for axes in self.axes])
+            and all([len(g) == 1 for g in groups.values()])
+        )
+        """Whether each norm is the modulus of an entry, whatever its order."""
+        self.order = [number for block in self.blocks for group in block.groups for number in group]
+        self.lengths = [len(group) for block in self.blocks for group in block.groups]
+        places = {number: index for index, number in enumerate(self.order)}
+        self.ordered = [[[places[n] for n in group] for group in block.groups] for block in self.blocks]
+        """The leaves of each norm by their places in this order."""
+
+    # Which leaves share a norm.
+
+    def _blocks(self, given: Opened, groups: dict[Hashable, list[int]], everywhere: bool) -> list[Block]:  # noqa: FBT001
+        alike: dict[Hashable, list[Hashable]] = {}
+        for number, (label, group) in enumerate(groups.items()):
+            kind = None
+            if self.scope.axes is not None:
+                kind = _kept(given, group[0], self.axes[group[0]]) if len(group) == 1 and not everywhere else None
+                kind = number if kind is None else kind
+            elif self.apart:
+                kind = number
+            elif not everywhere:
+                kind = self.backend.processes.varying([given.arrays[n] for n in group])
+            alike.setdefault(kind, []).append(label)
+        return [
+            Block(tuple([tuple(groups[label]) for label in some]), tuple(some), self._kept_axes(given, groups[some[0]]))
+            for some in alike.values()
+        ]
+
+    def _kept_axes(self, given: Opened, group: Sequence[int]) -> int | None:
+        """Return the number of kept axes of the norm of a group, ``None`` if unknown."""
+        if self.scope.axes is None:
+            return 0
+        if not group:
+            return None
+        covered = self.axes[group[0]]
+        return 0 if covered is None else len(given.shape(group[0])) - len(covered)
+
+    # Rows from the sums of leaves.
+
+    def rows(
+        self, trees: list[Opened], modes: list[int], p: float, units: list[Any] | None = None, scalars: Any = ()
+    ) -> list[Any]:
+        """Return ``Σ|x/unit|ᵖ`` of each norm (the largest modulus for p = ∞), one array for each block of each tree.
+
+        In float64, joined over the processes that own distributed leaves; and behind them scalars that are joined, too.
+        """
+        op: Op = "max" if p == math.inf else "sum"
+        if self.plain and self.order and p == 2 and units is None and trees:
+            each = [(mode, tree.measured()) for tree, mode in zip(trees, modes, strict=True)]
+            vectors = [self.backend.squares(mode, [one[n] for n in self.order], self.lengths) for mode, one in each]
+            if all([vector is not None for vector in vectors]):
+                return [*[row for vector in vectors for row in self._cut(vector)], *scalars]
+        count = len(self.blocks)
+        sums = [
+            self._sums(tree, mode, p, op, None if units is None else units[number * count : (number + 1) * count])
+            for number, (tree, mode) in enumerate(zip(trees, modes, strict=True))
+        ]
+        return self._joined(trees, sums, op, list(scalars))
+
+    def _cut(self, vector: Any) -> list[Any]:
+        """Return the rows of each block from those of all."""
+        if len(self.blocks) == 1:
+            return [vector]
+        ends = np.cumsum([len(block.groups) for block in self.blocks]).tolist()
+        return [vector[end - len(block.groups) : end] for end, block in zip(ends, self.blocks, strict=True)]
+
+    def _sums(self, tree: Opened, mode: int, p: float, op: Op, units: list[Any] | None) -> dict[int, Any]:
+        """Return the sums of leaves; those of copies divided by their number, those of parts in their place."""
+        arrays, backend = tree.measured(), self.backend
+        some, by = [arrays[n] for n in self.order], None
+        if units is not None:
+            rows = [units[block][row, ...] for block, row in map(self.places.__getitem__, self.order)]
+            by = [self._beside(tree, *one) for one in zip(rows, self.order, some, strict=True)]
+        found = backend.sums(mode, some, p, [self.axes[n] for n in self.order], by, self.ordered)
+        if self.join is not None and self.join.named:
+            found = [backend.processes.varied(x, self.join.all_reduce) for x in found]
+        sums = dict(zip(self.order, found, strict=True))
+        for number, value in sums.items() if self.copies is not None or tree.parts is not None else ():
+            part, axes = tree.part(number), self.axes[number]
+            held = (1 if self.copies is None else self.copies[number]) * (1 if part is None else part.copies)
+            new = value
+            if part is not None and axes is not None:
+                xp = np if isinstance(value, np.ndarray) else backend.xp
+                new = part.embedded(xp, value[None], axes)[0]
+            sums[number] = new / held if held > 1 and op == "sum" else new
+        return sums
+
+    def _beside(self, tree: Opened, value: Any, number: int, array: Any) -> Any:
+        """Return a value of a norm with the dimensions of a leaf's array."""
+        axes, part = self.axes[number], tree.part(number)
+        value = value if part is None else part.own(value, axes)
+        if axes is None:
+            return value
+        if isinstance(value, np.ndarray):
+            return value.reshape([1 if axis in axes else n for axis, n in enumerate(array.shape)])
+        return spread(self.backend, value, array, axes)
+
+    def _joined(self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]) -> list[Any]:
+        """Return the rows of all blocks of all trees from the sums of leaves, and scalars, joined over owners."""
+        rows: list[list[Any]] = [[] for _ in sums for _ in self.members]
+        every = [(tree, found, some) for tree, found in zip(trees, sums, strict=True) for some in self.members]
+        for part in (None, *self.owners):
+            places, sent = [], []
+            for number, (tree, found, some) in enumerate(every):
+                mine = some if not self.owners else [n for n in some if tree.owner(n) == (part and part.owner)]
+                here = [found[n] for n in mine if n in found]
+                if here or (mine and part is not None):
+                    places.append(number)
+                    sent.append(self._one(here, op))
+            if part is not None:
+                sent = packed(self, [*sent, *(scalars if part in self.covering else ())], op, part)
+                scalars = sent[len(places) :] or scalars
+            for number, value in zip(places, sent, strict=False):
+                rows[number].append(value)
+        each = iter([self._one(some, op) for some in rows])
+        return [*[self._stacked([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
+
+    def _one(self, some: list[Any], op: Op) -> Any:
+        """Return the sum or the maximum of values, 0 of none."""
+        if len(some) < 2:
+            return some[0] if some else np.zeros(()) if self.reads else self.own(np.zeros((), self._wide))
+        rows = self._stacked(some)
+        if isinstance(rows, np.ndarray):
+            return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
+        xp = self.backend.xp
+        return xp.sum(rows, axis=0) if op == "sum" else xp.max(rows, axis=0)
+
+    def _stacked(self, rows: list[Any]) -> Any:
+        if self.reads and all([isinstance(row, (np.ndarray, np.generic)) for row in rows]):
+            return np.array(rows)
+        return stacked(self.backend, list(map(self.own, rows)))
+
+    def sizes(self, given: Opened) -> list[Any]:
+        """Return the number of entries of each norm, of shape ``(k, 1, ...)``, in this process; copies count once."""
+        counts = {n: self.backend.size(given.leaves[n], self.axes[n]) for n in self.order}
+        if self.copies is not None:
+            counts = {n: count / self.copies[n] for n, count in counts.items()}
+        return [self._counted([[counts[n] for n in group] for group in b.groups], b.kept or 0) for b in self.blocks]
+
+    def _counted(self, counts: list[list[Any]], kept: int) -> Any:
+        xp, shape = self.backend.xp, (len(counts), *(1,) * kept)
+        if all([isinstance(one, (int, float)) for some in counts for one in some]):
+            total = np.reshape(np.asarray([sum(some) for some in counts], np.float64), shape)
+            return self.own(total) if self.mode == TRACED else total  # a compiler does not know all of NumPy
+        dtype = xp.float64 if self.double else xp.float32
+        rows = [self._one([xp.astype(xp.asarray(one), dtype) for one in some], "sum") for some in counts]
+        return xp.reshape(stacked(self.backend, rows), shape)
+
+    def counts(self, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
+        """Return numbers of entries, at least 1, in the dtype of the norms; and what norms are divided by."""
+        if self._counts is not None:
+            return self._counts
+        counts, by = [], []
+        for size in sizes:
+            xp = np if isinstance(size, np.ndarray) else self.backend.xp
+            counts.append(self.rounded(xp.where(size > 0, size, xp.ones_like(size))))
+            by.append(counts[-1] ** power if self.reads else self.own(counts[-1] ** power))
+        if self.mode != TRACED and self.join is None:
+            self._counts = counts, by
+        return counts, by
+
+    def zeros(self, given: Opened) -> list[Any]:
+        """Return zeros like the norms, in the library of the gradients."""
+        backend, xp = self.backend, self.backend.xp
+
+        def row(block: Block, group: Sequence[int]) -> Any:
+            if not (block.kept and group):
+                return self.own(np.zeros((), self.dtypes[1]))
+            array, axes = given.arrays[group[0]], self.axes[group[0]] or ()
+            if given.parts is None and not backend.processes.unsharded(array):  # they are sharded as it is
+                return xp.sum(xp.zeros_like(array, dtype=self.dtypes[0]), axis=axes)
+            kept = tuple(n for axis, n in enumerate(given.shape(group[0])) if axis not in axes)
+            return backend.to_device_of(array, xp.zeros(kept, dtype=self.dtypes[0]))
+
+        return [stacked(backend, [row(block, group) for group in block.groups]) for block in self.blocks]
+
+    # Norms, which nobody else makes or converts.
+
+    def rounded(self, array: Any) -> Any:
+        """Return an array in the dtype of the norms."""
+        if isinstance(array, (np.ndarray, np.generic)):
+            return np.asarray(array).astype(self.dtypes[1], copy=False)
+        return cast(self.backend.xp, array, self.dtypes[0])
+
+    def own(self, array: Any) -> Any:
+        """Return an array as one of the gradients' library, on their device."""
+        if not isinstance(array, (np.ndarray, np.generic)):
+            return array
+        make = self.backend.constant if self.mode == TRACED else self.backend.from_host
+        return make(np.asarray(array), self.device)
+
+    def in_world(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays where the norms are."""
+        return arrays if self.host else list(map(self.own, arrays))
+
+    def view(self, array: Any) -> Any:
+        """Return an array of the library in the world of the norms."""
+        if isinstance(array, (np.ndarray, np.generic)):
+            return array if self.host else self.own(np.asarray(array))
+        return self.backend.viewed(array) if self.host else array
+
+    def all(self, flags: list[Any]) -> Any:
+        """Return whether all of some 0-d flags are true, of the norms' world or of sums that cannot be read."""
+        return all_of(self.world, flags)
+
+    def flag(self, value: bool) -> Any:  # noqa: FBT001
+        """Return a flag in the norms' world."""
+        return np.asarray(value) if self.host else self.own(np.asarray(value))
+
+    def on_host(self) -> Plan:
+        """Return the plan of the same norms in NumPy's arrays, as they are recorded."""
+        plan = copy.copy(self)
+        plan.backend = plan.world = DEFAULT
+        plan.xp, plan.host, plan.reads, plan.device = DEFAULT.xp, True, True, None
+        return plan
+
+    def cond(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
+        """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
+        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (self.mode == OWN and self.backend.readable(ok)):
+            return usual() if bool(ok) else rare()
+        return self.backend.cond(ok, usual, rare)
+
+    def by_leaf(self, given: Opened, factors: list[Any]) -> tuple[list[int], list[Any]]:
+        """Return the leaves to multiply, and a factor for each: those known to be 1 change nothing."""
+        if self.reads and not self.host:
+            views = [self.backend.viewed(some) for some in factors]
+            factors = factors if any([view is None for view in views]) else views
+        numbers, by = [], []
+        for block, some in zip(self.blocks, factors, strict=True):
+            host = isinstance(some, np.ndarray)
+            if host and (some == 1).all():
+                continue
+            values = some.tolist() if host and not some.ndim - 1 else rows_of(self.backend, some)
+            for value, group in zip(values, block.groups, strict=True):
+                if host and (value == 1 if isinstance(value, float) else (value == 1).all()):
+                    continue
+                for number in group:
+                    numbers.append(number)
+                    by.append(value if isinstance(value, float) else self.factor(given, value, number))
+        return numbers, by
+
+    def factor(self, given: Opened, value: Any, number: int) -> Any:
+        """Return the factor of a leaf, with its dimensions, and a row for each stored one."""
+        array, way = given.arrays[number], given.ways.get(number)
+        factor = self._beside(given, value, number, array)
+        repeats = (
+            way is not None and way.rows is not None and len(factor.shape) > 0 and 0 not in (self.axes[number] or (0,))
+        )
+        return way.rows(self.own(factor)) if repeats and way is not None and way.rows is not None else factor
+
+    def arranged(self, blocks: Sequence[Any]) -> Any:
+        """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
+        if self.scope.label is everything:
+            return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
+        rows: dict[Any, Any] = {}
+        for block, array in zip(self.blocks, blocks, strict=True):
+            for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
+                if group:
+                    rows[label] = array[row] if len(array.shape) == 1 else array[row, ...]
+        if self.scope.label is not None:
+            return {label: rows[label] for label in self.labels if label in rows}
+        return self.spec.unflatten([rows.get(number) for number in range(len(self.axes))])
+
+    @property
+    def names(self) -> list[str]:
+        """The groups or leaves of all norms by name, for processes that compare theirs."""
+        if self.scope.label is not None:
+            return list(map(_text, self.labels))
+        return [stable(place("", path)) for path in self.spec.paths()]
+
+    @property
+    def labels(self) -> list[Any]:
+        """The labels of all groups in their order."""
+        labels = [label for block in self.blocks for label in block.labels]
+        return labels if self.scope.label in {None, everything} else sorted(labels, key=_text)
+
+
+def _host_dtype(backend: Any, dtype: Any) -> Any:
+    return np.float64 if dtype == backend.xp.float64 else dtype
+
+
+def _text(label: Any) -> str:
+    return stable(repr(label))
+
+
+def named_by(rule: Rule) -> Sequence[Any]:
+    """Return the labels that a rule names itself, which have a row in every process."""
+    return [label for label, _ in rule.limit.limits] if isinstance(rule.limit, PerGroup) else ()
+
+
+def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bool) -> dict[Hashable, list[int]]:
+    """Return the numbers of the leaves that share a norm, absent ones too, by the label of their group.
+
+    ``everywhere`` tells that absent gradients have rows.
+    """
+    if scope.label is everything:
+        return {None: list(range(len(given.leaves)))}
+    if scope.label is None:
+        return {n: [n] for n, leaf in enumerate(given.leaves) if everywhere or leaf is not None}
+    groups: dict[Hashable, list[int]] = {label: [] for label in named}
+    for number, (path, leaf) in enumerate(zip(given.paths(), given.leaves, strict=True)):
+        if leaf is not None or everywhere:
+            label = label_of(scope.label, path, leaf, place(given.name, path))
+            groups.setdefault(label, []).append(number)
+    # Whichever leaf is first, or None, in any process.
+    return dict(sorted(groups.items(), key=lambda item: _text(item[0])))
+
+
+def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Hashable:
+    """Return the label of a leaf's group; refuse labels that are unhashable or hold arrays."""
+    try:
+        found: Any = label(path, leaf)
+    except AttributeError as error:
+        if leaf is not None:
+            raise
+        msg = f"{where} is absent (None), and a rule that remembers asks for its group: label it by its path alone"
+        raise TypeError(msg) from error
+    try:
+        fits = not hasattr(found, "dtype") or isinstance(found, (Number, str)) or found in {True, False}
+        hash(found)
+    except TypeError:
+        fits = False
+    check("the label of a group", found, fits, "hashable, such as a text or a number")
+    return found
+
+
+def _axes(given: Opened, scope: Scope, number: int) -> Axes:
+    """Return the axes of a leaf that its norm covers."""
+    leaf = given.leaves[number]
+    try:
+        axes = scope.covered(len(leaf.shape), given.backend.output_axis)
+    except ValueError as error:
+        msg = f"{given.place(number)} of shape {tuple(leaf.shape)}: {error}"
+        raise ValueError(msg) from None
+    if axes and len(given.arrays[number].shape) != len(leaf.shape):
+        msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
+        raise TypeError(msg)
+    return axes
+
+
+def _kept(given: Opened, number: int, axes: Axes) -> Hashable:
+    """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be."""
+    backend, array, shape = given.backend, given.arrays[number], given.shape(number)
+    fixed = not backend.traced(array) or (backend.static_shapes and all([type(n) is int for n in shape]))
+    if axes is None or not fixed or not backend.processes.unsharded(array):
+        return None
+    kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
+    size = math.prod(kept)
+    alone = size > _STACKED or size == math.prod(shape) > 1
+    part = None if given.parts is None else given.parts[number]
+    return None if alone else (kept, backend.device(array), part, backend.processes.varying([array]))
+
+
+def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:
+    """Refuse a group whose leaves have norms of different shapes."""
+
+    def kept(number: int) -> tuple[Any, ...]:
+        covered = axes[number]
+        return () if covered is None else tuple(n for axis, n in enumerate(given.shape(number)) if axis not in covered)
+
+    for number in group:
+        if not same_shape(kept(group[0]), kept(number)):
+            first, other = (f"{given.place(n)} of shape {given.shape(n)}" for n in (group[0], number))
+            msg = (
+                "leaves that share norms need equal shapes outside the axes a norm covers, but "
+                f"{first} has norms of shape {kept(group[0])}, {other} has {kept(number)}"
+            )
+            raise ValueError(msg)
