@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,20 +32,37 @@ _STRAIGHT = 1e76
 """A sum of squares whose root is a float32 number."""
 
 
+class Scalars(NamedTuple):
+    """One norm, its limit and its factor."""
+
+    norm: Any
+    limit: Any
+    factor: float
+
+
 class Decision(NamedTuple):
     """What a step comes to before anything is multiplied."""
 
     rule: Rule
     given: Opened
     plan: Plan
-    raw: Raw
+    found: Raw | Scalars
     state: Any
+
+    @property
+    def raw(self) -> Raw:
+        """The norms, limits and factors of each block."""
+        if isinstance(self.found, Raw):
+            return self.found
+        dtype = self.plan.dtypes[1]
+        return Raw(self.plan, *[[np.array([one], dtype)] for one in self.found])
 
     def clipped(self) -> Any:
         """Return the clipped gradients, like those given."""
-        given, plan, factors = self.given, self.plan, self.raw.factors
-        if plan.straight:
-            return given.closed(self._at_once(factors[0].item(0)))
+        given, plan = self.given, self.plan
+        if not isinstance(self.found, Raw):
+            return given.closed(self._at_once(self.found.factor))
+        factors = self.found.factors
         numbers, by = plan.by_leaf(given, factors)
         if not numbers:
             return given.closed(given.arrays)
@@ -70,10 +88,10 @@ class Decision(NamedTuple):
             return given.arrays
         arrays, order = list(given.arrays), self.plan.order
         some = arrays if len(order) == len(arrays) else [arrays[n] for n in order]
-        if given.in_place and not backend.in_place.apart(some):
+        if given.in_place and (given.kinds.records or not backend.in_place.alone(some)):
             self._write(arrays, order, [factor] * len(order), zero=False)
             return arrays
-        new = backend.scaled(some, [factor] * len(some), in_place=given.in_place)
+        new = backend.scaled_alike(some, factor, given.kinds, in_place=given.in_place)
         if len(order) == len(arrays):
             return new
         for number, array in zip(order, new, strict=True):
@@ -116,8 +134,8 @@ class Decision(NamedTuple):
 
     def total(self) -> Any:
         """Return the norms of the report."""
-        if self.plan.host and self.plan.single:
-            return self.plan.own(self.raw.norms[0][0])
+        if not isinstance(self.found, Raw):
+            return self.plan.own(self.found.norm)
         return self.plan.arranged([self.plan.own(some) for some in self.raw.norms])
 
     def in_order(self) -> Any:
@@ -198,10 +216,9 @@ def _straight(rule: Rule, given: Opened, plan: Plan, state: Any, number: float) 
     total = plan.backend.squares(HOST, arrays, plan.lengths)
     if total is None or not total[0] < _STRAIGHT or not number > 0:
         return None
-    norms, most = np.sqrt(total).astype(plan.dtypes[1]), plan.dtypes[1](min(number, plan.top))
-    norm = norms[0]
-    factors = np.array([1.0 if norm <= most else most / norm], plan.dtypes[1])
-    return Decision(rule, given, plan, Raw(plan, [norms], [most], [factors]), state)
+    single = plan.dtypes[1]
+    norm, most = single(math.sqrt(total[0])), single(min(number, plan.top))
+    return Decision(rule, given, plan, Scalars(norm, most, 1.0 if norm <= most else float(most / norm)), state)
 
 
 def _decided(

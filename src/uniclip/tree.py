@@ -263,7 +263,7 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
         If two leaves overlap in memory, and are not the same.
     """
     some = [(number, leaf) for number, leaf in enumerate(leaves) if leaf is not None]
-    if backend.in_place.apart([leaf for _, leaf in some]):
+    if some and not backend.traced(some[0][1]) and backend.in_place.apart([leaf for _, leaf in some]):
         return set()
     first: dict[int, int] = {}
     again = {number for number, leaf in some if first.setdefault(id(leaf), number) != number}

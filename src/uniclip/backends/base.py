@@ -36,7 +36,7 @@ _FITS = (1e-24, 3.4e38)
 class Kinds:
     """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
 
-    __slots__ = ("backend", "double", "dtype", "low", "odd", "present", "reads", "records", "traced")
+    __slots__ = ("backend", "double", "dtype", "low", "odd", "only", "present", "reads", "records", "traced")
 
     def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
         some = [array for array in arrays if array is not None]
@@ -50,6 +50,8 @@ class Kinds:
         """Whether all of their squares fit into float64."""
         self.traced, self.reads, self.records = backend.state(some)
         """Whether they have no values; whether the host reads them at no cost; whether derivatives may be recorded."""
+        self.only = some[0].dtype if some and all([array.dtype == some[0].dtype for array in some]) else None
+        """Their dtype, if they have one."""
         self.double = backend.doubles(some)
         """Whether their sums can be float64."""
 
@@ -304,6 +306,10 @@ class Backend:
                 self.in_place.write(array, lambda x, f: times(self.xp, x, f, zero), self._operand(array, factor))
             return arrays
         return [times(self.xp, a, self._operand(a, f), zero) for a, f in zip(arrays, factors, strict=True)]
+
+    def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
+        """Do as `scaled`, by one number, in the mode `HOST`."""
+        return self.scaled(arrays, [factor] * len(arrays), in_place=in_place)
 
     def _operand(self, array: Array, factor: Any) -> Array:
         """Return a factor as an array on the device of another, wide enough to multiply in."""

@@ -26,6 +26,8 @@ processors keep few partial sums: with any of them, 512 squares are off by at mo
 _JOINED, _COPIED, _TINY = 2**14, 2**12, 2**6
 """The largest number of entries of arrays that are copied: for one sum, for many, or for each of many. The memory of
 larger copies may be new at every step, and the system takes longer to provide it than the copy takes."""
+_PART = 2**13
+"""How many numbers BLAS adds in one thread."""
 _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
@@ -68,10 +70,10 @@ def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
 def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
     """Return ``Σx²`` of groups of arrays of few entries that were joined, whose sizes are given."""
     exact = flat.dtype.char == "f"
-    wide = flat.astype(np.float64, copy=False)
     if len(lengths) == 1:
-        total = float(wide.dot(wide))
-        return np.array([total if total or exact else _or_underflown(wide)])
+        total = _exact(flat)
+        return np.array([total if total or exact else _or_underflown(flat)])
+    wide = flat.astype(np.float64, copy=False)
     starts = list(accumulate(sums_of(sizes, lengths)[:-1], initial=0))
     totals: View = np.add.reduceat(wide * wide, starts)
     if not (exact or totals.all()):
@@ -107,6 +109,14 @@ def _of_vector(flat: View) -> float:
     if LOW < total < HIGH or (total == 0 and flat.max() == 0 == flat.min()):
         return total
     return sum(_of_wide(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
+
+
+def _exact(flat: View) -> float:
+    """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads, which takes longer."""
+    if flat.size <= _PART:
+        wide = flat.astype(np.float64, copy=False)
+        return float(wide.dot(wide))
+    return sum([_exact(flat[start : start + _PART]) for start in range(0, flat.size, _PART)])
 
 
 def _of_wide(flat: View) -> float:

@@ -24,6 +24,10 @@ class InPlace:
         """Whether a quick check shows that the leaves are writable and share no memory."""
         return False
 
+    def alone(self, leaves: list[Any]) -> bool:
+        """Do as `apart`, for dense arrays that record no derivatives."""
+        return self.apart(leaves)
+
     def memory(self, leaf: Any) -> tuple[View | None, str | None]:
         """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""
         return None, "arrays of this kind never change"

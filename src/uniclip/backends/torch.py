@@ -218,18 +218,20 @@ class _Torch(Backend):
     ) -> list[Array]:
         if zero and not isinstance(factors[0], torch.Tensor) and any([np.any(factor == 0) for factor in factors]):
             return self._with_zeros(arrays, factors, in_place=in_place)
-        if (
-            all([type(factor) is float for factor in factors])
-            and factors.count(factors[0]) == len(factors)
-            and _real_here(arrays, in_place=in_place)
-        ):
-            # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
-            by = torch.scalar_tensor(factors[0], dtype=arrays[0].dtype, device=_CPU)
-            return torch._foreach_mul_(arrays, by) or arrays if in_place else list(torch._foreach_mul(arrays, by))
         fast = (
             None if zero and isinstance(factors[0], torch.Tensor) else self._at_once(arrays, factors, in_place=in_place)
         )
         return super().scaled(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
+
+    def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
+        if kinds.only not in _REAL:
+            return super().scaled_alike(arrays, factor, kinds, in_place=in_place)
+        # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
+        by = torch.scalar_tensor(factor, dtype=kinds.only, device=_CPU)
+        if not in_place:
+            return list(torch._foreach_mul(arrays, by))
+        torch._foreach_mul_(arrays, by)
+        return arrays
 
     def _with_zeros(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array]:
         if all([isinstance(factor, float) and not factor for factor in factors]):
@@ -310,14 +312,6 @@ class _Torch(Backend):
         if torch.compiler.is_compiling():
             return home or nullcontext()
         return super().quiet(first) if home is None else both(super().quiet(first), home)
-
-
-def _real_here(arrays: list[torch.Tensor], *, in_place: bool) -> bool:
-    """Whether tensors on the CPU have one real dtype in which PyTorch multiplies, and record nothing."""
-    dtype = arrays[0].dtype
-    if dtype not in _REAL or not all([a.dtype is dtype and a.is_cpu and not a.requires_grad for a in arrays]):
-        return False
-    return not in_place or not any([array.is_neg() for array in arrays])
 
 
 def _kind(leaf: Any) -> Any:

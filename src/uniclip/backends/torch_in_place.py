@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -91,18 +92,15 @@ class TensorsInPlace(InPlace):
         leaf.copy_(new.to(leaf.dtype))
 
     def apart(self, leaves: list[Any]) -> bool:
-        if tracing():
+        own = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
+        if not all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in own]):
             return False
-        spans = []
-        for leaf in leaves:
-            one = leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf
-            plain = type(one) is torch.Tensor and one.layout is torch.strided and not one.requires_grad
-            if not plain or not one.is_contiguous() or one.is_inference():
-                return False
-            spans.append((one.data_ptr(), one.nbytes))
-        end = 0
-        for start, size in sorted(spans):
-            if start < end:
-                return False
-            end = start + size
-        return True
+        return self.alone(own)
+
+    def alone(self, leaves: list[Any]) -> bool:
+        spans = sorted(
+            [(x.data_ptr(), x.nbytes) for x in leaves if x.is_contiguous() and not (x.is_inference() or x.is_neg())]
+        )
+        if len(spans) < len(leaves):
+            return False
+        return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from uniclip.backends.base import PIECE, in_groups
-from uniclip.backends.host import HIGH, LOW, UNDERFLOWN, few, small, squares, squares_of_joined
+from uniclip.backends.host import HIGH, LOW, UNDERFLOWN, few, small, squares, squares_of, squares_of_joined
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
 REAL = {torch.float32, torch.float64}
@@ -41,6 +41,8 @@ def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
+    if len(arrays) == 1 and arrays[0].dtype in REAL and arrays[0].numel() <= PIECE:
+        return np.array([squares_of(arrays[0].numpy(force=True))])
     kinds = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
     if len(kinds) == 1 and not kinds.isdisjoint(REAL) and small(sizes, lengths):

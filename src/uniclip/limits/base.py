@@ -98,7 +98,7 @@ class Context:
 
     @property
     def count(self) -> Any:
-        """The number of groups that have gradients in all blocks: a number, a 0-d array where processes join them."""
+        """How many groups have gradients, in all blocks and processes; a 0-d array where these are joined."""
         known = sum(len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None)
         there = [self.xp.sum(self.xp.astype(b.present, b.norms.dtype)) for b in self._blocks if b.present is not None]
         return sum(there, known) if there else known

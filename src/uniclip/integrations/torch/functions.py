@@ -102,7 +102,7 @@ def clip_grad_norm_(
     limit = max_norm if type(max_norm) is float and max_norm >= 0 else _limit("max_norm", max_norm)
     known = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) is float else None
     rule = known or _rule(norm_type, error_if_nonfinite)
-    if any([getattr(tensor, "_fsdp_flattened", False) for tensor in tensors]):
+    if _DISTRIBUTED and torch.distributed.is_initialized():
         refuse_parts(tensors, "parameters", rule, joins)
     grads = _grads_of(tensors)
     if joins is not None:
@@ -253,6 +253,7 @@ def clip_grads_with_norm_(
 
 
 NOTHING, _IN_PLACE = NoState(), Step(in_place=True)
+_DISTRIBUTED = torch.distributed.is_available()
 _RULES: dict[Any, Rule] = {(p, flag): by_global_norm(1.0, ord=p, nonfinite="raise" if flag else "propagate")
                            for p in (1.0, 2.0, math.inf) for flag in (False, True)}  # fmt: skip
 
@@ -273,7 +274,7 @@ def grad_of(parameter: Any) -> Any:
 
 def _grads_of(tensors: list[Any]) -> list[Any]:
     """Return the gradient of each tensor, or ``None``; refuse tensors that cannot have one."""
-    if tensors and not any(map(_can_have_grad, tensors)):
+    if tensors and type(tensors[0]) is not torch.nn.Parameter and not any(map(_can_have_grad, tensors)):
         msg = (
             "parameters holds tensors that can have no gradient: pass the parameters, as in model.parameters(), whose "
             ".grad is clipped; to clip tensors that are gradients, uc.clip_(tensors, uc.by_global_norm(max_norm))"
