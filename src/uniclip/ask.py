@@ -43,7 +43,8 @@ def limits_of(
         _check_state(rule, plan, state)
     states = [state] if len(seen) == 1 else state if limit.memory else [state] * len(seen)
     contexts = _contexts(rule, plan, seen, found)
-    answers = [_of_block(rule, plan, *some) for some in zip(contexts, states, strict=True)]
+    gone = [plan.absent(*pair) for pair in zip(plan.blocks, found.present or [None] * len(seen), strict=True)]
+    answers = [_of_block(rule, plan, *some) for some in zip(contexts, gone, states, strict=True)]
     limits = [_checked(plan, one, n) for (one, _), n in zip(answers, seen, strict=True)]
     known = [context.threshold for context in contexts]
     thresholds = None if all(one is None for one in known) else [
@@ -69,10 +70,13 @@ def _contexts(rule: Rule, plan: Plan, seen: list[Any], found: Measured) -> list[
     return [Context(plan.world, rows, number, rule.limit.needs, found.loss) for number in range(len(seen))]
 
 
-def _of_block(rule: Rule, plan: Plan, context: Context, state: Any) -> tuple[Any, Any]:
-    """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
-    limit, rows = rule.limit, context.absent
-    if limit.memory and rows and all(rows):  # the shape of its norms is unknown
+def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -> tuple[Any, Any]:
+    """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent.
+
+    ``gone`` are the rows of absent gradients, ``None`` if there are none.
+    """
+    limit = rule.limit
+    if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
     old = optree.tree_map(lambda a: plan.view(a if plan.host else plan.backend.detached(a)), state)
     answer = limit(context.norms, old, context)
@@ -87,30 +91,24 @@ def _of_block(rule: Rule, plan: Plan, context: Context, state: Any) -> tuple[Any
         limits = real(f"the limit of {short(limit)}", limits, wanted)
     if not limit.memory:
         return limits, state
-    gone = [np.asarray(rows)] if rows else [] if context.present is None else [context.xp.logical_not(context.present)]
-    new = _restored(plan, limit, new, old, gone[0]) if gone else new
+    new = new if gone is None else _restored(plan, limit, new, old, gone)
     return limits, optree.tree_map(lambda a: plan.own(np.asarray(a)) if plan.host else plan.backend.detached(a), new)
 
 
-def _restored(plan: Plan, limit: Any, new: Any, old: Any, absent: Any) -> Any:
+def _restored(plan: Plan, limit: Any, new: Any, old: Any, gone: Any) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
-    xp = plan.xp
+    xp, count = plan.xp, gone.shape[0]
+
+    def at(row: int) -> Any:
+        return lambda a, b: xp.where(plan.world.to_device_of(a, gone[row, ...]), b, a)
+
     if isinstance(limit, PerGroup):
-        if isinstance(absent, np.ndarray):
-            return tuple(b if gone else a for a, b, gone in zip(new, old, absent.tolist(), strict=True))
-        each = [absent[row, ...] for row in range(absent.shape[0])]
-        return tuple(
-            optree.tree_map(lambda a, b, g=gone: xp.where(g, b, a), *pair)
-            for *pair, gone in zip(new, old, each, strict=True)
-        )
-    count = absent.shape[0]
+        return tuple(optree.tree_map(at(row), *pair) for row, pair in enumerate(zip(new, old, strict=True)))
 
     def row_by_row(a: Any, b: Any) -> Any:
-        if not len(a.shape) or a.shape[0] != count:
-            if count == 1 and not isinstance(absent, np.ndarray):
-                return xp.where(xp.reshape(absent, ()), b, a)
-            return a
-        flags = xp.reshape(xp.asarray(absent), (count,) + (1,) * (len(a.shape) - 1))
+        if not len(a.shape) or a.shape[0] != count:  # shared by all rows
+            return at(0)(a, b) if count == 1 else a
+        flags = xp.reshape(gone, (count,) + (1,) * (len(a.shape) - 1))
         return xp.where(plan.world.to_device_of(a, flags), b, a)
 
     return optree.tree_map(row_by_row, new, old)

@@ -243,7 +243,7 @@ def _zeroed(given: Opened, plan: Plan) -> Opened:
                 plan.backend.in_place.write(target, lambda _, x: x, new)
                 return leaf
 
-            way = Stored(target, back)
+            way = Stored(target, back) if way is None else way._replace(array=target, back=back)
         if way is not None:
             ways[number] = way._replace(view=False)
     return given._replace(arrays=arrays, ways=ways)

@@ -17,38 +17,24 @@ if TYPE_CHECKING:
 
 
 def beside(rule: Rule, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
-    """Return the gradients, and the parameters if they are needed: by the limit, or by processes without gradients."""
-    needed, theirs = "params" in rule.limit.needs, None
+    """Return the gradients, and the parameters if the limit needs them.
+
+    Where gradients are absent, the parameters say which library's processes are joined, and over which meshes.
+    """
+    needed, theirs, nothing = "params" in rule.limit.needs, None, not given.kinds.present
     if needed and step.params is None:
         msg = f"{short(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
-    if step.params is not None and (needed or len(given.kinds.present) < len(given.leaves) or not given.leaves):
+    if step.params is not None and (needed or nothing or len(given.kinds.present) < len(given.leaves)):
         theirs = open_tree(step.params, "params")
-        given = _like(given, theirs, step)
-    elif step.all_reduce is not None and not given.kinds.present:
-        given = _without_gradients(given, None, step)
+    if nothing and theirs is not None and theirs.kinds.present:
+        given = given._replace(kinds=theirs.kinds.without_leaves())
+    elif nothing and step.all_reduce is not None:
+        given = given._replace(kinds=given.kinds.without_leaves(backend_by(of(step.all_reduce))))
+    if theirs is not None and theirs.parts is not None and theirs.spec == given.spec:
+        pairs = zip(given.leaves, given.parts or given.leaves, theirs.parts, strict=True)
+        given = given._replace(parts=[part if leaf is None else own for leaf, own, part in pairs])
     return given, _matching(rule, given, theirs) if needed and theirs is not None else None
-
-
-def _like(given: Opened, theirs: Opened, step: Step) -> Opened:
-    """Return gradients whose absent ones take part as their parameters would, which may be distributed."""
-    if step.all_reduce is not None and not given.kinds.present:
-        given = _without_gradients(given, theirs, step)
-    if theirs.parts is not None and theirs.spec == given.spec:
-        own = given.parts or [None] * len(given.leaves)
-        parts = [part if leaf is None else one for leaf, one, part in zip(given.leaves, own, theirs.parts, strict=True)]
-        given = given._replace(parts=parts)
-        if not given.kinds.present:
-            given = given._replace(kinds=theirs.kinds.without_leaves())
-    return given
-
-
-def _without_gradients(given: Opened, theirs: Opened | None, step: Step) -> Opened:
-    """Return a tree without gradients as one of the library whose processes are joined."""
-    if theirs is not None and theirs.kinds.present:
-        return given._replace(kinds=theirs.kinds.without_leaves())
-    backend = backend_by(of(step.all_reduce))
-    return given if backend is None else given._replace(kinds=given.kinds.without_leaves(backend))
 
 
 def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
@@ -61,7 +47,7 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
     TypeError
         If the parameters belong to another framework, or a gradient stores only some rows.
     """
-    present, backend = given.kinds.present, given.backend
+    present, backend, paths = given.kinds.present, given.backend, given.paths
     for number in given.ways if rule.scope.axes is not None else ():
         axes = rule.scope.covered(len(given.leaves[number].shape), backend.output_axis)
         if axes is not None and 0 not in axes and backend.sparse(given.leaves[number]):
@@ -72,32 +58,24 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
             raise TypeError(msg)
     arrays, leaves, parts = theirs.measured(), theirs.leaves, theirs.parts
     if theirs.spec != given.spec:
-        numbers, paths = {path: number for number, path in enumerate(theirs.paths())}, given.paths()
-        missing = [number for number in present if paths[number] not in numbers]
-        if missing:
-            path = paths[missing[0]]
-            msg = f"{place('grads', path)} has no parameter: {place('params', path)} is missing"
-            raise ValueError(msg)
-        order = [numbers.get(path) for path in paths]
+        numbers = {path: number for number, path in enumerate(theirs.paths())}
+        order = [numbers.get(path) for path in paths()]
         arrays = [None if n is None else arrays[n] for n in order]
         leaves = [None if n is None else leaves[n] for n in order]
         parts = None if parts is None else [None if n is None else parts[n] for n in order]
-    absent = [number for number in present if arrays[number] is None]
-    if absent:
-        msg = f"{given.place(absent[0])} has no parameter: {place('params', given.paths()[absent[0]])} is None"
-        raise ValueError(msg)
     if present and theirs.kinds.present and theirs.backend is not backend:
         msg = f"{theirs.place(theirs.kinds.present[0])} is of another framework than {given.place(present[0])}"
         raise TypeError(msg)
     for number in present:
-        if tuple(leaves[number].shape) != tuple(given.leaves[number].shape):
-            where = place("params", given.paths()[number])
-            msg = (
-                f"{where} has shape {tuple(leaves[number].shape)}, {given.place(number)} "
-                f"{tuple(given.leaves[number].shape)}"
-            )
+        if arrays[number] is None:
+            msg = f"{given.place(number)} has no parameter: {place('params', paths()[number])} is missing"
             raise ValueError(msg)
-    if not (theirs.kinds.reads and given.kinds.reads and given.kinds.backend.mode(given.kinds) == HOST):
+        shapes = [tuple(leaf.shape) for leaf in (leaves[number], given.leaves[number])]
+        if shapes[0] != shapes[1]:
+            where = place("params", paths()[number])
+            msg = f"{where} has shape {shapes[0]}, {given.place(number)} {shapes[1]}"
+            raise ValueError(msg)
+    if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
         arrays = [None if array is None else backend.detached(array) for array in arrays]
     arrays = [None if leaf is None else array for leaf, array in zip(given.leaves, arrays, strict=True)]
     return Opened(theirs.kinds, leaves, arrays, given.spec, "params", parts=parts)

@@ -65,7 +65,7 @@ def plan_of(
     ``theirs`` are the parameters that are measured, too; ``host`` tells that NumPy can compute limits and factors.
     """
     parts = (*(given.parts or ()), *(theirs.parts or () if theirs is not None else ()))
-    shapes = tuple([None if a is None else a.shape for a in given.arrays]) if rule.by_shape and mode != TRACED else None
+    shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
     key: Any = given.spec, given.kinds, mode, shapes, host, parts, join, join and (join.low, join.checked)
     plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
     if plan is not None:
@@ -93,7 +93,7 @@ class Plan:
         self.world = DEFAULT if self.host else backend
         """The backend of norms, limits and factors."""
         self.xp = self.world.xp
-        self.device = backend.device(given.first)
+        self.device = kinds.device if given.first is None else backend.device(given.first)
         self.double = kinds.double
         self.low = kinds.low and (join is None or join.low)
         """Whether all squares fit into float64."""
@@ -120,8 +120,9 @@ class Plan:
                 self.covering.append(part)
         self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.owners
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
-        self.straight = self.host and rule.simple and join is None and self.plain and self.low and not given.ways
+        self.straight = self.host and rule.simple and join is None and self.plain and self.low
         """Whether a step is one Euclidean norm and one constant limit."""
+        self._on_host: Plan | None = None
         self._counts: tuple[list[Any], list[Any]] | None = None
         self._wide = np.float64 if self.double else np.float32
         if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
@@ -350,6 +351,15 @@ class Plan:
         """Return arrays where the norms are."""
         return arrays if self.host else list(map(self.own, arrays))
 
+    def absent(self, block: Block, present: Any) -> Any:
+        """Return for each row of a block whether all its gradients are absent, ``None`` if none is.
+
+        ``present`` says of which rows some process has a gradient; it is ``None`` in a single process.
+        """
+        if present is not None:
+            return self.xp.logical_not(self.in_world([present])[0])
+        return self.in_world([np.asarray(block.absent)])[0] if block.absent else None
+
     def view(self, array: Any) -> Any:
         """Return an array of the library in the world of the norms."""
         if isinstance(array, (np.ndarray, np.generic)):
@@ -366,9 +376,12 @@ class Plan:
 
     def on_host(self) -> Plan:
         """Return the plan of the same norms in NumPy's arrays, as they are recorded."""
+        if self._on_host is not None:
+            return self._on_host
         plan = copy.copy(self)
         plan.backend = plan.world = DEFAULT
         plan.xp, plan.host, plan.reads, plan.device = DEFAULT.xp, True, True, None
+        self._on_host = plan
         return plan
 
     def cond(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
@@ -398,25 +411,28 @@ class Plan:
 
     def factor(self, given: Opened, value: Any, number: int) -> Any:
         """Return the factor of a leaf, with its dimensions, and a row for each stored one."""
-        array, way = given.arrays[number], given.ways.get(number)
-        factor = self._beside(given, value, number, array)
-        repeats = (
-            way is not None and way.rows is not None and len(factor.shape) > 0 and 0 not in (self.axes[number] or (0,))
-        )
-        return way.rows(self.own(factor)) if repeats and way is not None and way.rows is not None else factor
+        array, way, axes = given.arrays[number], given.ways.get(number), self.axes[number]
+        if way is None or way.rows is None or axes is None or 0 in axes:
+            return self._beside(given, value, number, array)
+        return way.rows(spread(self.backend, self.own(value), array, axes))
 
     def arranged(self, blocks: Sequence[Any]) -> Any:
         """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
         if self.scope.label is everything:
             return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
+        rows = self.by_label(blocks)
+        if self.scope.label is not None:
+            return {label: rows[label] for label in self.labels if label in rows}
+        return self.spec.unflatten([rows.get(number) for number in range(len(self.axes))])
+
+    def by_label(self, blocks: Sequence[Any]) -> dict[Any, Any]:
+        """Return a value for each group that is present."""
         rows: dict[Any, Any] = {}
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
                 if group:
                     rows[label] = array[row] if len(array.shape) == 1 else array[row, ...]
-        if self.scope.label is not None:
-            return {label: rows[label] for label in self.labels if label in rows}
-        return self.spec.unflatten([rows.get(number) for number in range(len(self.axes))])
+        return rows
 
     @property
     def names(self) -> list[str]:

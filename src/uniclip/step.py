@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Decision", "Step", "decide", "state_where"]
 
-_STRAIGHT = 1e76
-"""A sum of squares whose root is a float32 number."""
+_TINY, _HUGE = 1e-37, 1e76
+"""Between them nothing leaves the range of float32: a limit, a factor, the root of a sum."""
 
 
 class Scalars(NamedTuple):
@@ -69,7 +69,7 @@ class Decision(NamedTuple):
         backend, arrays, zero = given.backend, list(given.arrays), self.rule.nonfinite in {"skip", "zero"}
 
         def change() -> list[Any]:
-            return backend.scaled([given.arrays[n] for n in numbers], by, zero=zero)
+            return backend.scaled([given.arrays[n] for n in numbers], by, in_place=False, zero=zero)
 
         with backend.quiet(given.first):
             if given.in_place:
@@ -88,7 +88,7 @@ class Decision(NamedTuple):
             return given.arrays
         arrays, order = list(given.arrays), self.plan.order
         some = arrays if len(order) == len(arrays) else [arrays[n] for n in order]
-        if given.in_place and (given.kinds.records or not backend.in_place.alone(some)):
+        if given.in_place and (given.ways or given.kinds.records or not backend.in_place.alone(some)):
             self._write(arrays, order, [factor] * len(order), zero=False)
             return arrays
         new = backend.scaled_alike(some, factor, given.kinds, in_place=given.in_place)
@@ -122,9 +122,8 @@ class Decision(NamedTuple):
                 block, row = plan.places[number]
                 array, leaf = given.arrays[number], given.leaves[number]
                 factor = plan.factor(given, factors[block][row, ...], number)
-                [product] = backend.scaled(
-                    [cast(xp, array, xp.result_type(array.dtype, xp.float32))], [factor], zero=zero
-                )
+                wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
+                [product] = backend.scaled([wide], [factor], in_place=False, zero=zero)
                 total = backend.sum(product, (0,))
                 whole = xp.isdtype(leaf.dtype, "integral")
                 total = cast(xp, total, array.dtype if whole else leaf.dtype)
@@ -140,18 +139,12 @@ class Decision(NamedTuple):
 
     def in_order(self) -> Any:
         """Return the norms of all leaves as one array in their order, 0 for absent ones."""
-        plan, backend, count = self.plan, self.given.backend, len(self.given.leaves)
+        plan, count = self.plan, len(self.given.leaves)
         blocks = list(map(plan.own, self.raw.norms))
-        labels = [label for block in plan.blocks for label in block.labels]
-        if labels == list(range(count)) and len(blocks) == 1:
+        if len(blocks) == 1 and plan.order == list(range(count)):
             return blocks[0]
-        rows: dict[int, Any] = {}
-        for block, some in zip(plan.blocks, blocks, strict=True):
-            rows |= {label: some[row, ...] for row, label in enumerate(block.labels)}
-        zero = plan.own(np.zeros((), plan.dtypes[1]))
-        return (
-            stacked(backend, [rows.get(n, zero) for n in range(count)]) if count else plan.own(np.zeros(0, np.float32))
-        )
+        rows, zero = plan.by_label(blocks), plan.own(np.zeros((), plan.dtypes[1]))
+        return stacked(plan.backend, [rows.get(n, zero) for n in range(count)]) if count else plan.own(np.zeros(0))
 
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else arranged on first access."""
@@ -212,13 +205,15 @@ def _viewable(backend: Any, value: Any) -> bool:
 
 def _straight(rule: Rule, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:
     """Decide on one Euclidean norm with a constant limit, where the host reads it; ``None`` in any other case."""
-    arrays = given.arrays if len(plan.order) == len(given.arrays) else [given.arrays[n] for n in plan.order]
+    arrays = given.measured() if given.ways else given.arrays
+    arrays = arrays if len(plan.order) == len(arrays) else [arrays[n] for n in plan.order]
     total = plan.backend.squares(HOST, arrays, plan.lengths)
-    if total is None or not total[0] < _STRAIGHT or not number > 0:
+    if total is None or not (total[0] == 0 or _TINY**2 < total[0] < _HUGE) or not number > _TINY:
         return None
     single = plan.dtypes[1]
     norm, most = single(math.sqrt(total[0])), single(min(number, plan.top))
-    return Decision(rule, given, plan, Scalars(norm, most, 1.0 if norm <= most else float(most / norm)), state)
+    factor = 1.0 if norm <= most else float(most) / float(norm)
+    return Decision(rule, given, plan, Scalars(norm, most, float(single(factor))), state) if factor > _TINY else None
 
 
 def _decided(
@@ -235,27 +230,17 @@ def _decided(
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
     fine = None
     if rule.decides:
-        fine = _finite(plan, norms, sound)
+        flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
+        fine = plan.all(flags if sound is None else [sound, *flags])
     if policy == "raise":
         refuse(given, plan, fine)
     limits, new, thresholds = limits_of(rule, plan, given, seen, state, found, max_norm)
     constant = rule.number if max_norm is None else max_norm
     factors = [factors_of(rule, plan, *some, fine, constant) for some in zip(norms, limits, faults, strict=True)]
-    if rule.memory:
-        new = _kept(plan, fine, new, state)
+    if rule.memory:  # NaN never enters a state
+        new = state_where(plan.backend, fine if plan.world.readable(fine) else plan.own(fine), new, state)
     skipped = _skipped(rule, plan, factors, fine, found)
     return Decision(rule, given, plan, Raw(plan, norms, limits, factors, thresholds, sound, skipped), new)
-
-
-def _finite(plan: Plan, norms: list[Any], sound: Any) -> Any:
-    """Return whether all entries (where checked) and all norms are finite."""
-    flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
-    return plan.all(flags if sound is None else [sound, *flags])
-
-
-def _kept(plan: Plan, fine: Any, new: Any, old: Any) -> Any:
-    """Return the new state, or the old one after a step that is not finite, so that NaN never enters a state."""
-    return state_where(plan.backend, fine if plan.world.readable(fine) else plan.own(fine), new, old)
 
 
 def state_where(backend: Any, flag: Any, yes: Any, no: Any) -> Any:
@@ -275,16 +260,11 @@ def _skipped(rule: Rule, plan: Plan, factors: list[Any], fine: Any, found: Measu
     if rejects(rule.curve):
         every, none = [], []
         for some, block, there in zip(factors, plan.blocks, found.present or [None] * len(factors), strict=True):
-            gone = xp.equal(some, xp.zeros_like(some))
-            if there is not None:
-                absent = xp.logical_not(plan.in_world([there])[0])
-                every.append(xp.all(gone | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(gone.shape) - 1))))
-                none.append(xp.logical_not(xp.any(gone)))
-                continue
-            here = [row for row, group in enumerate(block.groups) if group]
-            rows = [gone] if len(here) == len(block.groups) else [gone[row, ...] for row in here]
-            every += [xp.all(row) for row in rows]
-            none += [xp.logical_not(xp.any(row)) for row in rows]  # true also where there is no norm
+            gone, absent = xp.equal(some, xp.zeros_like(some)), plan.absent(block, there)
+            none.append(xp.logical_not(xp.any(gone)))  # true also where there is no norm
+            if absent is not None:
+                gone = gone | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(gone.shape) - 1))
+            every.append(xp.all(gone))
         none_left = plan.all(every) & xp.logical_not(plan.all(none))
         skipped = none_left if skipped is None else skipped | none_left
     return skipped

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,66 +153,55 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False) -> Open
             break
     if kinds is None:
         leaves, spec = flatten(tree, name)
-        kinds = _learned(leaves, spec, name)
-    if kinds.odd:
-        return _dense(kinds, leaves, spec, name, in_place)
-    if in_place and not kinds.backend.in_place.writes:
-        same_memory(kinds.backend, leaves, partial(_place, name, spec))  # which says what to write instead
-    return Opened(kinds, leaves, leaves, spec, name, in_place)
+        opened = _learned(leaves, spec, name, in_place)
+    elif kinds.odd:
+        arrays, ways, parts = _dense(kinds.backend, kinds.odd, leaves, spec, name, in_place)
+        opened = Opened(kinds, leaves, arrays, spec, name, in_place, ways, parts)
+    else:
+        opened = Opened(kinds, leaves, leaves, spec, name, in_place)
+    if in_place and not opened.kinds.backend.in_place.writes:
+        same_memory(opened.backend, leaves, opened.place)  # which says what to write instead
+    return opened
 
 
-def _learned(leaves: list[Any], spec: Any, name: str) -> Kinds:
-    """Return the facts about leaves of new kinds, which are refused if they cannot be clipped."""
+def _learned(leaves: list[Any], spec: Any, name: str, in_place: bool) -> Opened:  # noqa: FBT001
+    """Open a tree with leaves of new kinds, which are refused if they cannot be clipped; and remember their kinds."""
     backend = backend_for(leaves, name, spec)
-    arrays, odd = list(leaves), []
-    for number, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        stored = backend.stored(leaf, in_place=False)
-        integers = backend.xp.isdtype(leaf.dtype, "integral")
-        arrays[number] = leaf if stored is None else stored.array
-        if integers:
-            arrays[number] = _floating(backend, arrays[number])
-        if stored is not None or integers or backend.processes.distributed(leaf):
-            odd.append(number)
     with backend.quiet():
-        kinds = Kinds(backend, arrays, tuple(odd))
+        present = [number for number, leaf in enumerate(leaves) if leaf is not None]
+        arrays, ways, parts = _dense(backend, present, leaves, spec, name, in_place)
+        kinds = Kinds(backend, arrays, tuple(ways))
     if not compiling():
         if len(backend.known) >= _KEPT:
             backend.known.clear()
         kinds = backend.known.setdefault((name, backend.kinds(leaves)), kinds)
-    return kinds
+    return Opened(kinds, leaves, arrays, spec, name, in_place, ways, parts)
 
 
-def _floating(backend: Backend, array: Any) -> Any:
-    """Return an array of integers in the framework's default floating-point dtype."""
-    xp = backend.xp
-    return xp.astype(array, xp.asarray(1.0).dtype) if xp.isdtype(array.dtype, "integral") else array
-
-
-def _dense(kinds: Kinds, leaves: list[Any], spec: Any, name: str, in_place: bool) -> Opened:  # noqa: FBT001
-    """Open a tree with leaves that are not dense floating-point arrays of this process."""
-    backend, arrays, ways = kinds.backend, list(leaves), {}
-    for number in kinds.odd:
+def _dense(backend: Backend, numbers: Sequence[int], leaves: list[Any], spec: Any, name: str, in_place: bool) -> Any:  # noqa: FBT001
+    """Return the arrays of leaves, the ways back of those that are none, and the parts of distributed ones."""
+    xp, arrays, ways = backend.xp, list(leaves), {}
+    for number in numbers:
         leaf = leaves[number]
-        stored = backend.stored(leaf, in_place=in_place) or Stored(leaf, unchanged)
-        array = _floating(backend, stored.array)
-        if in_place and array is not stored.array:
-            where = place(name, spec.paths()[number])
-            msg = f"{where} holds integers, which cannot hold what a rule of norms makes of them"
-            raise TypeError(msg)
-        ways[number] = stored._replace(array=array)
-        arrays[number] = array
-    if in_place and not backend.in_place.writes:
-        same_memory(backend, leaves, partial(_place, name, spec))
+        stored = backend.stored(leaf, in_place=in_place)
+        array = leaf if stored is None else stored.array
+        if xp.isdtype(leaf.dtype, "integral"):  # in the framework's default floating-point dtype
+            if in_place:
+                where = place(name, spec.paths()[number])
+                msg = f"{where} holds integers, which cannot hold what a rule of norms makes of them"
+                raise TypeError(msg)
+            array = xp.astype(array, xp.asarray(1.0).dtype)
+        if array is not leaf:
+            ways[number] = (stored or Stored(leaf, unchanged))._replace(array=array)
+            arrays[number] = array
     local, parts = backend.processes.local(arrays)
     for number, part in enumerate(parts or ()):
         if part is not None:
-            way = ways[number]
+            way = ways.get(number) or Stored(leaves[number], unchanged)
             back = partial(_through, way.back, part, arrays[number])
             view = way.view or arrays[number] is leaves[number]
             ways[number] = way._replace(array=local[number], back=back, view=view)
-    return Opened(kinds, leaves, local, spec, name, in_place, ways, parts)
+    return local, ways, parts
 
 
 def _through(back: Callable[[Any], Any], part: Any, whole: Any, local: Any) -> Any:

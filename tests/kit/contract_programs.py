@@ -576,7 +576,7 @@ class Parts(Program):
 
 
 class Sparse(Program):
-    """Rows that occur twice are summed, indices are no gradients, one sparse leaf stands beside dense ones."""
+    """Rows that occur twice are measured summed and come back as they were stored, also beside dense leaves."""
 
     def arrays(self, fw: Framework) -> Any:
         return {
@@ -590,10 +590,27 @@ class Sparse(Program):
         by_value = {name: uc.clip_by_value(grads, -1, 1) for name, grads in given.items()}
         joint = {name: list(uc.clip_by_global_norm(grads, 1.0)) for name, grads in given.items()}
         below, apart = uc.clip_by_global_norm(given["mixed"], 100.0)[0], uc.clip_by_norm(given["mixed"], 2.0)
-        return [by_value, joint, below, apart]
+        rows = [uc.clip(given["mixed"][0], uc.Rule(2.0, scope=scope))[0] for scope in self.scopes(uc)]
+        return [by_value, joint, below, apart, rows]
+
+    def scopes(self, uc: Any) -> list[Any]:
+        return [uc.scopes.each_row, uc.scopes.axes(1), uc.scopes.each_entry]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
-        by_value, joint, below, apart = found
+        by_value, joint, below, apart, rows = found
+        places, values = fw.stored(given["mixed"][0])
+        by_row, by_entry = (
+            np.minimum(1, 2 / np.asarray([[5.0], [4.0], [5.0]])),
+            [[2 / 3, 1 / 2], [1, 1 / 2], [2 / 3, 1 / 2]],
+        )
+        wanted = [
+            (below[0], 1.0),
+            (joint["mixed"][0][0], 185**-0.5),
+            *zip(rows, [by_row, by_row, by_entry], strict=True),
+        ]
+        for leaf, factors in wanted:  # of the sums [3, 4] of row 7 and [0, 4] of row 3
+            np.testing.assert_array_equal(fw.stored(leaf)[0], places)
+            np.testing.assert_allclose(fw.stored(leaf)[1], values * np.asarray(factors), rtol=1e-6)
         for name, grads in given.items():
             arrays, (clipped, norm) = numbers(fw, grads), joint[name]
             assert [is_sparse(leaf) for leaf in clipped] == [is_sparse(leaf) for leaf in grads]

@@ -36,7 +36,7 @@ _FITS = (1e-24, 3.4e38)
 class Kinds:
     """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
 
-    __slots__ = ("backend", "double", "dtype", "low", "odd", "only", "present", "reads", "records", "traced")
+    __slots__ = ("backend", "device", "double", "dtype", "low", "odd", "only", "present", "reads", "records", "traced")
 
     def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
         some = [array for array in arrays if array is not None]
@@ -50,6 +50,8 @@ class Kinds:
         """Whether all of their squares fit into float64."""
         self.traced, self.reads, self.records = backend.state(some)
         """Whether they have no values; whether the host reads them at no cost; whether derivatives may be recorded."""
+        self.device = backend.device(some[0] if some else None)
+        """The device of the first."""
         self.only = some[0].dtype if some and all([array.dtype == some[0].dtype for array in some]) else None
         """Their dtype, if they have one."""
         self.double = backend.doubles(some)
@@ -60,6 +62,7 @@ class Kinds:
         kinds = Kinds(backend or self.backend, [], ())
         if backend is None:
             kinds.dtype, kinds.low, kinds.reads, kinds.double = self.dtype, self.low, self.reads, self.double
+            kinds.device, kinds.traced, kinds.records = self.device, self.traced, self.records
         return kinds
 
 
@@ -206,15 +209,7 @@ class Backend:
         """
         return None
 
-    def sums(
-        self,
-        mode: int,
-        arrays: list[Array],
-        p: float,
-        axes: Sequence[Axes],
-        units: Sequence[Any] | None = None,
-        blocks: Blocks = (),
-    ) -> list[Any]:
+    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
         """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each array along its axes, in float64 if it can be.
 
         NumPy's in the mode `HOST`. Where sums are made again if they were not accurate, those of a block are together.
@@ -293,9 +288,7 @@ class Backend:
         flat = self.xp.reshape(array, (-1,))
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def scaled(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
-    ) -> list[Array]:
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         """Return each array multiplied by its factor, in its own dtype.
 
         The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast against their array.
@@ -309,7 +302,7 @@ class Backend:
 
     def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
         """Do as `scaled`, by one number, in the mode `HOST`."""
-        return self.scaled(arrays, [factor] * len(arrays), in_place=in_place)
+        return self.scaled(arrays, [factor] * len(arrays), in_place=in_place, zero=False)
 
     def _operand(self, array: Array, factor: Any) -> Array:
         """Return a factor as an array on the device of another, wide enough to multiply in."""

@@ -251,9 +251,6 @@ class Distributed(Processes):
         parts = [_part_of(array) if array is not None and is_dtensor(array) else None for array in arrays]
         return [_local_of(array) if part else array for array, part in zip(arrays, parts, strict=True)], parts
 
-    def distributed(self, leaf: Any) -> bool:
-        return is_dtensor(leaf)
-
     def replicated(self, array: Any, operand: Any) -> Any:
         if is_dtensor(operand):
             return operand

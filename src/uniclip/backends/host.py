@@ -102,8 +102,9 @@ def _of_vector(flat: View) -> float:
     if flat.dtype.char not in "fd":
         return _of_wide(flat)
     rows = (flat[:-over] if over else flat).reshape(-1, _ROW)
-    total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
-    total = total + float(flat[-over:].dot(flat[-over:])) if over else total
+    with np.errstate(all="ignore"):
+        total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
+        total = total + float(flat[-over:].dot(flat[-over:])) if over else total
     if flat.dtype.char == "d":
         return total or _or_underflown(flat)
     if LOW < total < HIGH or (total == 0 and flat.max() == 0 == flat.min()):
@@ -134,11 +135,11 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
     if way is None:
         return None
     shape, rows, columns, count, length = way
-    in_rows, in_columns = array.transpose(rows), array.transpose(columns)
+    in_rows = array if rows is None else array.transpose(rows)
     if in_rows.flags.c_contiguous:
         flat = in_rows.reshape(count, -1)
         total = np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length)
-    elif in_columns.flags.c_contiguous:
+    elif (in_columns := array.transpose(columns)).flags.c_contiguous:
         columned = in_columns.reshape(-1, count)
         whole = len(columned) - len(columned) % _FEW_ROWS
         blocks = columned[:whole].reshape(-1, _FEW_ROWS, count)
@@ -148,9 +149,8 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
     else:
         return None
     low = 0.0 if array.dtype.char == "d" else LOW
-    fine = (total > low) & (total < HIGH)
-    if not fine.all():
-        total = _again(array, flat, np.asarray(total, np.float64), fine)
+    if not (total.min() > low and total.max() < HIGH):
+        total = _again(array, flat, np.asarray(total, np.float64), (total > low) & (total < HIGH))
     return np.asarray(total, np.float64).reshape(shape)
 
 
@@ -171,15 +171,16 @@ def _again(array: View, flat: View, total: View, fine: View) -> View:
 @lru_cache(maxsize=1024)
 def _way_along(
     shape: tuple[int, ...], axes: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int] | None:
-    """Return the kept shape, the axis orders with it first and last, its size, and a length to add."""
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...], int, int] | None:
+    """Return the kept shape, the axis orders with it first (``None`` if it is) and last, its size, a length to add."""
     kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
     if not axes or not kept or 0 in shape:
         return None
     lengths = tuple([shape[axis] for axis in kept])
     count, covered = math.prod(lengths), math.prod([shape[axis] for axis in axes])
     length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)  # a length without a remainder
-    return lengths, (*kept, *axes), (*axes, *kept), count, length
+    rows = (*kept, *axes)
+    return lengths, None if rows == tuple(range(len(shape))) else rows, (*axes, *kept), count, length
 
 
 def _of_long_rows(rows: View, length: int) -> View:

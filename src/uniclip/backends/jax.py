@@ -58,7 +58,7 @@ _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float
 
 _DOUBLE = {jnp.dtype("float64"), jnp.dtype("complex128")}
 _SINGLE = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
-_LONG = 2**13
+_LONG = 2**11
 """The largest number of entries that compiled code adds in float64 in no longer than in float32."""
 _TOGETHER = 256
 """The number of arrays for which one call is compiled."""
@@ -185,17 +185,9 @@ class _JAX(Backend):
         each = jnp.stack([total for some in _in_parts(arrays) for total in _totals(some, 2, (None,) * len(some), None)])
         return ended(each if len(each) == len(lengths) else _sums(each, tuple(lengths)))
 
-    def sums(
-        self,
-        mode: int,
-        arrays: list[Array],
-        p: float,
-        axes: Sequence[Axes],
-        units: Sequence[Any] | None = None,
-        blocks: Blocks = (),
-    ) -> list[Any]:
+    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
         if mode == HOST:
-            return DEFAULT.sums(mode, list(map(np.asarray, arrays)), p, axes, units)
+            return DEFAULT.sums(mode, list(map(np.asarray, arrays)), p, axes, units, blocks)
         if mode == TRACED and p == 2 and units is None:
             return self.repaired(arrays, axes, blocks, self._short)
         if mode == TRACED or not _together([*arrays, *(units or ())]):
@@ -218,9 +210,7 @@ class _JAX(Backend):
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return None  # a compiler makes no copy
 
-    def scaled(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
-    ) -> list[Array]:
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         numbers = not any([hasattr(factor, "shape") for factor in factors])
         if in_place or (zero and not (numbers and all(factors))) or not _together(arrays):
             return super().scaled(arrays, factors, in_place=in_place, zero=zero)
@@ -229,7 +219,7 @@ class _JAX(Backend):
         else:
             by = [self._operand(*pair) for pair in zip(arrays, factors, strict=True)]
             if not _together(by) or any([jnp.iscomplexobj(array) for array in arrays]):
-                return super().scaled(arrays, by, zero=zero)
+                return super().scaled(arrays, by, in_place=False, zero=zero)
         ends = range(0, len(arrays), _TOGETHER)
         return [new for i in ends for new in _scaled(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
 

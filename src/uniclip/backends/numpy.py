@@ -85,15 +85,7 @@ class _NumPy(Backend):
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(arrays, lengths)
 
-    def sums(
-        self,
-        mode: int,
-        arrays: list[Array],
-        p: float,
-        axes: Sequence[Axes],
-        units: Sequence[Any] | None = None,
-        blocks: Blocks = (),
-    ) -> list[Any]:
+    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
         if p != 2:
             return super().sums(mode, arrays, p, axes, units, blocks)
         units = [None] * len(arrays) if units is None else units
@@ -114,14 +106,14 @@ class _NumPy(Backend):
             return np.where((total == 0) & (self.total(array, np.inf, axes) > 0), UNDERFLOWN, total)
         return total
 
-    def scaled(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
-    ) -> list[Array]:
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         plain = all([type(factor) is float and factor for factor in factors])
         if plain and not in_place and all([array.itemsize >= WIDE for array in arrays]):
-            new = list(map(mul, arrays, factors))  # a Python number keeps the dtype
+            with np.errstate(all="ignore"):
+                new = list(map(mul, arrays, factors))  # a Python number keeps the dtype
             return [a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(new, arrays, strict=True)]
-        return [_scaled(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
+        with np.errstate(all="ignore"):
+            return [_scaled(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return walk([array], "readonly") if array.size > PIECE else None

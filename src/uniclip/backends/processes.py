@@ -53,10 +53,6 @@ class Processes:
     joins_by = "a function of (array, op)"
     """The kinds of ``all_reduce`` that are taken."""
 
-    def distributed(self, leaf: Any) -> bool:
-        """Whether processes hold parts of a leaf."""
-        return False
-
     def local(self, arrays: list[Any]) -> tuple[list[Any], list[Part | None] | None]:
         """Return what this process holds of each array (or ``None``), and which part that is; ``None`` for all."""
         return arrays, None

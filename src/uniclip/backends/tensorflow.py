@@ -232,17 +232,9 @@ class _TensorFlow(Backend):
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(list(map(_viewed, arrays)), lengths) if mode == HOST else None
 
-    def sums(
-        self,
-        mode: int,
-        arrays: list[Array],
-        p: float,
-        axes: Sequence[Axes],
-        units: Sequence[Any] | None = None,
-        blocks: Blocks = (),
-    ) -> list[Any]:
+    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
         if mode == HOST:
-            return DEFAULT.sums(mode, list(map(_viewed, arrays)), p, axes, units)
+            return DEFAULT.sums(mode, list(map(_viewed, arrays)), p, axes, units, blocks)
         if mode == TRACED and p == 2 and units is None:
             return self.repaired(arrays, axes, blocks, self._short)
         return super().sums(mode, arrays, p, axes, units, blocks)
@@ -258,9 +250,7 @@ class _TensorFlow(Backend):
     def apart(self) -> bool:
         return _in_xla()
 
-    def scaled(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
-    ) -> list[Array]:
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
         if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
             return super().scaled(arrays, factors, in_place=in_place, zero=zero)

@@ -22,6 +22,7 @@ from uniclip.backends.torch_in_place import TensorsInPlace
 from uniclip.backends.torch_kinds import coalesced, pieces_of, stored, why_unfit
 from uniclip.backends.torch_modes import at_home, in_transform, recorded, tracing, valueless
 from uniclip.backends.torch_sums import (
+    FOREIGN,
     squares_along_elsewhere,
     squares_elsewhere,
     squares_here,
@@ -116,9 +117,8 @@ class _Torch(Backend):
         ])  # fmt: skip
 
     def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
-        own = [array._local_tensor if is_dtensor(array) else array for array in arrays]
-        reads = all([type(array) in _PLAIN and array.is_cpu for array in own])
-        return any(map(valueless, own)), reads, any([array.requires_grad for array in arrays])
+        reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
+        return any(map(valueless, arrays)), reads, any([array.requires_grad for array in arrays])
 
     def mode(self, kinds: Kinds) -> int:
         if kinds.traced or tracing():
@@ -180,15 +180,7 @@ class _Torch(Backend):
             return None
         return squares_elsewhere(arrays, lengths)
 
-    def sums(
-        self,
-        mode: int,
-        arrays: list[Array],
-        p: float,
-        axes: Sequence[Axes],
-        units: Sequence[Any] | None = None,
-        blocks: Blocks = (),
-    ) -> list[Any]:
+    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
         if mode == HOST:
             by = [None] * len(arrays) if units is None else units
             wide = any([array.dtype in _DOUBLE for array in arrays])
@@ -202,20 +194,18 @@ class _Torch(Backend):
 
     def _sum_here(self, array: Array, axes: Axes, unit: Any, *, wide: bool) -> Any:
         """Return ``Σ|x/unit|²`` of a tensor that the host reads."""
-        if array.dtype is torch.bfloat16:
+        if array.dtype in FOREIGN:
             return view_of(self.total(array, 2, axes, None if unit is None else torch.as_tensor(unit)))
         return DEFAULT.squared(view_of(array), axes, unit, wide=wide)
 
     def _other_here(self, array: Array, p: float, axes: Axes, unit: Any) -> Any:
         """Return ``Σ|x/unit|ᵖ`` of a tensor that the host reads: of a small one in NumPy."""
-        if array.dtype is torch.bfloat16 or array.numel() > PIECE:
+        if array.dtype in FOREIGN or array.numel() > PIECE:
             with torch.no_grad():
                 return view_of(self.total(array, p, axes, None if unit is None else torch.as_tensor(unit)))
         return DEFAULT.total(view_of(array), p, axes, unit)
 
-    def scaled(
-        self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool = False, zero: bool = False
-    ) -> list[Array]:
+    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         if zero and not isinstance(factors[0], torch.Tensor) and any([np.any(factor == 0) for factor in factors]):
             return self._with_zeros(arrays, factors, in_place=in_place)
         fast = (

@@ -13,6 +13,8 @@ from uniclip.backends.base import PIECE, in_groups
 from uniclip.backends.host import HIGH, LOW, UNDERFLOWN, few, small, squares, squares_of, squares_of_joined
 
 SINGLE = {torch.float16, torch.bfloat16, torch.float32}
+FOREIGN = {torch.bfloat16, torch.complex32}
+"""The dtypes that NumPy does not have."""
 REAL = {torch.float32, torch.float64}
 
 _ROW = 256
@@ -48,7 +50,7 @@ def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     if len(kinds) == 1 and not kinds.isdisjoint(REAL) and small(sizes, lengths):
         flat = torch._utils._flatten_dense_tensors(arrays)
         return squares_of_joined(flat.numpy(force=True), sizes, lengths)
-    if torch.bfloat16 not in kinds and (len(kinds) > 1 or few(arrays, sum(sizes))):
+    if kinds.isdisjoint(FOREIGN) and (len(kinds) > 1 or few(arrays, sum(sizes))):
         return squares(list(map(view_of, arrays)), lengths)
     wide = torch.float64 if torch.float64 in kinds else torch.float32
     if len(kinds) > 1 or any(array.is_complex() or array.is_neg() for array in arrays):
