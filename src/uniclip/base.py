@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from uniclip._checks import flag
 from uniclip._repr import Printed
@@ -13,32 +13,15 @@ from uniclip.report import Report
 from uniclip.step import Step
 
 
-class RuleLike(Protocol):
-    """What every rule has."""
+class BaseRule(Printed):
+    """A rule, which takes a step with validated arguments."""
 
-    @property
-    def memory(self) -> bool:
-        """Whether the rule has memory."""
+    memory: ClassVar[Any]
+    """Whether the rule has memory, a state that changes from step to step."""
 
     def init(self, grads: Any) -> Any:
         """Return the state before the first step."""
-
-    def update(
-        self,
-        grads: T,
-        state: Any,
-        params: Any = None,
-        all_reduce: AllReduce | None = None,
-        *,
-        in_place: bool = False,
-        loss: Any = None,
-        shared: Shared | None = None,
-    ) -> tuple[T, Any, Report]:
-        """Clip, and also return the next state."""
-
-
-class BaseRule(Printed):
-    """A rule of uniclip, which takes a step with validated arguments."""
+        raise NotImplementedError
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Do as `update`."""

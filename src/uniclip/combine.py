@@ -16,7 +16,7 @@ import optree
 from uniclip._checks import check
 from uniclip._repr import holds_arrays
 from uniclip.backends import DEFAULT, Backend, backend_of
-from uniclip.base import BaseRule, RuleLike
+from uniclip.base import BaseRule
 from uniclip.limits import NoState
 from uniclip.report import FIELDS, LOGGED, SHARE, Late, Made, Report, apart, register
 from uniclip.rules import AnyRule, as_rule
@@ -91,7 +91,7 @@ def masked(rule: AnyRule, where: Callable[[Path, Any], bool]) -> Masked:
 class Chain(BaseRule):
     """What `chain` returns."""
 
-    rules: tuple[RuleLike, ...]
+    rules: tuple[BaseRule, ...]
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
@@ -127,7 +127,7 @@ class Chain(BaseRule):
 class Masked(BaseRule):
     """What `masked` returns."""
 
-    rule: RuleLike
+    rule: BaseRule
     where: Callable[[Path, Any], bool]
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.arrays import refuse_shape
-from uniclip.backends.base import HOST, OWN, TRACED, Stored, finite_or_zero
+from uniclip.backends.base import FITS, HOST, OWN, TRACED, Stored, finite_or_zero
 from uniclip.backends.processes import Op
 from uniclip.norms import Norm
 from uniclip.plan import Plan
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 _EXACT_POWER = 6
 """The largest power of float32 numbers that float64 holds."""
 _FITS = (4.5e-277, 1.7976931348623157e308)
-"""Between smallest normal number / eps² and the largest number a sum of squares in float64 is accurate;"""
-_FITS_SINGLE = (1e-24, 3.4028234663852886e38)
-"""the same for float32, where there is no float64."""
+"""Between smallest normal number / eps² and the largest number a sum of squares in float64 is accurate."""
 
 
 class Step(NamedTuple):
@@ -90,7 +88,7 @@ def norms_of(
         found = in_units()
     else:
         totals = rows(2)
-        least, most = _FITS if plan.double else _FITS_SINGLE
+        least, most = _FITS if plan.double else FITS
         zero = 0.0 if plan.reads else -1.0  # where the host reads, the sum of zeros alone is 0
         fits = [((t > least) | (t == zero)) & (t <= most) for t in totals]
         ok = all([bool(one.all()) for one in fits]) if plan.reads else plan.all([backend.xp.all(one) for one in fits])

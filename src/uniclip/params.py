@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from uniclip._repr import short
 from uniclip.backends import backend_by
 from uniclip.backends.base import HOST
 from uniclip.measure import Step
 from uniclip.processes import of
-from uniclip.tree import Opened, open_tree, place
+from uniclip.tree import Opened, open_tree
 
 if TYPE_CHECKING:
     from uniclip.rules import Rule
@@ -26,15 +26,30 @@ def beside(rule: Rule, given: Opened, step: Step) -> tuple[Opened, Opened | None
         msg = f"{short(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
     if step.params is not None and (needed or nothing or len(given.kinds.present) < len(given.leaves)):
-        theirs = open_tree(step.params, "params")
+        theirs = _in_order(open_tree(step.params, "params"), given)
     if nothing and theirs is not None and theirs.kinds.present:
         given = given._replace(kinds=theirs.kinds.without_leaves())
     elif nothing and step.all_reduce is not None:
         given = given._replace(kinds=given.kinds.without_leaves(backend_by(of(step.all_reduce))))
-    if theirs is not None and theirs.parts is not None and theirs.spec == given.spec:
-        pairs = zip(given.leaves, given.parts or given.leaves, theirs.parts, strict=True)
-        given = given._replace(parts=[part if leaf is None else own for leaf, own, part in pairs])
+    if theirs is not None and theirs.parts is not None:
+        parts = [theirs.parts[n] if leaf is None else given.part(n) for n, leaf in enumerate(given.leaves)]
+        given = given._replace(parts=parts)
     return given, _matching(rule, given, theirs) if needed and theirs is not None else None
+
+
+def _in_order(theirs: Opened, given: Opened) -> Opened:
+    """Return the parameters in the order of the gradients, by their paths, ``None`` where there is none."""
+    if theirs.spec == given.spec:
+        return theirs
+    numbers = {path: number for number, path in enumerate(theirs.paths())}
+    order = [numbers.get(path) for path in given.paths()]
+
+    def of(some: Any) -> Any:
+        return None if some is None else [None if n is None else some[n] for n in order]
+
+    ways = {number: theirs.ways[n] for number, n in enumerate(order) if n in theirs.ways}
+    leaves, arrays, parts = map(of, (theirs.leaves, theirs.arrays, theirs.parts))
+    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, ways=ways, parts=parts)
 
 
 def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
@@ -47,7 +62,7 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
     TypeError
         If the parameters belong to another framework, or a gradient stores only some rows.
     """
-    present, backend, paths = given.kinds.present, given.backend, given.paths
+    present, backend = given.kinds.present, given.backend
     for number in given.ways if rule.scope.axes is not None else ():
         axes = rule.scope.covered(len(given.leaves[number].shape), backend.output_axis)
         if axes is not None and 0 not in axes and backend.sparse(given.leaves[number]):
@@ -56,26 +71,18 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
                 "rows of the parameter; make the gradient dense, or take a norm of whole leaves"
             )
             raise TypeError(msg)
-    arrays, leaves, parts = theirs.measured(), theirs.leaves, theirs.parts
-    if theirs.spec != given.spec:
-        numbers = {path: number for number, path in enumerate(theirs.paths())}
-        order = [numbers.get(path) for path in paths()]
-        arrays = [None if n is None else arrays[n] for n in order]
-        leaves = [None if n is None else leaves[n] for n in order]
-        parts = None if parts is None else [None if n is None else parts[n] for n in order]
     if present and theirs.kinds.present and theirs.backend is not backend:
-        msg = f"{theirs.place(theirs.kinds.present[0])} is of another framework than {given.place(present[0])}"
+        msg = f"{theirs.place(present[0])} is of another framework than {given.place(present[0])}"
         raise TypeError(msg)
     for number in present:
-        if arrays[number] is None:
-            msg = f"{given.place(number)} has no parameter: {place('params', paths()[number])} is missing"
+        if theirs.leaves[number] is None:
+            msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
             raise ValueError(msg)
-        shapes = [tuple(leaf.shape) for leaf in (leaves[number], given.leaves[number])]
+        shapes = [tuple(one.leaves[number].shape) for one in (theirs, given)]
         if shapes[0] != shapes[1]:
-            where = place("params", paths()[number])
-            msg = f"{where} has shape {shapes[0]}, {given.place(number)} {shapes[1]}"
+            msg = f"{theirs.place(number)} has shape {shapes[0]}, {given.place(number)} {shapes[1]}"
             raise ValueError(msg)
+    arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.measured(), strict=True)]
     if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
         arrays = [None if array is None else backend.detached(array) for array in arrays]
-    arrays = [None if leaf is None else array for leaf, array in zip(given.leaves, arrays, strict=True)]
-    return Opened(theirs.kinds, leaves, arrays, given.spec, "params", parts=parts)
+    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", parts=theirs.parts)

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Number
+from operator import eq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -169,10 +170,11 @@ class Plan:
 
     def _blocks(self, given: Opened, groups: dict[Hashable, list[int]], everywhere: bool) -> list[Block]:  # noqa: FBT001
         alike: dict[Hashable, list[Hashable]] = {}
+        seen: list[tuple[int, ...]] = []
         for number, (label, group) in enumerate(groups.items()):
             kind = None
             if self.scope.axes is not None:
-                kind = _kept(given, group[0], self.axes[group[0]]) if len(group) == 1 and not everywhere else None
+                kind = _kept(given, group[0], self.axes[group[0]], seen) if len(group) == 1 and not everywhere else None
                 kind = number if kind is None else kind
             elif self.apart:
                 kind = number
@@ -511,17 +513,22 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     return axes
 
 
-def _kept(given: Opened, number: int, axes: Axes) -> Hashable:
-    """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be."""
+def _kept(given: Opened, number: int, axes: Axes, seen: list[tuple[int, ...]]) -> Hashable:
+    """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be.
+
+    ``seen`` are the shapes of norms that were met before.
+    """
     backend, array, shape = given.backend, given.arrays[number], given.shape(number)
-    fixed = not backend.traced(array) or (backend.static_shapes and all([type(n) is int for n in shape]))
-    if axes is None or not fixed or not backend.processes.unsharded(array):
+    if axes is None or not (all([type(n) is int for n in shape]) and backend.processes.unsharded(array)):
         return None
-    kept = tuple(n for axis, n in enumerate(shape) if axis not in axes)
-    size = math.prod(kept)
-    alone = size > _STACKED or size == math.prod(shape) > 1
-    part = None if given.parts is None else given.parts[number]
-    return None if alone else (kept, backend.device(array), part, backend.processes.varying([array]))
+    kept = tuple([n for axis, n in enumerate(shape) if axis not in axes])
+    covered = math.prod([shape[axis] for axis in axes])
+    if not backend.certain(math.prod(kept) <= _STACKED) or (kept and backend.certain(covered == 1)):
+        return None
+    alike = [n for n, one in enumerate(seen) if len(one) == len(kept) and all(map(backend.certain, map(eq, one, kept)))]
+    if not alike:
+        seen.append(kept)
+    return (alike or [len(seen) - 1])[0], backend.device(array), given.part(number), backend.processes.varying([array])
 
 
 def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:

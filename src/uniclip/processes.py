@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,24 +28,7 @@ _BYTES = 8
 """The length of a digest."""
 
 
-class Group(Protocol):
-    """A process group."""
-
-    def rank(self) -> int:
-        """Return the number of this process."""
-
-    def size(self) -> int:
-        """Return how many processes there are."""
-
-
-class Mesh(Protocol):
-    """A mesh of processes."""
-
-    def get_all_groups(self) -> Any:
-        """Return the process group of each dimension."""
-
-
-AllReduce: TypeAlias = Reduce | Group | Mesh | str | tuple[str, ...]
+AllReduce: TypeAlias = Reduce | str | tuple[str, ...] | Any
 """How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
 Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 """How many processes hold a leaf, given its path and itself; true for all of them."""

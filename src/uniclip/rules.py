@@ -14,7 +14,7 @@ from uniclip._types import Array
 from uniclip.arraywise import Function
 from uniclip.ask import first_state
 from uniclip.backends import compiling
-from uniclip.base import BaseRule, RuleLike
+from uniclip.base import BaseRule
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit, NoState, PerGroup
 from uniclip.limits.base import MaxNorm
@@ -28,7 +28,7 @@ from uniclip.scopes import Scope, all_leaves, each_leaf, everything
 from uniclip.step import Step, decide
 from uniclip.tree import open_tree
 
-AnyRule: TypeAlias = RuleLike | Callable[[Any], Array]
+AnyRule: TypeAlias = BaseRule | Callable[[Any], Array]
 """A rule, or a function of one gradient array. A preset that was not called is a function, but returns no array."""
 
 
@@ -228,7 +228,7 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     return decision.in_order()
 
 
-def as_rule(rule: AnyRule) -> RuleLike:
+def as_rule(rule: AnyRule) -> BaseRule:
     """Return a rule as it is, a function of one gradient array as a rule."""
     known: Any = rule
     if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):

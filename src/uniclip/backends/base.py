@@ -27,9 +27,7 @@ PIECE = 2**17
 """How many entries of a large array are processed at a time, to fit a cache."""
 HOST, OWN, RECORDED, TRACED = range(4)
 """The modes of a step: the host reads values at no cost; it does not; derivatives are recorded; nothing has a value."""
-_BLOCK = 16
-"""How many entries are added in a row; with so few, libraries that add sequentially lose no accuracy."""
-_FITS = (1e-24, 3.4e38)
+FITS = (1e-24, 3.4e38)
 """Between smallest normal number / eps² and the largest number a sum of squares in float32 is accurate."""
 
 
@@ -94,9 +92,6 @@ class Backend:
     processes = Processes()
     output_axis = -1
     """The axis of a weight along which its output units lie."""
-    static_shapes = True
-    """Whether lengths that are known in traced code can be told from others: they are numbers."""
-
     def __init__(self, xp: Any) -> None:
         self.xp = xp
         self.known: dict[Any, Kinds] = {}
@@ -105,7 +100,11 @@ class Backend:
 
     def kinds(self, leaves: list[Any]) -> Any:
         """Return a key that is equal for leaves of equal kinds; ``None`` is a kind."""
-        return tuple([None if leaf is None else (type(leaf), str(getattr(leaf, "dtype", None))) for leaf in leaves])
+        return tuple([None if leaf is None else self.kind(leaf) for leaf in leaves])
+
+    def kind(self, leaf: Any) -> Any:
+        """Return the kind of a leaf."""
+        return type(leaf), str(getattr(leaf, "dtype", None))
 
     def is_array(self, leaf: Any) -> bool:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
@@ -270,13 +269,8 @@ class Backend:
         return cast(xp, array, dtype)
 
     def sum(self, array: Array, axes: Axes) -> Array:
-        """Return the sum along ``axes``; float32 numbers are added in blocks, as sequential sums lose small ones."""
-        if array.dtype != self.xp.float32:
-            return self.xp.sum(array, axis=axes)
-        for axis in range(array.ndim - 1, -1, -1):
-            if axes is None or axis in axes:
-                array = _sum_in_blocks(self.xp, array, axis)
-        return array
+        """Return the sum along ``axes``."""
+        return self.xp.sum(array, axis=axes)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         """Split a large array into vectors, in any order of its entries; ``None`` if it is measured as a whole.
@@ -312,6 +306,10 @@ class Backend:
 
     # For code that is compiled.
 
+    def certain(self, flag: Any) -> bool:
+        """Whether a comparison of lengths is true, without making a compiler look at lengths that may change."""
+        return bool(flag)
+
     def apart(self) -> bool:
         """Whether compilers want each norm as an array of its own."""
         return False
@@ -332,7 +330,7 @@ class Backend:
         ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
         whose rare branch measures its long arrays again.
         """
-        xp, (low, high) = self.xp, _FITS
+        xp, (low, high) = self.xp, FITS
         found = [short(array) if some is None else None for array, some in zip(arrays, axes, strict=True)]
         long = {number for number, one in enumerate(found) if one is not None}
         for number, array in enumerate(arrays):
@@ -432,16 +430,3 @@ def _power(xp: Any, size: Array, p: float) -> Array:
         return size**p
     zero = xp.equal(size, 0.0)  # where the second derivative of the power is infinite
     return xp.where(zero, size, xp.where(zero, xp.ones_like(size), size) ** p)
-
-
-def _sum_in_blocks(xp: Any, array: Array, axis: int) -> Array:
-    while array.shape[axis] > _BLOCK:
-        before, n, after = array.shape[:axis], array.shape[axis], array.shape[axis + 1 :]
-        whole = n - n % _BLOCK
-        start, rest = (
-            array[(slice(None),) * axis + (part,) + (slice(None),) * len(after)]
-            for part in (slice(0, whole), slice(whole, n))
-        )
-        blocks = xp.reshape(start, (*before, whole // _BLOCK, _BLOCK, *after))
-        array = xp.concat([xp.sum(blocks, axis=axis + 1), rest], axis=axis)
-    return xp.sum(array, axis=axis)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip.backends.base import PIECE, in_groups, row_slices
+from uniclip.backends.base import FITS, PIECE, in_groups, row_slices
 
 View: TypeAlias = np.ndarray[Any, Any]
 
@@ -31,8 +31,7 @@ _PART = 2**13
 _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
-LOW, HIGH = 1e-24, 3.4e38
-"""Between them a sum of squares in float32 is accurate: smallest normal number / eps², and the largest number."""
+LOW, HIGH = FITS
 UNDERFLOWN = 5e-324
 """The sum of squares of float64 entries that are not 0 and whose squares are."""
 

@@ -124,17 +124,13 @@ def _product(array: Array, factor: Array) -> Array:
     return (array.astype(factor.dtype) * factor).astype(array.dtype)
 
 
-def _kind(leaf: Any) -> Any:
-    array = getattr(leaf, "data", leaf) if isinstance(leaf, sparse.JAXSparse) else leaf
-    place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-    return type(leaf), type(array), getattr(leaf, "dtype", None), place
-
-
 class _JAX(Backend):
     processes = jax_axes.Devices()
 
-    def kinds(self, leaves: list[Any]) -> Any:
-        return tuple([None if leaf is None else _kind(leaf) for leaf in leaves])
+    def kind(self, leaf: Any) -> Any:
+        array = getattr(leaf, "data", leaf) if isinstance(leaf, sparse.JAXSparse) else leaf
+        place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+        return type(leaf), type(array), getattr(leaf, "dtype", None), place
 
     def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         return *super().state(arrays)[:2], False  # derivatives are traced
@@ -274,9 +270,6 @@ class _JAX(Backend):
         if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call
             return super().cond(ok, usual, rare)
         return list(jax.lax.cond(ok, usual, rare))
-
-    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
-        return ended(jnp.sum(array, axes))
 
     def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(factor):

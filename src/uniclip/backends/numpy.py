@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from uniclip.backends.base import HOST, PIECE, Array, Axes, Backend, Blocks, Kinds, times
+from uniclip.backends.base import HOST, PIECE, Array, Axes, Backend, Blocks, Kinds
 from uniclip.backends.host import UNDERFLOWN, WIDE, squares, squares_along, squares_of, walk
 from uniclip.backends.memory import InPlace
 
@@ -113,31 +113,21 @@ class _NumPy(Backend):
                 new = list(map(mul, arrays, factors))  # a Python number keeps the dtype
             return [a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(new, arrays, strict=True)]
         with np.errstate(all="ignore"):
-            return [_scaled(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
+            return [self._scaled(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
 
-    def pieces(self, array: Array) -> Iterable[Array] | None:
-        return walk([array], "readonly") if array.size > PIECE else None
-
-    def sum(self, array: Array, axes: Axes) -> Array:
-        return np.sum(array, axis=axes)
-
-
-def _scaled(array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
-    exact = bool(np.any(factor == 0)) if zero else not isinstance(factor, np.ndarray) and factor == 0
-    if array.itemsize >= WIDE and not exact and not (array.dtype.kind == "c" and isinstance(factor, np.ndarray)):
+    def _scaled(self, array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
+        exact = zero and bool(np.any(factor == 0))
+        if array.itemsize < WIDE or exact or (array.dtype.kind == "c" and isinstance(factor, np.ndarray)):
+            new = array if in_place else np.array(array, order="K")
+            super().scaled([new], [factor], in_place=True, zero=exact)
+            return new if isinstance(array, np.ndarray) else new[()]
         if in_place:
             return np.multiply(array, factor, out=array, casting="same_kind")
         new = array * factor  # a Python number keeps the dtype
         return new if new.dtype == array.dtype else new.astype(array.dtype)
-    by = np.asarray(factor, np.finfo(np.result_type(array.dtype, np.float32)).dtype)
-    new = array if in_place else np.array(array, order="K")
-    if by.ndim:
-        BACKEND.in_place.write(new, lambda x, f: times(namespace, x, f, exact), by)
-    else:
-        with walk([new], "readwrite") as pieces:
-            for piece in pieces:
-                piece[...] = np.zeros_like(by) if exact else piece * by
-    return new if isinstance(array, np.ndarray) else new[()]
+
+    def pieces(self, array: Array) -> Iterable[Array] | None:
+        return walk([array], "readonly") if array.size > PIECE else None
 
 
 BACKEND = _NumPy(namespace)

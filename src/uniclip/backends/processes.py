@@ -7,44 +7,10 @@ Any library can join parts by a function, ``all_reduce``: for that it needs noth
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
-
-
-class Part(Protocol):
-    """The part of a distributed array that this process holds; equal parts are one object."""
-
-    @property
-    def owner(self) -> Hashable:
-        """The processes that together hold the whole array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
-
-    @property
-    def copies(self) -> int:
-        """How many processes of the owner hold the same entries."""
-
-    def processes(self) -> frozenset[int]:
-        """Return the numbers of the owner's processes."""
-
-    def reduce(self, array: Any, op: Op) -> Any:
-        """Return the sum or maximum over the owner's processes."""
-
-    def embedded(self, xp: Any, norms: Any, axes: tuple[int, ...] | None) -> Any:
-        """Return norms of the part along ``axes``, one in each row, as norms of the whole, 0 for other entries."""
-
-    def own(self, values: Any, axes: tuple[int, ...] | None) -> Any:
-        """Return the values for norms of the whole that belong to the entries here."""
-
-    def whole(self, like: Any, local: Any) -> Any:
-        """Return a new distributed array of which this process holds ``local``, sharded as ``like`` is."""
-
-    def summed(self, like: Any, local: Any) -> Any:
-        """Return the sum of ``like`` along its first axis, given the sum of this process's part."""
 
 
 class Processes:
@@ -53,8 +19,11 @@ class Processes:
     joins_by = "a function of (array, op)"
     """The kinds of ``all_reduce`` that are taken."""
 
-    def local(self, arrays: list[Any]) -> tuple[list[Any], list[Part | None] | None]:
-        """Return what this process holds of each array (or ``None``), and which part that is; ``None`` for all."""
+    def local(self, arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
+        """Return what this process holds of each array (or ``None``), and which part that is; ``None`` for all.
+
+        A part has the attributes and methods of `uniclip.backends.dtensor.Part`.
+        """
         return arrays, None
 
     def varied(self, array: Any, all_reduce: Any) -> Any:

@@ -7,7 +7,6 @@ file writes one, of the functions that uniclip calls.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -132,20 +131,15 @@ namespace = SimpleNamespace(
     arange=lambda stop, /, *, dtype=tf.int32: tf.range(stop, dtype=dtype),
     asarray=_asarray,
     astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
-    ceil=tf.math.ceil,
     clip=_clip,
     concat=lambda arrays, /, *, axis=0: tf.concat(arrays, axis),
     equal=tf.equal,
     exp=tf.exp,
     expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
-    expm1=tf.math.expm1,
     finfo=lambda dtype: np.finfo(dtype.as_numpy_dtype),
     float32=tf.float32,
     float64=tf.float64,
     floor=tf.floor,
-    full_like=lambda x, value, /: tf.fill(tf.shape(x), tf.cast(value, x.dtype)),
-    greater=tf.greater,
-    greater_equal=tf.greater_equal,
     iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
     imag=tf.math.imag,
     int32=tf.int32,
@@ -153,14 +147,8 @@ namespace = SimpleNamespace(
     isfinite=_isfinite,
     isinf=tf.math.is_inf,
     isnan=tf.math.is_nan,
-    less=tf.less,
-    less_equal=tf.less_equal,
     log=tf.math.log,
-    log1p=tf.math.log1p,
-    log2=lambda x, /: tf.math.log(x) / math.log(2),
-    logical_and=tf.logical_and,
     logical_not=tf.logical_not,
-    logical_or=tf.logical_or,
     max=_reduction(_extreme(tf.reduce_max)),
     maximum=tf.maximum,
     mean=_reduction(tf.reduce_mean),
@@ -168,18 +156,14 @@ namespace = SimpleNamespace(
     minimum=tf.minimum,
     not_equal=tf.not_equal,
     ones_like=tf.ones_like,
-    pow=tf.pow,
     real=tf.math.real,
     reshape=lambda x, shape, /: tf.reshape(x, shape),
     result_type=_result_type,
     round=tf.round,
-    sign=tf.sign,
     sort=_sort,
     sqrt=tf.sqrt,
-    square=tf.square,
     stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
     sum=_reduction(tf.reduce_sum),
-    take=lambda x, indices, /, *, axis: tf.gather(x, indices, axis=axis),
     tanh=tf.tanh,
     unstack=lambda x, /, *, axis=0: tf.unstack(x, axis=axis),
     where=_where,
@@ -189,8 +173,9 @@ namespace = SimpleNamespace(
 
 
 class _TensorFlow(Backend):
-    def kinds(self, leaves: list[Any]) -> Any:
-        return tuple([None if leaf is None else _kind(leaf) for leaf in leaves])
+    def kind(self, leaf: Any) -> Any:
+        values = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
+        return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
     def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
@@ -244,7 +229,7 @@ class _TensorFlow(Backend):
         if array.dtype not in _SINGLE or (array.shape.num_elements() or 0) <= _LONG or self.debug_infs():
             return None
         if _in_xla():
-            return _in_rows(tf.cast(array, tf.float32), _squares_of)
+            return _in_rows(tf.cast(array, tf.float32))
         return 2 * tf.nn.l2_loss(array) if array.dtype == tf.float32 else None
 
     def apart(self) -> bool:
@@ -276,12 +261,9 @@ class _TensorFlow(Backend):
         return (flat[rows] for rows in row_slices(flat.shape))
 
     def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
-        if array.dtype != tf.float32:
-            return tf.reduce_sum(array, axes)
-        if axes is None:
-            return _in_rows(array, lambda rows: tf.reduce_sum(rows, -1))
-        # Along axes TensorFlow adds float32 entries sequentially.
-        return tf.cast(tf.reduce_sum(tf.cast(array, tf.float64), axes), tf.float32)
+        # It adds float32 entries sequentially.
+        wide = tf.cast(array, tf.float64) if array.dtype == tf.float32 else array
+        return tf.cast(tf.reduce_sum(wide, axes), array.dtype)
 
     def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
         if isinstance(leaf, tf.Variable):
@@ -337,10 +319,6 @@ class _TensorFlow(Backend):
         return quiet if tf.executing_eagerly() else both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
 
 
-def _squares_of(rows: Array) -> Array:
-    return tf.reduce_sum(tf.square(rows), -1)
-
-
 def _viewed(array: Array) -> np.ndarray[Any, Any]:
     """Return the memory of an eager tensor as a NumPy array."""
     if array.dtype != tf.bfloat16:
@@ -353,16 +331,13 @@ def _in_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
-def _in_rows(array: Array, total: Callable[[Array], Array]) -> Array:
-    """Return the sum of the totals of short rows in float64, since XLA adds the entries of a row sequentially."""
-    size = array.shape.num_elements()
+def _in_rows(array: Array) -> Array:
+    """Return the sum of squares of a long array by short rows, since XLA adds the entries of a row sequentially."""
     flat = tf.reshape(array, [-1])
-    if size is None or size <= _ROW:
-        return total(flat)
-    whole = size - size % _ROW
-    rows = total(tf.reshape(flat[:whole], [-1, _ROW]))
-    wide = tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(total(flat[whole:]), tf.float64)
-    return tf.cast(wide, array.dtype)
+    whole = flat.shape[0] - flat.shape[0] % _ROW
+    rows = tf.reduce_sum(tf.square(tf.reshape(flat[:whole], [-1, _ROW])), -1)
+    rest = tf.reduce_sum(tf.square(flat[whole:]))
+    return tf.cast(tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(rest, tf.float64), array.dtype)
 
 
 def _firsts(slices: tf.IndexedSlices) -> Array:
@@ -380,11 +355,6 @@ def _merged(slices: tf.IndexedSlices, values: Array) -> Array:
     wide = tf.cast(values, sum_dtype(namespace, values.dtype))
     merged = tf.math.unsorted_segment_sum(wide, _firsts(slices), tf.size(slices.indices))
     return tf.ensure_shape(merged, values.shape)
-
-
-def _kind(leaf: Any) -> Any:
-    values = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
-    return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
 
 BACKEND = _TensorFlow(namespace)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from array_api_compat import torch as compat
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from uniclip.backends import dtensor
 from uniclip.backends.base import HOST, OWN, PIECE, RECORDED, TRACED, Array, Axes, Backend, Blocks, Kinds, Stored, both
@@ -26,7 +27,6 @@ from uniclip.backends.torch_sums import (
     squares_along_elsewhere,
     squares_elsewhere,
     squares_here,
-    squares_in_double,
     view_of,
 )
 
@@ -103,7 +103,6 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
 
 class _Torch(Backend):
     output_axis = 0
-    static_shapes = False
     in_place = TensorsInPlace()
     processes = dtensor.Distributed()
 
@@ -148,16 +147,7 @@ class _Torch(Backend):
         return torch.as_tensor(array, device=device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
-        arrays = [array.detach() for array in arrays]
-        if all([array.is_cpu for array in arrays]):
-            return [array.clone() for array in arrays]
-        kept = list(arrays)  # a CUDA graph overwrites the outputs of its last run
-        for numbers in _by_device(arrays):
-            flat = torch.cat([arrays[number].reshape(-1) for number in numbers])
-            pieces = flat.split([arrays[number].numel() for number in numbers])
-            for number, piece in zip(numbers, pieces, strict=True):
-                kept[number] = piece.view(arrays[number].shape)
-        return kept
+        return [array.detach().clone() for array in arrays]  # a CUDA graph overwrites the outputs of its last run
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         found: list[Any] = [None] * len(arrays)
@@ -172,11 +162,9 @@ class _Torch(Backend):
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         if mode == HOST:
             return squares_here(arrays, lengths)
-        if mode == TRACED:
-            return squares_in_double(arrays, lengths) if self.doubles(arrays) else None
         first = arrays[0]
         alike = all([array.dtype is first.dtype and array.device == first.device for array in arrays])
-        if mode == RECORDED or not alike or first.is_complex():
+        if mode != OWN or not alike or first.is_complex():
             return None
         return squares_elsewhere(arrays, lengths)
 
@@ -206,11 +194,8 @@ class _Torch(Backend):
         return DEFAULT.total(view_of(array), p, axes, unit)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
-        if zero and not isinstance(factors[0], torch.Tensor) and any([np.any(factor == 0) for factor in factors]):
-            return self._with_zeros(arrays, factors, in_place=in_place)
-        fast = (
-            None if zero and isinstance(factors[0], torch.Tensor) else self._at_once(arrays, factors, in_place=in_place)
-        )
+        slow = zero and (isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors]))
+        fast = None if slow else self._at_once(arrays, factors, in_place=in_place)
         return super().scaled(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
 
     def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
@@ -222,11 +207,6 @@ class _Torch(Backend):
             return list(torch._foreach_mul(arrays, by))
         torch._foreach_mul_(arrays, by)
         return arrays
-
-    def _with_zeros(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array]:
-        if all([isinstance(factor, float) and not factor for factor in factors]):
-            return [array.zero_() for array in arrays] if in_place else list(map(torch.zeros_like, arrays))
-        return super().scaled(arrays, factors, in_place=in_place, zero=True)
 
     def _at_once(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         """Return the products by one operation; ``None`` where that records derivatives or is traced."""
@@ -274,9 +254,6 @@ class _Torch(Backend):
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return pieces_of(array)
 
-    def sum(self, array: Array, axes: Axes) -> Array:
-        return self.xp.sum(array, axis=axes)
-
     def sparse(self, leaf: Any) -> bool:
         return leaf.layout is not torch.strided
 
@@ -285,6 +262,9 @@ class _Torch(Backend):
 
     def coalesced(self, leaf: Any) -> Any:
         return coalesced(leaf)
+
+    def certain(self, flag: Any) -> bool:
+        return statically_known_true(flag)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if torch.compiler.is_compiling() and not in_transform():  # torch.cond cannot be transformed

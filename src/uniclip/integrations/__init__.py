@@ -6,7 +6,7 @@ from typing import Any
 import uniclip
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.base import RuleLike
+from uniclip.base import BaseRule
 from uniclip.rules import AnyRule, as_rule
 from uniclip.scopes import each_example
 
@@ -18,7 +18,7 @@ if not hasattr(uniclip, "Rule"):
     raise ImportError(_msg)
 
 
-def rule_for_steps(rule: AnyRule) -> RuleLike:
+def rule_for_steps(rule: AnyRule) -> BaseRule:
     """Return a rule for the gradients of an optimizer; a function of one gradient array becomes a rule.
 
     Raises

@@ -14,7 +14,7 @@ import tensorflow as tf
 from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
 from uniclip._types import Number
-from uniclip.base import RuleLike
+from uniclip.base import BaseRule
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_optimizer,
@@ -130,7 +130,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     [-0.1  0.5]
     """
 
-    rule: RuleLike
+    rule: BaseRule
     report: Report | None = None
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:

@@ -20,7 +20,7 @@ from uniclip._types import Number
 from uniclip._values import to_lists
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.base import RuleLike
+from uniclip.base import BaseRule
 from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import grad_of
@@ -160,7 +160,7 @@ class Attached:
     >>> handle.remove()
     """
 
-    rule: RuleLike
+    rule: BaseRule
     record: Recorder | None
     """The recorder of the steps, if any."""
     state: Any
@@ -171,7 +171,7 @@ class Attached:
     """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
     the step. With several processes the rule gets the mean."""
 
-    def __init__(self, optimizer: Any, rule: RuleLike, all_reduce: Any = None, record: Recorder | None = None) -> None:
+    def __init__(self, optimizer: Any, rule: BaseRule, all_reduce: Any = None, record: Recorder | None = None) -> None:
         self.rule = rule
         self.record = record
         self._all_reduce = all_reduce
