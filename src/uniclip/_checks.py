@@ -121,27 +121,17 @@ def _read(value: Any) -> Any:
     return None
 
 
-def refuse_in_step(all_reduce: Any, loss: Any = None, params: Any = None) -> None:
-    """Validate ``all_reduce`` and ``loss`` of a step, and refuse them in the place of ``params``."""
+def refuse_in_step(loss: Any, params: Any = None) -> None:
+    """Validate the loss of a step, and refuse it or ``all_reduce`` in the place of ``params``."""
     if params is not None:
         function = isinstance(params, (FunctionType, BuiltinFunctionType, MethodType, partial))
         check("params", params, not function, "a tree of parameters (to join norms, write all_reduce=)")
         scalar = isinstance(params, (Real, str)) and not hasattr(params, "dtype")  # with one it may be a parameter
         check("params", params, not scalar, "a tree of parameters (for the loss, write loss=)")
-    if all_reduce is not None:
-        own = getattr(all_reduce, "all_reduce", all_reduce)  # a rule of rules passes on a validated one
-        wanted = "a function of (array, op), a process group, a device mesh, or the name of an axis"
-        check("all_reduce", own, all_reduce_fits(own), wanted)
     if loss is not None:
         shape = getattr(real("loss", loss, "one number"), "shape", ())
         single = getattr(shape, "rank", 0) is None or all(n in {1, None} for n in shape)
         check("loss", loss, single, "one number, such as the mean of those of the examples")
-
-
-def all_reduce_fits(value: Any) -> bool:
-    """Whether a value may be an ``all_reduce``, as far as can be told without a framework."""
-    names = isinstance(value, str) or (type(value) is tuple and all(isinstance(name, str) for name in value))
-    return names or callable(value) or any(hasattr(value, name) for name in ("allreduce", "get_all_groups"))
 
 
 def positive(name: str, value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +54,7 @@ def limits_of(
             refuse_shape("threshold", one, n)
     if not limit.memory:
         return limits, state, thresholds
-    new = _with_absent(plan, limit, [new for _, new in answers], states)
+    new = [old if new is None else new for (_, new), old in zip(answers, states, strict=True)]
     return limits, new[0] if len(new) == 1 else tuple(new), thresholds
 
 
@@ -98,37 +97,18 @@ def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -
 def _restored(plan: Plan, limit: Any, new: Any, old: Any, gone: Any) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
     xp, count = plan.xp, gone.shape[0]
-
-    def at(row: int) -> Any:
-        return lambda a, b: xp.where(plan.world.to_device_of(a, gone[row, ...]), b, a)
-
     if isinstance(limit, PerGroup):
-        return tuple(optree.tree_map(at(row), *pair) for row, pair in enumerate(zip(new, old, strict=True)))
+        pairs = enumerate(zip(new, old, strict=True))
+        return tuple([_restored(plan, None, a, b, gone[row : row + 1, ...]) for row, (a, b) in pairs])
 
     def row_by_row(a: Any, b: Any) -> Any:
-        if not len(a.shape) or a.shape[0] != count:  # shared by all rows
-            return at(0)(a, b) if count == 1 else a
-        flags = xp.reshape(gone, (count,) + (1,) * (len(a.shape) - 1))
+        rows = len(a.shape) > 0 and a.shape[0] == count
+        if not rows and count > 1:
+            return a  # shared by all rows
+        flags = xp.reshape(gone, (count,) + (1,) * (len(a.shape) - 1) if rows else ())
         return xp.where(plan.world.to_device_of(a, flags), b, a)
 
     return optree.tree_map(row_by_row, new, old)
-
-
-def _with_absent(plan: Plan, limit: Any, new: list[Any], old: Sequence[Any]) -> list[Any]:
-    """Return the states of all blocks; a block whose gradients are all absent (``None``) keeps its rows.
-
-    Values shared by all rows, such as a count of steps, change as in the other blocks.
-    """
-    taken = [state for state in new if state is not None]
-    if len(taken) == len(new):
-        return new
-    if not taken or isinstance(limit, PerGroup):
-        return [b if a is None else a for a, b in zip(new, old, strict=True)]
-
-    def row_by_row(a: Any, b: Any) -> Any:
-        return a if len(a.shape) else plan.backend.to_device_of(a, b)
-
-    return [optree.tree_map(row_by_row, b, taken[0]) if a is None else a for a, b in zip(new, old, strict=True)]
 
 
 def _check_state(rule: Rule, plan: Plan, state: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from uniclip._checks import flag
 from uniclip._repr import Printed
 from uniclip._types import Number, T
-from uniclip.processes import AllReduce, Shared, joining
+from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
 from uniclip.step import Step
 
@@ -64,5 +64,12 @@ class BaseRule(Printed):
         TypeError, ValueError, FloatingPointError
             As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
         """
-        step = Step(params, joining(all_reduce, shared), loss, in_place=flag("in_place", in_place))
+        step = Step(params, all_reduce, loss, in_place=flag("in_place", in_place), shared=shared)
         return self._run(grads, state, step)
+
+
+def taken(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    """Take a step by a rule of any class."""
+    return rule.update(
+        grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss, shared=step.shared
+    )

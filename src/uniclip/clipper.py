@@ -12,11 +12,13 @@ from uniclip._repr import short
 from uniclip._types import Number, T
 from uniclip._values import to_lists
 from uniclip.backends import backend_of
+from uniclip.base import taken
 from uniclip.labels import Flat, Leaves, agree, joined, labelled, leaves_of
-from uniclip.processes import AllReduce, Shared, joining
+from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
 from uniclip.rules import AnyRule, as_rule
 from uniclip.saved import Saved, from_saved, restored, to_saved
+from uniclip.step import Step
 from uniclip.tree import flatten, place
 
 _ANEW = "start over with load_state_dict({})"
@@ -124,7 +126,7 @@ class Clipper:
         ValueError, FloatingPointError
             As `uniclip.clip`; and if a loaded state belongs to another rule or to other gradients.
         """
-        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=False)[0]
+        return self._step(grads, Step(params, all_reduce, loss, shared=shared))[0]
 
     def clip_(
         self,
@@ -136,7 +138,7 @@ class Clipper:
         shared: Shared | None = None,
     ) -> Report:
         """Clip the gradients of a step in place, as `uniclip.clip_` does, and return the report."""
-        return self._step(grads, params, joining(all_reduce, shared), loss, in_place=True)[1]
+        return self._step(grads, Step(params, all_reduce, loss, in_place=True, shared=shared))[1]
 
     def init(self, grads: Any) -> None:
         """Make the state before the first step, from gradients or from parameters of the same shapes.
@@ -202,18 +204,18 @@ class Clipper:
         new, loaded = self.rule.init(flat[1].unflatten(flat[0])), self._last.loaded
         return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW, flat)
 
-    def _step(self, grads: T, params: Any, all_reduce: Any, loss: Number | None, *, in_place: bool) -> tuple[T, Report]:
+    def _step(self, grads: T, step: Step) -> tuple[T, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
         if state is None or labelled(self.rule):
             flat = flatten(grads)
             grads = flat[1].unflatten(flat[0])  # an iterator can be read once
             nothing = all([leaf is None for leaf in flat[0]])
-            if nothing and self.rule.memory and all_reduce is None:
+            if nothing and self.rule.memory and step.all_reduce is None:
                 report = Report()  # nothing to learn, and no framework known
                 self._last = self._last._replace(report=report)
                 return grads, report
-            if all_reduce is not None and params is not None:  # then there is a norm for every parameter
-                flat = flatten(params, "params")
+            if step.all_reduce is not None and step.params is not None:  # then there is a norm for every parameter
+                flat = flatten(step.params, "params")
             elif state is None and nothing and self.rule.memory:
                 raise ValueError(_unknown(flat))
             if leaves is None or spec is None or spec != flat[1]:
@@ -229,7 +231,7 @@ class Clipper:
                 leaves = joined(self.rule, leaves, leaves_of(self.rule, flat), flat)
             state = self._first(flat, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
-        clipped, state, report = self.rule.update(grads, state, params, all_reduce, in_place=in_place, loss=loss)
+        clipped, state, report = taken(self.rule, grads, state, step)
         self._refuse_traced(state)
         self._last = _Last(state, report, leaves, spec)
         return clipped, report

@@ -16,7 +16,7 @@ import optree
 from uniclip._checks import check
 from uniclip._repr import holds_arrays
 from uniclip.backends import DEFAULT, Backend, backend_of
-from uniclip.base import BaseRule
+from uniclip.base import BaseRule, taken
 from uniclip.limits import NoState
 from uniclip.report import FIELDS, LOGGED, SHARE, Late, Made, Report, apart, register
 from uniclip.rules import AnyRule, as_rule
@@ -114,7 +114,7 @@ class Chain(BaseRule):
         reports: list[Report] = []
         for rule, old in zip(self.rules, states, strict=True):
             skipped = _skipped(reports)
-            grads, after, report = _taken(rule, grads, old, step)
+            grads, after, report = taken(rule, grads, old, step)
             new.append(after if skipped is None else _where(skipped, old, after))  # its zeros must not enter a state
             reports.append(report)
         report = _joined(reports)
@@ -159,7 +159,7 @@ class Masked(BaseRule):
         some = self.chosen(leaves, spec)
         if all([leaf is None for leaf in some]) and step.all_reduce is None:
             return spec.unflatten(leaves), state, Report()
-        clipped, state, report = _taken(self.rule, spec.unflatten(some), state, step)
+        clipped, state, report = taken(self.rule, spec.unflatten(some), state, step)
         report = report.without_skip()  # the other leaves are not skipped
         if not step.in_place:
             leaves = [
@@ -174,11 +174,6 @@ class Masked(BaseRule):
             leaf if leaf is not None and _truth(self.where(path, leaf)) else None
             for path, leaf in zip(paths, leaves, strict=True)
         ]
-
-
-def _taken(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
-    """Take a step by a rule of any class."""
-    return rule.update(grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss)
 
 
 def _truth(answer: Any) -> bool:

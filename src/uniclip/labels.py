@@ -155,5 +155,5 @@ def _scope(scope: Scope) -> str:
         return joined
     if isinstance(axes, FanIn):
         return f"the units of {joined}" if axes.axis is None else f"the units of axis {int(axes.axis)} of {joined}"
-    along = getattr(axes, "__name__", type(axes).__name__) if callable(axes) else str([int(axis) for axis in axes])
+    along = str(list(axes)) if isinstance(axes, tuple) else getattr(axes, "__name__", type(axes).__name__)
     return f"axes {along} of {joined}"

@@ -35,6 +35,7 @@ class Step(NamedTuple):
     norm: Any = None
     """The norm, if it is given."""
     in_place: bool = False
+    shared: Any = None
 
 
 class Measured(NamedTuple):

@@ -9,7 +9,6 @@ from uniclip._repr import short
 from uniclip.backends import backend_by
 from uniclip.backends.base import HOST
 from uniclip.measure import Step
-from uniclip.processes import of
 from uniclip.tree import Opened, open_tree
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def beside(rule: Rule, given: Opened, step: Step) -> tuple[Opened, Opened | None
     if nothing and theirs is not None and theirs.kinds.present:
         given = given._replace(kinds=theirs.kinds.without_leaves())
     elif nothing and step.all_reduce is not None:
-        given = given._replace(kinds=given.kinds.without_leaves(backend_by(of(step.all_reduce))))
+        given = given._replace(kinds=given.kinds.without_leaves(backend_by(step.all_reduce)))
     if theirs is not None and theirs.parts is not None:
         parts = [theirs.parts[n] if leaf is None else given.part(n) for n, leaf in enumerate(given.leaves)]
         given = given._replace(parts=parts)

@@ -53,26 +53,19 @@ class Block(NamedTuple):
         return gone if any(gone) else ()
 
 
-def plan_of(
-    rule: Rule,
-    given: Opened,
-    mode: int,
-    join: Join | None = None,
-    theirs: Opened | None = None,
-    host: bool = True,  # noqa: FBT001, FBT002
-) -> Plan:
+def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, theirs: Opened | None = None) -> Plan:
     """Return the plan of a rule for an opened tree, one that was made before if possible; traced code makes it anew.
 
-    ``theirs`` are the parameters that are measured, too; ``host`` tells that NumPy can compute limits and factors.
+    ``theirs`` are the parameters that are measured, too.
     """
     parts = (*(given.parts or ()), *(theirs.parts or () if theirs is not None else ()))
     shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
-    key: Any = given.spec, given.kinds, mode, shapes, host, parts, join, join and (join.low, join.checked)
+    key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.low, join.checked)
     plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
     if plan is not None:
         return plan
     with given.backend.quiet(given.first):
-        plan = Plan(rule, given, mode, join, parts, host=host)
+        plan = Plan(rule, given, mode, join, parts)
     if mode != TRACED and plan.known_structure:
         if len(rule.plans) >= _KEPT:
             rule.plans.clear()
@@ -83,13 +76,13 @@ def plan_of(
 class Plan:
     """What is the same at every step; made by `plan_of`."""
 
-    def __init__(self, rule: Rule, given: Opened, mode: int, join: Join | None, parts: Any, *, host: bool) -> None:
+    def __init__(self, rule: Rule, given: Opened, mode: int, join: Join | None, parts: Any) -> None:
         kinds, backend, scope = given.kinds, given.backend, rule.scope
         self.backend, self.mode, self.join, self.kinds = backend, mode, join, kinds
         self.scope, self.spec, self.name = scope, given.spec, given.name
         self.reads = mode == HOST
         """Whether sums come as NumPy arrays."""
-        self.host = self.reads and rule.host and host
+        self.host = self.reads and rule.host
         """Whether limits and factors are computed in NumPy."""
         self.world = DEFAULT if self.host else backend
         """The backend of norms, limits and factors."""

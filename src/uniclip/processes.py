@@ -8,8 +8,8 @@ What differs between processes is a number in the packet, or agreed on at the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -32,29 +32,6 @@ AllReduce: TypeAlias = Reduce | str | tuple[str, ...] | Any
 """How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
 Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 """How many processes hold a leaf, given its path and itself; true for all of them."""
-
-
-class Joining(NamedTuple):
-    """The user's ``all_reduce`` and ``shared``."""
-
-    all_reduce: AllReduce
-    shared: Shared | None = None
-
-
-def joining(all_reduce: Any, shared: Shared | None) -> Any:
-    """Combine both; a rule of rules passes on what is already combined."""
-    if shared is None:
-        return all_reduce
-    check("shared", shared, callable(shared), "a function of (path, leaf)")
-    if all_reduce is None:
-        msg = "shared says which leaves are copies beside parts, and nothing joins parts: give all_reduce, too"
-        raise ValueError(msg)
-    return Joining(all_reduce, shared)
-
-
-def of(all_reduce: Any) -> Any:
-    """Return the user's ``all_reduce``."""
-    return all_reduce.all_reduce if isinstance(all_reduce, Joining) else all_reduce
 
 
 class Join:
@@ -81,11 +58,13 @@ class Join:
         return reducer_of(backend, self.all_reduce)(array, op)
 
 
-def join_of(joins: dict[Any, Join], all_reduce: Any, *, traced: bool) -> Join | None:
+def join_of(joins: dict[Any, Join], all_reduce: Any, shared: Shared | None, *, traced: bool) -> Join | None:
     """Return the join of a rule that remembers some; ``None`` without ``all_reduce``."""
+    refuse_shared(all_reduce, shared)
     if all_reduce is None:
         return None
-    said = all_reduce if isinstance(all_reduce, Joining) else Joining(all_reduce)
+    check("all_reduce", all_reduce, isinstance(all_reduce, Hashable), "a function, a process group, a mesh or a name")
+    said = all_reduce, shared
     if traced:
         return Join(*said)
     if said not in joins:
@@ -93,6 +72,14 @@ def join_of(joins: dict[Any, Join], all_reduce: Any, *, traced: bool) -> Join | 
             joins.pop(next(iter(joins)))
         joins[said] = Join(*said)
     return joins[said]
+
+
+def refuse_shared(all_reduce: Any, shared: Any) -> None:
+    """Refuse ``shared`` if it is no function, or there is no ``all_reduce``."""
+    check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
+    if shared is not None and all_reduce is None:
+        msg = "shared says which leaves are copies beside parts, and nothing joins parts: give all_reduce, too"
+        raise ValueError(msg)
 
 
 def compare(join: Join, rule: Any, plan: Plan) -> None:

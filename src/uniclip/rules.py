@@ -8,25 +8,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import numpy as np
+
 from uniclip._checks import check, one_of, settle
 from uniclip._repr import holds_arrays, short
 from uniclip._types import Array
 from uniclip.arraywise import Function
 from uniclip.ask import first_state
 from uniclip.backends import compiling
+from uniclip.backends.arrays import stacked
 from uniclip.base import BaseRule
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit, NoState, PerGroup
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.nonfinite import POLICIES, NonFinite
-from uniclip.norms import L2, Norm
+from uniclip.norms import L1, L2, Linf, Norm
 from uniclip.plan import Plan, plan_of
 from uniclip.processes import Join
 from uniclip.report import Report
 from uniclip.scopes import Scope, all_leaves, each_leaf, everything
 from uniclip.step import Step, decide
-from uniclip.tree import open_tree
+from uniclip.tree import flatten, open_tree
 
 AnyRule: TypeAlias = BaseRule | Callable[[Any], Array]
 """A rule, or a function of one gradient array. A preset that was not called is a function, but returns no array."""
@@ -192,16 +195,7 @@ def _on_host(limit: Any) -> bool:
     return type(limit) is Constant or bool(limit.host)
 
 
-_ONLY_MEASURED = {p: Rule(math.inf, norm=Norm(p)) for p in (1, 2, math.inf)}
-
-
-def norm_of(grads: Any, norm: Norm) -> Any:
-    """Return the norm of all gradients, without clipping."""
-    rule = _ONLY_MEASURED.get(norm.ord) or Rule(math.inf, norm=norm)
-    return decide(rule, grads, NoState()).total()
-
-
-_LEAVES = {p: Rule(math.inf, scope=each_leaf, norm=Norm(p)) for p in (1, 2, math.inf)}
+_LEAVES = {norm: Rule(math.inf, scope=each_leaf, norm=norm) for norm in (L1, L2, Linf)}
 
 
 def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
@@ -223,9 +217,10 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
     array([1., 5.])
     """
-    rule = Rule(math.inf, scope=each_leaf, norm=norm) if norm.size_power else _LEAVES.get(norm.ord)
-    decision = decide(rule or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
-    return decision.in_order()
+    decision = decide(_LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
+    plan, rows = decision.plan, flatten(decision.total())[0]
+    zero = plan.own(np.zeros((), plan.dtypes[1]))
+    return stacked(plan.backend, [zero if row is None else row for row in rows]) if rows else plan.own(np.zeros(0))
 
 
 def as_rule(rule: AnyRule) -> BaseRule:

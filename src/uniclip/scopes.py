@@ -16,7 +16,7 @@ from uniclip._repr import Printed
 __all__ = ["Scope", "all_leaves", "axes", "each_entry", "each_example", "each_leaf", "each_row", "groups", "unit"]
 
 Path: TypeAlias = tuple[Any, ...]
-Axes: TypeAlias = tuple[int, ...] | Callable[[int, int], tuple[int, ...]] | None
+Axes: TypeAlias = int | tuple[int, ...] | Callable[[int, int], tuple[int, ...]] | None
 Label: TypeAlias = Callable[[Path, Any], Hashable]
 
 
@@ -166,11 +166,6 @@ def axes(*axis: int) -> Scope:
            [0.3, 0.4]])
     """
     return Scope(axes=axis)
-
-
-def along(axis: Any) -> Scope:
-    """Let one norm cover one axis or several."""
-    return Scope(axes=_numbers(axis))
 
 
 def unit(axis: int | None = None) -> Scope:

@@ -12,7 +12,6 @@ import optree
 from uniclip._checks import refuse_in_step
 from uniclip._repr import short
 from uniclip.ask import factors_of, limits_of
-from uniclip.backends.arrays import stacked
 from uniclip.backends.base import HOST, OWN, TRACED, cast
 from uniclip.curves import rejects
 from uniclip.measure import Measured, Step, cleaned, measured
@@ -137,15 +136,6 @@ class Decision(NamedTuple):
             return self.plan.own(self.found.norm)
         return self.plan.arranged([self.plan.own(some) for some in self.raw.norms])
 
-    def in_order(self) -> Any:
-        """Return the norms of all leaves as one array in their order, 0 for absent ones."""
-        plan, count = self.plan, len(self.given.leaves)
-        blocks = list(map(plan.own, self.raw.norms))
-        if len(blocks) == 1 and plan.order == list(range(count)):
-            return blocks[0]
-        rows, zero = plan.by_label(blocks), plan.own(np.zeros((), plan.dtypes[1]))
-        return stacked(plan.backend, [rows.get(n, zero) for n in range(count)]) if count else plan.own(np.zeros(0))
-
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else arranged on first access."""
         if self.plan.mode == TRACED or not self.plan.known_structure:
@@ -172,19 +162,19 @@ def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: An
     """
     given, join, theirs = open_tree(grads, in_place=step.in_place), None, None
     if step.params is not None or step.all_reduce is not None or step.loss is not None or "params" in rule.limit.needs:
-        refuse_in_step(step.all_reduce, None if isinstance(step.loss, Loss) else step.loss, step.params)
+        refuse_in_step(None if isinstance(step.loss, Loss) else step.loss, step.params)
         refuse_kept_axes(rule.scope, step.all_reduce)
         given, theirs = beside(rule, given, step)
     kinds = given.kinds
     mode = kinds.backend.mode(kinds)
-    if mode == HOST and theirs is not None and not theirs.kinds.reads:
-        mode = OWN
-    if step.all_reduce is not None:
-        join = join_of(rule.joins, step.all_reduce, traced=mode == TRACED)
+    if step.all_reduce is not None or step.shared is not None:
+        join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     number = rule.number if max_norm is None else max_norm
     plain = type(number) is float and step.norm is None
-    host = plain or mode != HOST or all([_viewable(kinds.backend, one) for one in (number, step.norm, step.loss)])
-    plan = plan_of(rule, given, mode, join, theirs, host)
+    numbers = () if plain or mode != HOST else (number, step.norm, step.loss)
+    if mode == HOST and not ((theirs is None or theirs.kinds.reads) and all([_viewable(kinds, n) for n in numbers])):
+        mode = OWN
+    plan = plan_of(rule, given, mode, join, theirs)
     if plain and plan.straight:
         decision = _straight(rule, given, plan, state, number)
         if decision is not None:
@@ -192,15 +182,15 @@ def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: An
     with kinds.backend.quiet(given.first):
         if join is not None and not join.checked and mode != TRACED:
             compare(join, rule, plan)
-            plan = plan_of(rule, given, mode, join, theirs, host)
+            plan = plan_of(rule, given, mode, join, theirs)
         return _decided(rule, given, plan, state, step, theirs, max_norm)
 
 
-def _viewable(backend: Any, value: Any) -> bool:
+def _viewable(kinds: Any, value: Any) -> bool:
     """Whether an argument is a number, or an array that the host reads."""
     if not hasattr(value, "dtype") or isinstance(value, (np.ndarray, np.generic)):
         return True
-    return backend.viewed(backend.xp.asarray(value)) is not None
+    return kinds.backend.viewed(kinds.backend.xp.asarray(value)) is not None
 
 
 def _straight(rule: Rule, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:

@@ -13,12 +13,12 @@ from uniclip._checks import LIMIT, nonnegatives, real
 from uniclip._repr import short
 from uniclip._types import Number, T
 from uniclip.arraywise import ByValue
+from uniclip.base import taken
 from uniclip.limits import NoState
-from uniclip.norms import Norm
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
-from uniclip.processes import AllReduce, Shared, joining
+from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, as_rule, norm_of
+from uniclip.rules import AnyRule, Rule, as_rule
 from uniclip.step import Step, decide
 
 __all__ = [
@@ -78,7 +78,7 @@ def clip(
     >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
     array([ 1., -1.])
     """
-    return _clip(grads, rule, params, joining(all_reduce, shared), in_place=False)
+    return _clip(grads, rule, Step(params, all_reduce, shared=shared))
 
 
 def clip_(
@@ -118,7 +118,7 @@ def clip_(
     >>> grads, float(report.norms)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return _clip(grads, rule, params, joining(all_reduce, shared), in_place=True)[1]
+    return _clip(grads, rule, Step(params, all_reduce, in_place=True, shared=shared))[1]
 
 
 def clip_and_sum(
@@ -164,7 +164,7 @@ def clip_and_sum(
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-    decision = decide(rule, grads, NoState(), Step(params, joining(all_reduce, shared)))
+    decision = decide(rule, grads, NoState(), Step(params, all_reduce, shared=shared))
     return decision.summed(), decision.report()
 
 
@@ -233,8 +233,7 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    rule = _EACH.get(ord) if axis is None and type(ord) in {int, float} else None
-    rule = rule or by_norm(1.0, axis=axis, ord=ord)
+    rule = (_known(_EACH, ord) if axis is None else None) or by_norm(1.0, axis=axis, ord=ord)
     return decide(rule, grads, NoState(), max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clipped()
 
 
@@ -309,7 +308,7 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    rule = (_ALL.get(ord) if type(ord) in {int, float} else None) or by_global_norm(1.0, ord=ord)
+    rule = _known(_ALL, ord) or by_global_norm(1.0, ord=ord)
     step = _USUAL if norm is None else Step(norm=real("norm", norm, "a number or a 0-d array"))
     decision = decide(rule, grads, _NOTHING, step, nonnegatives("max_norm", max_norm, LIMIT))
     return decision.clipped(), decision.total()
@@ -342,7 +341,8 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     >>> float(uc.global_norm({"w": np.asarray([3.0, 4.0]), "b": np.asarray(12.0)}))
     13.0
     """
-    return norm_of(grads, Norm(ord))
+    rule = _known(_ALL, ord) or by_global_norm(1.0, ord=ord)
+    return decide(rule, grads, _NOTHING, max_norm=math.inf).total()
 
 
 _USUAL, _NOTHING = Step(), NoState()
@@ -351,13 +351,16 @@ _EACH = {p: by_norm(1.0, ord=p) for p in _ALL}
 """Rules for the usual orders of norms; the limit is an argument of a step."""
 
 
-def _clip(grads: T, rule: AnyRule, params: Any, all_reduce: Any, *, in_place: bool) -> tuple[T, Report]:
+def _known(rules: dict[float, Rule], ord: Any) -> Rule | None:
+    """Return the rule for a usual order of the norm."""
+    return rules.get(ord) if type(ord) in {int, float} else None
+
+
+def _clip(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
     rule = as_rule(rule)
-    if rule.memory:
-        _refuse_memory(
-            rule, f"clipped, state, report = rule.update(grads, state{', in_place=True' if in_place else ''})"
-        )
-    clipped, _, report = rule.update(grads, NoState(), params, all_reduce, in_place=in_place)
+    where = ", in_place=True" if step.in_place else ""
+    _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{where})")
+    clipped, _, report = taken(rule, grads, NoState(), step)
     return clipped, report
 
 

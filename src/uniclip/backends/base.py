@@ -92,6 +92,7 @@ class Backend:
     processes = Processes()
     output_axis = -1
     """The axis of a weight along which its output units lie."""
+
     def __init__(self, xp: Any) -> None:
         self.xp = xp
         self.known: dict[Any, Kinds] = {}

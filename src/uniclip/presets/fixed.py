@@ -17,7 +17,7 @@ from uniclip.limits.base import MaxNorm
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import RMS, Norm
 from uniclip.rules import Rule
-from uniclip.scopes import Label, all_leaves, along, each_leaf, groups
+from uniclip.scopes import Label, Scope, all_leaves, each_leaf, groups
 
 __all__ = [
     "by_average_norm",
@@ -91,7 +91,11 @@ def by_norm(
            [0.3, 0.4]])
     """
     return Rule(
-        max_norm, scope=each_leaf if axis is None else along(axis), norm=Norm(ord), curve=curve, nonfinite=nonfinite
+        max_norm,
+        scope=each_leaf if axis is None else Scope(axes=axis),
+        norm=Norm(ord),
+        curve=curve,
+        nonfinite=nonfinite,
     )
 
 

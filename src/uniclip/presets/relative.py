@@ -8,7 +8,7 @@ from uniclip.limits import Relative, TrustRatio
 from uniclip.nonfinite import NonFinite
 from uniclip.norms import Norm
 from uniclip.rules import Rule
-from uniclip.scopes import along, each_leaf, each_row, unit
+from uniclip.scopes import Scope, each_leaf, each_row, unit
 
 __all__ = ["agc", "cowclip", "larc"]
 
@@ -61,7 +61,7 @@ def agc(
     array([[0.1],
            [0.1]])
     """
-    scope = unit() if axis is None else along(axis)
+    scope = unit() if axis is None else Scope(axes=axis)
     return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 

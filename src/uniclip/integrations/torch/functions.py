@@ -22,7 +22,7 @@ from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets.fixed import by_global_norm, by_value
-from uniclip.processes import AllReduce, Shared, joining
+from uniclip.processes import AllReduce, Shared, refuse_shared
 from uniclip.rules import Rule
 from uniclip.step import Step, decide
 from uniclip.verbs import clip_
@@ -95,18 +95,15 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
-    tensors, joins = (
-        _tensors(parameters, "parameters"),
-        None if all_reduce is shared is None else joining(all_reduce, shared),
-    )
+    tensors = _tensors(parameters, "parameters")
     limit = max_norm if type(max_norm) is float and max_norm >= 0 else _limit("max_norm", max_norm)
     known = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) is float else None
     rule = known or _rule(norm_type, error_if_nonfinite)
     if _DISTRIBUTED and torch.distributed.is_initialized():
-        refuse_parts(tensors, "parameters", rule, joins)
+        refuse_parts(tensors, "parameters", rule, all_reduce)
     grads = _grads_of(tensors)
-    if joins is not None:
-        step = Step([tensor.detach() for tensor in tensors], joins, in_place=True)
+    if all_reduce is not None or shared is not None:
+        step = Step([tensor.detach() for tensor in tensors], all_reduce, in_place=True, shared=shared)
     elif all([grad is None for grad in grads]):
         return torch.tensor(0.0)
     else:
@@ -194,17 +191,16 @@ def get_total_norm(
     >>> get_total_norm([torch.tensor([3.0, 4.0]), None, torch.tensor([[12.0]])])
     tensor(13.)
     """
-    joins = joining(all_reduce, shared)
     given = _tensors(tensors, "tensors", absent=True)
     rule = _rule(norm_type, error_if_nonfinite)
-    refuse_parts(given, "tensors", rule, joins)
+    refuse_parts(given, "tensors", rule, all_reduce)
     values = [tensor if tensor is None else tensor.detach() for tensor in given]
-    if joins is None and not _any(values):
+    if all_reduce is None and not _any(values):
         return torch.tensor(0.0)
     if not _any(values):
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return decide(rule, values, NoState(), Step(all_reduce=joins), math.inf).total()
+        return decide(rule, values, NoState(), Step(all_reduce=all_reduce, shared=shared), math.inf).total()
 
 
 def clip_grads_with_norm_(
@@ -248,7 +244,8 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     tensors, rule = _tensors(parameters, "parameters"), by_global_norm(_limit("max_norm", max_norm))
-    refuse_parts(tensors, "parameters", rule, joining(all_reduce, shared))
+    refuse_shared(all_reduce, shared)
+    refuse_parts(tensors, "parameters", rule, all_reduce)
     decide(rule, _grads_of(tensors), NoState(), Step(norm=_known(total_norm), in_place=True)).clipped()
 
 

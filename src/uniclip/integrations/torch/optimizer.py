@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from uniclip._checks import check, refuse_in_step
+from uniclip._checks import check
 from uniclip._repr import counted, short
 from uniclip._types import Number
 from uniclip._values import to_lists
@@ -26,7 +26,7 @@ from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwra
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.labels import leaves_of
-from uniclip.processes import AllReduce, Shared, joining
+from uniclip.processes import AllReduce, Shared, reducer_of, refuse_shared
 from uniclip.report import Report
 from uniclip.rules import AnyRule, leaf_norms
 from uniclip.saved import from_saved, restored, to_saved
@@ -128,19 +128,20 @@ def attach(
     """
     refuse_optimizer(optimizer, rule)
     optimizer = unwrapped(optimizer)
-    rule, joins = rule_for_steps(rule), joining(all_reduce, shared)
-    refuse_in_step(joins)
+    rule = rule_for_steps(rule)
+    refuse_shared(all_reduce, shared)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
         raise ValueError(msg)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
         raise ValueError(msg)
-    refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, joins)
-    if joins is not None:
+    refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, all_reduce)
+    if all_reduce is not None:
+        reducer_of(BACKEND, all_reduce)  # which says what is taken
         refuse_unnamed(rule, optimizer.param_groups)
-    refuse_record(record, joins)
-    return Attached(optimizer, rule, joins, record)
+    refuse_record(record, all_reduce)
+    return Attached(optimizer, rule, all_reduce, shared, record)
 
 
 class Attached:
@@ -171,10 +172,10 @@ class Attached:
     """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
     the step. With several processes the rule gets the mean."""
 
-    def __init__(self, optimizer: Any, rule: BaseRule, all_reduce: Any = None, record: Recorder | None = None) -> None:
+    def __init__(self, optimizer: Any, rule: BaseRule, all_reduce: Any, shared: Any, record: Recorder | None) -> None:
         self.rule = rule
         self.record = record
-        self._all_reduce = all_reduce
+        self._all_reduce, self._shared = all_reduce, shared
         self._optimizer = optimizer
         self._steps = 0
         self._hidden: list[tuple[Any, Any]] = []
@@ -390,7 +391,7 @@ class Attached:
             if leaves.shape[0] != self._named:
                 self._name(self.record)  # after add_param_group
         _, self.state, self.report = self.rule.update(
-            tree, self.state, every, self._all_reduce, in_place=True, loss=loss
+            tree, self.state, every, self._all_reduce, in_place=True, loss=loss, shared=self._shared
         )
         self._steps += 1
         if self.record is not None:

@@ -16,7 +16,7 @@ from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.combine import Chain
 from uniclip.integrations import inside
-from uniclip.processes import Loss, of, reducer_of
+from uniclip.processes import Loss, reducer_of
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, everything
 
@@ -86,12 +86,12 @@ def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
     if found_inf is None or all_reduce is None:
         return found_inf
     flag = torch.as_tensor(found_inf, dtype=torch.float32, device=device)  # 0 in a process without gradients
-    return reducer_of(BACKEND, of(all_reduce))(flag.reshape(1), "max").reshape(())
+    return reducer_of(BACKEND, all_reduce)(flag.reshape(1), "max").reshape(())
 
 
 def of_all(loss: Any, device: Any) -> Loss:
     """Return the mean of the losses of all processes that have one, reduced once by all of them."""
-    refuse_in_step(None, loss)
+    refuse_in_step(loss)
     return Loss(partial(_mean, loss, device))
 
 
