@@ -235,17 +235,25 @@ def test_gradients_that_are_absent_in_some_steps(framework: Framework, name: str
 
 @on_numpy
 def test_a_gradient_that_comes_late() -> None:
-    """A leaf has a name in what is saved once it had a gradient; what was saved before loads where it has one."""
+    """A leaf has a name in what is saved from the first step on, also before it has a gradient."""
     rule, both = uc.adagc(warmup=1), {"b": np.asarray([2.0]), "w": np.asarray([3.0, 4.0])}
     early = after(rule, {**both, "b": None})
-    assert early.state_dict()["leaves"] == [[None, "['w']"]]
+    assert early.state_dict()["leaves"] == [["['b']", "['w']"]]
     late = loaded(rule, early.state_dict())
     same([leaves(late(both))], [leaves(early(both))])
     assert early.state_dict() == late.state_dict()
-    assert early.state_dict()["leaves"] == [["['b']", "['w']"]]
     turned = loaded(rule, early.state_dict())(OrderedDict(w=9 * both["w"], b=9 * both["b"]))
     wanted = early({key: 9 * leaf for key, leaf in both.items()})
     same([[turned["b"], turned["w"]]], [leaves(wanted)])
+
+
+@on_numpy
+def test_a_copy_goes_on_without_a_gradient() -> None:
+    """With norms of rows or entries the parameters say of which shape an absent gradient would be."""
+    rule, weights = uc.spam(warmup=1), {"a": np.ones(2), "b": np.ones(3)}
+    clipper = after(rule, weights)
+    again, late = copy.deepcopy(clipper), {"a": 9 * np.ones(2), "b": None}
+    same([numbers(NUMPY, again(late, weights))], [numbers(NUMPY, clipper(late))])
 
 
 def test_parameters_make_the_first_state(framework: Framework) -> None:
@@ -545,15 +553,16 @@ def test_an_order_that_matters(rule: Any) -> None:
 @on_numpy
 @pytest.mark.parametrize("name", ["adagc", "as many norms as leaves"])
 def test_frozen_leaves(name: str) -> None:
-    """A leaf that never has a gradient need not be in other trees: a state goes on with it and without it."""
+    """A leaf that never has a gradient keeps its place: a state goes on in the same tree, and is refused without it."""
     steps = [{key: size * GRADS[key] for key in GRADS} for size in (1.0, 3.0, 9.0, 2.0)]
-    frozen = [OrderedDict(a=None, w=grads["w"], frozen=None, b=grads["b"]) for grads in steps]
-    for first, then in ((frozen, steps), (steps, frozen)):
-        whole = after(ORDERED[name], *steps[:2])
-        other = loaded(ORDERED[name], through_json(after(ORDERED[name], *first[:2]).state_dict()))
-        for given, grads in zip(then[2:], steps[2:], strict=True):
-            found, wanted = other(given), whole(grads)
-            assert all(map(np.array_equal, [found[key] for key in GRADS], [wanted[key] for key in GRADS]))
+    frozen = [OrderedDict(w=grads["w"], frozen=None, b=grads["b"]) for grads in steps]
+    whole, saved = after(ORDERED[name], *steps[:2]), after(ORDERED[name], *frozen[:2]).state_dict()
+    other = loaded(ORDERED[name], through_json(saved))
+    for given, grads in zip(frozen[2:], steps[2:], strict=True):
+        found, wanted = other(given), whole(grads)
+        assert all(map(np.array_equal, [found[key] for key in GRADS], [wanted[key] for key in GRADS]))
+    with pytest.raises(ValueError, match="frozen"):
+        loaded(ORDERED[name], saved)(GRADS)
 
 
 @on_numpy
@@ -574,10 +583,10 @@ def test_other_shapes_and_numbers_of_norms() -> None:
 
 @on_numpy
 def test_another_format() -> None:
-    """A state of a later format is refused by its number; one without a number is taken for the first."""
+    """A state of another format is refused by its number; one without a number is taken for this one."""
     clipper = after(uc.adagc(), GRADS)
     saved = clipper.state_dict()
-    for number in (2, "1", None):
+    for number in (1, 3, "2", None):
         for load in (clipper.load_state_dict, lambda state: from_dict(uc.adagc(), state, GRADS)):
             with pytest.raises(ValueError, match=f"format {number!r}"):
                 load({**saved, "format": number})

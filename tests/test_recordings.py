@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import zipfile
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,7 @@ from record import DATA, DTYPES, FLAGS, SHOWN, STEPS, STOP, Arrays, of_keras, of
 import uniclip
 from kit.rules import LOSSES, every_rule, params, steps
 from kit.trees import EPS
-from uniclip.saved import from_dict, to_dict
+from uniclip.saved import FORMAT, from_dict, to_dict
 
 with np.load(DATA / "float64.npz") as _recorded:
     RULES = {name: every_rule(uniclip)[name] for name in _recorded}
@@ -83,6 +85,9 @@ def test_a_rule_does_what_it_did(rule: str, dtype: str) -> None:
 def test_a_saved_state_goes_on(rule: str, dtype: str) -> None:
     """A state that was saved in the middle loads, is saved as it was, and takes the other steps as recorded."""
     saved, grads = states()[dtype][rule], steps(dtype)[0]
+    with pytest.raises(ValueError, match="format 1"):  # in which leaves without a gradient had no name
+        from_dict(RULES[rule], saved, grads)
+    saved |= {name: to_dict(RULES[rule], RULES[rule].init(grads), grads)[name] for name in ("format", "leaves")}
     assert to_dict(RULES[rule], from_dict(RULES[rule], saved, grads), grads) == saved
     check_goes_on(uniclip, rule, dtype, saved)
 
@@ -102,6 +107,7 @@ def test_a_checkpoint_of_torch() -> None:
 
     optimizer, weights, step = of_torch(uniclip)
     saved = torch.load(DATA / "attach.pt")
+    saved["optimizer"]["uniclip"]["format"] = FORMAT  # leaves that have names in both have the same ones
     optimizer.load_state_dict(saved["optimizer"])
     for name, weight in weights.items():
         weight.data.copy_(saved["weights"][name])
@@ -111,12 +117,22 @@ def test_a_checkpoint_of_torch() -> None:
 
 @pytest.mark.needs("keras")
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-def test_a_model_of_keras() -> None:
+def test_a_model_of_keras(tmp_path: Path) -> None:
     """A saved model with a rule in its optimizer loads on each backend, and the steps go on."""
+    import h5py
     import keras
 
     import uniclip.integrations.keras  # noqa: F401 - which tells Keras of its optimizer
 
-    model = keras.saving.load_model(DATA / "model.keras")
+    with zipfile.ZipFile(DATA / "model.keras") as old:
+        old.extractall(tmp_path)
+    with h5py.File(tmp_path / "model.weights.h5", "r+") as weights:
+        known = weights["optimizer/vars/uniclip"]
+        text = known[()].tobytes().replace(b'"format": 1', b'"format": %d' % FORMAT)
+        known[...] = np.frombuffer(text, np.uint8)
+    with zipfile.ZipFile(tmp_path / "new.keras", "w") as new:
+        for name in old.namelist():
+            new.write(tmp_path / name, name)
+    model = keras.saving.load_model(tmp_path / "new.keras")
     for number in range(STEPS, STEPS + 4):
         same_weights("keras", number, of_keras(model, number))

@@ -13,7 +13,7 @@ from uniclip._types import Number, T
 from uniclip._values import to_lists
 from uniclip.backends import backend_of
 from uniclip.base import taken
-from uniclip.labels import Flat, Leaves, agree, joined, labelled, leaves_of
+from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
 from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
 from uniclip.rules import AnyRule, as_rule
@@ -202,7 +202,7 @@ class Clipper:
 
     def _first(self, flat: Flat, leaves: Leaves) -> Any:
         new, loaded = self.rule.init(flat[1].unflatten(flat[0])), self._last.loaded
-        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW, flat)
+        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW)
 
     def _step(self, grads: T, step: Step) -> tuple[T, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
@@ -214,22 +214,19 @@ class Clipper:
                 report = Report()  # nothing to learn, and no framework known
                 self._last = self._last._replace(report=report)
                 return grads, report
+            first = flat
+            if step.params is not None and (step.all_reduce is not None or any([leaf is None for leaf in flat[0]])):
+                first = flatten(step.params, "params")  # which have the shapes of absent gradients
             if step.all_reduce is not None and step.params is not None:  # then there is a norm for every parameter
-                flat = flatten(step.params, "params")
+                flat = first
             elif state is None and nothing and self.rule.memory:
                 raise ValueError(_unknown(flat))
-            if leaves is None or spec is None or spec != flat[1]:
-                here, loaded = leaves_of(self.rule, flat), self._last.loaded
-                state = self._first(flat, here) if state is None else state
-                known = leaves
-                if loaded is not None and loaded.leaves is not None and agree(loaded.leaves, here, flat):
-                    known = loaded.leaves  # which may name some that have no gradient here
-                leaves, spec = here if known is None else joined(self.rule, known, here, flat), flat[1]
-            elif None in [
-                label for part in leaves for label in part or ()
-            ]:  # a gradient may be there for the first time
-                leaves = joined(self.rule, leaves, leaves_of(self.rule, flat), flat)
-            state = self._first(flat, leaves) if state is None else state
+            if leaves is None or spec != flat[1]:
+                here = leaves_of(self.rule, flat)
+                if leaves not in (None, here):
+                    raise ValueError(_of_others(self.rule, labels_of(leaves), labels_of(here)))
+                leaves, spec = here, flat[1]
+            state = self._first(first, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
         clipped, state, report = taken(self.rule, grads, state, step)
         self._refuse_traced(state)
@@ -248,6 +245,15 @@ class Clipper:
 def _traced(array: Any) -> bool:
     backend = backend_of(array)
     return backend is not None and backend.traced(array)
+
+
+def _of_others(rule: Any, known: list[str], here: list[str]) -> str:
+    others = sorted(set(known) ^ set(here))
+    change = f"{shown(others)} had a place at one step and none at another" if others else "their order has changed"
+    return (
+        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, in the same order, "
+        "at every step, with None in the place of a gradient that is absent"
+    )
 
 
 def _unknown(flat: Flat) -> str:

@@ -5,20 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from itertools import islice
-from operator import and_, mul, or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optree
 
 from uniclip._checks import check
 from uniclip._repr import holds_arrays
-from uniclip.backends import DEFAULT, Backend, backend_of
 from uniclip.base import BaseRule, taken
 from uniclip.limits import NoState
-from uniclip.report import FIELDS, LOGGED, SHARE, Late, Made, Report, apart, register
+from uniclip.report import Report, Reports
 from uniclip.rules import AnyRule, as_rule
 from uniclip.scopes import Path
 from uniclip.step import Step, state_where
@@ -111,16 +107,16 @@ class Chain(BaseRule):
         fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
         check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
         states, new = state if self.memory else [NoState()] * len(self.rules), []
-        reports: list[Report] = []
+        report = Reports(())
         for rule, old in zip(self.rules, states, strict=True):
-            skipped = _skipped(reports)
-            grads, after, report = taken(rule, grads, old, step)
-            new.append(after if skipped is None else _where(skipped, old, after))  # its zeros must not enter a state
-            reports.append(report)
-        report = _joined(reports)
+            skipped = report.skipped
+            grads, after, one = taken(rule, grads, old, step)
+            new.append(after if skipped is None else state_where(skipped, old, after))  # its zeros must not be learned
+            report = Reports((*report.rules, one))
         if not self.memory:
             return grads, state, report
-        return grads, tuple(new) if report.finite is None else _where(report.finite, tuple(new), state), report
+        finite = report.finite
+        return grads, tuple(new) if finite is None else state_where(finite, tuple(new), state), report
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,127 +175,3 @@ class Masked(BaseRule):
 def _truth(answer: Any) -> bool:
     check("what where(path, leaf) returns", answer, not holds_arrays(answer), "True or False")
     return bool(answer)
-
-
-def _where(flag: Any, yes: Any, no: Any) -> Any:
-    """Return the first state where a flag is true, else the second."""
-    arrays = optree.tree_leaves(no)
-    return state_where(backend_of(arrays[0]) or DEFAULT, flag, yes, no) if arrays else yes
-
-
-def _skipped(reports: list[Report]) -> Any:
-    """Return whether one of the rules skipped the step, ``None`` if none of them can."""
-    flags = [report.skipped for report in reports if report.skipped is not None]
-    return reduce(or_, flags) if flags else None
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return (backend_of(a) or DEFAULT).xp.maximum(a, b)
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    return (backend_of(a) or DEFAULT).xp.minimum(a, b)
-
-
-def _each(report: Report) -> list[Report]:
-    """Return the report of each rule from the report of a chain."""
-    thresholds = report.thresholds or [None] * len(report.norms)
-    parts = zip(report.norms, report.limits, report.factors, thresholds, strict=True)
-    more = {"finite": report.finite, "skipped": report.skipped}
-    return [Report(*three, thresholds=last, **more) for *three, last in parts]
-
-
-def _line(report: Report) -> str:
-    """Return the lines of the rules that measure norms, joined."""
-    return " | ".join([str(one) for one in _each(report) if one.norms is not None]) or str(Report())
-
-
-class _Reports(Made):
-    """The report of a chain: a tuple of each rule's norms, limits and factors."""
-
-    __slots__ = ()
-    __str__ = _line
-
-    def scalars(self) -> dict[str, Any]:
-        """Return the combined scalars of all rules."""
-        return _scalars(_each(self), self.skipped)
-
-
-class _OfRules(NamedTuple):
-    """The data of a report on several rules: theirs."""
-
-    reports: list[Report]
-
-    @property
-    def own(self) -> Backend:
-        """The backend of the gradients."""
-        return next(report.record.own for report in self.reports if isinstance(report, Late))
-
-    def field(self, name: str) -> Any:
-        """Return a field of the report."""
-        return _field(self.reports, name)
-
-    def scalars(self) -> dict[str, Any]:
-        """Return the combined scalars of all rules."""
-        return _scalars(self.reports, _skipped(self.reports))
-
-    def without_skip(self) -> _OfRules:
-        """Return the same of rules that skip nothing."""
-        return _OfRules([report.without_skip() for report in self.reports])
-
-    def apart(self) -> tuple[list[Any], Callable[[list[Any]], _OfRules]]:
-        """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
-        each, functions = zip(*[apart(report) for report in self.reports], strict=True)
-        counts = list(map(len, each))
-
-        def on_host(found: list[Any]) -> _OfRules:
-            values = iter(found)
-            parts = [list(islice(values, count)) for count in counts]
-            return _OfRules([rebuilt(part) for rebuilt, part in zip(functions, parts, strict=True)])
-
-        return [array for arrays in each for array in arrays], on_host
-
-
-class _LateReports(Late):
-    """The same, arranged on first access."""
-
-    __slots__ = ()
-    __str__ = _line
-    kind = _Reports
-
-
-register(_LateReports)
-
-
-def _joined(reports: list[Report]) -> Report:
-    """Return the report on all rules, arranged on first access if theirs are."""
-    if any([isinstance(report, Late) for report in reports]):
-        return _LateReports(_OfRules(reports))
-    if all([report.finite is None for report in reports]):
-        return Report()
-    return _Reports(*[_field(reports, name) for name in FIELDS])
-
-
-def _field(reports: list[Report], name: str) -> Any:
-    """Return a field of the report on all rules."""
-    if name == "skipped":
-        return _skipped(reports)
-    values = tuple([getattr(report, name) for report in reports])
-    if name == "thresholds" and all(value is None for value in values):
-        return None
-    if name not in {"clipped", "finite"}:
-        return values
-    flags = [value for value in values if value is not None]
-    return reduce(or_ if name == "clipped" else and_, flags) if flags else None
-
-
-def _scalars(reports: list[Report], skipped: Any) -> dict[str, Any]:
-    """Return the combined scalars of all rules; a step counts as clipped if one of them clipped."""
-    each = [report.scalars() for report in reports]
-    join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))
-    found = {name: [scalars[name] for scalars in each if name in scalars] for name in LOGGED}
-    joined = {name: reduce(join[name], values) for name, values in found.items() if values}
-    if joined and skipped is not None:  # also by a rule without norms
-        share = joined[SHARE]
-        joined[LOGGED[-1]] = (backend_of(share) or DEFAULT).xp.asarray(skipped, dtype=share.dtype)
-    return joined

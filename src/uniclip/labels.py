@@ -9,21 +9,21 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip._repr import short, stable
+from uniclip._repr import stable
 from uniclip.combine import Chain, Masked
 from uniclip.limits import PerGroup
 from uniclip.norms import Norm
 from uniclip.plan import label_of, named_by
 from uniclip.rules import Rule
-from uniclip.scopes import FanIn, Path, Scope, everything
+from uniclip.scopes import FanIn, Scope, everything
 from uniclip.tree import place
 
 Flat: TypeAlias = tuple[list[Any], Any]
 """The leaves of a tree, ``None`` for absent ones, and its structure."""
-Leaves: TypeAlias = list[list[str | None] | None]
+Leaves: TypeAlias = list[list[str] | None]
 """For each rule with memory, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
 
-A leaf that never had a gradient, or one that a mask leaves out, is listed as ``None``, since it has its own row.
+A leaf without a gradient, or one that a mask leaves out, is listed too, since it has its own row.
 """
 
 
@@ -64,14 +64,12 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
     if not labelled(rule):
         return [None]
     leaves, spec = flat
-    both = zip(spec.paths(), leaves, strict=True)
+    paths = spec.paths()
     if rule.scope.label is None:
-        return [[None if leaf is None else _name(path) for path, leaf in both]]
-    groups: dict[str, bool] = {stable(repr(label)): False for label in named_by(rule)}
-    for path, leaf in both:
-        label = stable(repr(label_of(rule.scope.label, path, leaf, place("grads", path))))
-        groups[label] = groups.get(label, False) or leaf is not None
-    return [[label if there else None for label, there in sorted(groups.items())]]
+        return [[stable(place("", path)) for path in paths]]
+    label = rule.scope.label
+    labels = [label_of(label, *pair, place("grads", pair[0])) for pair in zip(paths, leaves, strict=True)]
+    return [sorted({stable(repr(one)) for one in [*named_by(rule), *labels]})]
 
 
 def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -87,48 +85,13 @@ def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple
 
 def labels_of(leaves: Leaves | None) -> list[str]:
     """Return the leaves or groups of all rules in one list."""
-    return [label for part in leaves or () for label in part or () if label is not None]
-
-
-def agree(known: Leaves, here: Leaves, flat: Flat | None = None) -> bool:
-    """Whether the leaves or groups are in the same places, as far as they are named.
-
-    A leaf or group without a gradient has no name here; a leaf that had a name needs a place in the tree.
-    """
-    if [part and len(part) for part in known] != [part and len(part) for part in here]:
-        return False
-    pairs = [pair for a, b in zip(known, here, strict=True) for pair in zip(a or (), b or (), strict=True)]
-    absent = {a for a, b in pairs if a is not None and b is None and _is_leaf(a)}
-    paths = [] if flat is None or not absent else flat[1].paths()
-    return absent.issubset(map(_name, paths)) and all(a == b for a, b in pairs if None not in {a, b})
-
-
-def joined(rule: Any, known: Leaves, here: Leaves, flat: Flat) -> Leaves:
-    """Return the names of all leaves that had a gradient in a step; refuse a tree of other leaves or groups."""
-    if agree(known, here, flat):
-        parts = zip(known, here, strict=True)
-        return [a and [one or other for one, other in zip(a, b or (), strict=True)] for a, b in parts]
-    others = sorted(set(labels_of(known)) ^ set(labels_of(here)))
-    change = f"{shown(others)} had a place at one step and none at another" if others else "their order has changed"
-    msg = (
-        f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, in the same order, "
-        "at every step, with None in the place of a gradient that is absent"
-    )
-    raise ValueError(msg)
+    return [label for part in leaves or () for label in part or ()]
 
 
 def shown(labels: list[str]) -> str:
     """Return leaves and groups as text for an error."""
-    names = [f"grads{label}" if _is_leaf(label) else f"group {label}" for label in labels[:5]]
+    names = [f"grads{label}" if label[:1] in {"", "["} else f"group {label}" for label in labels[:5]]
     return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
-
-
-def _name(path: Path) -> str:
-    return stable(place("", path))
-
-
-def _is_leaf(label: str) -> bool:
-    return label[:1] in {"", "["}
 
 
 def _limit(limit: Any) -> str:

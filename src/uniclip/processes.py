@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ref
 
 import numpy as np
 
@@ -37,16 +38,21 @@ Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 class Join:
     """How the processes of an ``all_reduce`` join the rows of a rule; Python values only, as traces read them."""
 
-    __slots__ = ("all_reduce", "checked", "low", "shared", "size")
+    __slots__ = ("_held", "checked", "low", "shared", "size")
 
-    def __init__(self, all_reduce: Any, shared: Shared | None) -> None:
-        self.all_reduce, self.shared = all_reduce, shared
+    def __init__(self, held: Any, shared: Shared | None) -> None:
+        self._held, self.shared = held, shared
         self.checked = False
         """Whether the processes have compared their rules and rows."""
         self.low = True
         """Whether no process has float64 gradients."""
         self.size = 0
         """How many processes there are; 0 if unknown."""
+
+    @property
+    def all_reduce(self) -> Any:
+        """The user's ``all_reduce``."""
+        return given_back(self._held)
 
     @property
     def named(self) -> bool:
@@ -64,14 +70,24 @@ def join_of(joins: dict[Any, Join], all_reduce: Any, shared: Shared | None, *, t
     if all_reduce is None:
         return None
     check("all_reduce", all_reduce, isinstance(all_reduce, Hashable), "a function, a process group, a mesh or a name")
-    said = all_reduce, shared
     if traced:
-        return Join(*said)
+        return Join(all_reduce, shared)
+    said = held(all_reduce), shared
     if said not in joins:
         while len(joins) >= _KEPT:
             joins.pop(next(iter(joins)))
         joins[said] = Join(*said)
     return joins[said]
+
+
+def held(all_reduce: Any) -> Any:
+    """Return a reference to keep; a weak one to a process group, which must end when it is destroyed."""
+    return ref(all_reduce) if hasattr(all_reduce, "allreduce") else all_reduce
+
+
+def given_back(reference: Any) -> Any:
+    """Return what `held` was given."""
+    return reference() if isinstance(reference, ref) else reference
 
 
 def refuse_shared(all_reduce: Any, shared: Any) -> None:

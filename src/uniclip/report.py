@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from functools import reduce
+from operator import and_, mul, or_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
@@ -44,11 +46,6 @@ class Raw(NamedTuple):
     skipped: Any = None
     """Whether the step is skipped, ``None`` if the rule skips none."""
 
-    @property
-    def own(self) -> Backend:
-        """The backend of the gradients."""
-        return self.plan.backend
-
     def field(self, name: str) -> Any:
         """Return a field of the report, in arrays of the gradients' library."""
         plan, xp = self.plan, self.plan.xp
@@ -83,22 +80,6 @@ class Raw(NamedTuple):
     def _array(self, value: Any, norms: Any) -> Any:
         """Return a limit as an array, which broadcasts against the norms."""
         return value if hasattr(value, "shape") else self.plan.xp.asarray(value, dtype=norms.dtype)
-
-    def without_skip(self) -> Raw:
-        """Return the same of a rule that skips nothing."""
-        return self._replace(skipped=None)
-
-    def apart(self) -> tuple[list[Any], Callable[[list[Any]], Raw]]:
-        """Return the arrays, and a function that makes the record of NumPy arrays in their place."""
-        some: Any = {name: getattr(self, name) for name in self._fields[1:]}
-        arrays, spec = optree.tree_flatten(some)
-        plan = self.plan.on_host()
-
-        def on_host(found: list[Any]) -> Raw:
-            fields: Any = spec.unflatten(found)
-            return Raw(plan, **fields)
-
-        return arrays, on_host
 
 
 class Report:
@@ -235,10 +216,8 @@ class Late(Report):
     """A report whose fields are arranged on first access."""
 
     __slots__ = ("_found", "record")
-    kind: ClassVar[type[Made]] = Made
-    """The class that pytree libraries and copies construct from the fields."""
 
-    def __init__(self, record: Any) -> None:
+    def __init__(self, record: Raw) -> None:
         self.record = record
         self._found: dict[str, Any] = {}
 
@@ -249,54 +228,120 @@ class Late(Report):
 
     def without_skip(self) -> Report:
         """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
-        return type(self)(self.record.without_skip())
+        return Late(self.record._replace(skipped=None))
 
     def __reduce__(self) -> Any:
         """Return the fields, for a copy or a pickle."""
-        return self.kind, tuple(self)
+        return Made, tuple(self)
 
     def __getitem__(self, number: int | slice) -> Any:
         return tuple(self)[number]
 
     def __getattr__(self, name: str) -> Any:
-        if name not in FIELDS:
-            msg = f"a report has no {name!r}: it has {', '.join(FIELDS)}, and scalars()"
-            raise AttributeError(msg)
+        _refuse_name(name)
         if name not in self._found:
             self._found[name] = self.record.field(name)
         return self._found[name]
 
 
-def opened(late: Late) -> tuple[tuple[Any, ...], type[Made]]:
+def _opened(late: Late) -> tuple[tuple[Any, ...], None]:
     """Return the fields of a report, the children of its node in pytree libraries."""
-    return tuple(late), late.kind
+    return tuple(late), None
 
 
-def closed(kind: type[Made], fields: Iterable[Any]) -> Made:
+def _closed(_: None, fields: Iterable[Any]) -> Made:
     """Return a report from the children of a pytree node."""
-    return kind(*fields)
+    return Made(*fields)
 
 
-def register(kind: type[Late]) -> None:
-    """Register a class of reports as a pytree node."""
-    optree.register_pytree_node(kind, opened, closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
-    NODES.append((kind, opened, closed))
+optree.register_pytree_node(Late, _opened, _closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
+NODES.append((Late, _opened, _closed))
 
 
-register(Late)
+class _OfRules(NamedTuple):
+    rules: tuple[Report, ...]
 
 
-def apart(report: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the arrays of a report, or of its scalars, and a function that makes it of NumPy arrays in their place.
+class Reports(_OfRules, Report):
+    """The report of a chain: those of its rules. A field is a tuple of theirs, or a flag for all of them."""
 
-    Nothing is arranged.
+    __slots__ = ()
+    __repr__ = Report.__repr__
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse_name(name)
+        values = [getattr(report, name) for report in self.rules]
+        flags = [value for value in values if value is not None]
+        if not flags or name not in _JOINED:
+            return tuple(values) if flags else None
+        return reduce(_JOINED[name], flags)
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the combined scalars of all rules; a step counts as clipped if one of them clipped."""
+        each, skipped = [report.scalars() for report in self.rules], self.skipped
+        join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))
+        found = {name: [scalars[name] for scalars in each if name in scalars] for name in LOGGED}
+        joined = {name: reduce(join[name], values) for name, values in found.items() if values}
+        if joined and skipped is not None:  # also by a rule without norms
+            share = joined[SHARE]
+            joined[LOGGED[-1]] = _xp_of(share).asarray(skipped, dtype=share.dtype)
+        return joined
+
+    def __str__(self) -> str:
+        """Return the lines of the rules that measure norms, joined."""
+        return " | ".join([str(one) for one in self.rules if one.norms is not None]) or str(Report())
+
+    def without_skip(self) -> Report:
+        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
+        return Reports(tuple([report.without_skip() for report in self.rules]))
+
+
+_JOINED: dict[str, Callable[[Any, Any], Any]] = {"clipped": or_, "finite": and_, "skipped": or_}
+
+
+def _refuse_name(name: str) -> None:
+    if name not in FIELDS:
+        msg = f"a report has no {name!r}: it has {', '.join(FIELDS)}, and scalars()"
+        raise AttributeError(msg)
+
+
+def _xp_of(array: Any) -> Any:
+    return (backend_of(array) or DEFAULT).xp
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return _xp_of(a).maximum(a, b)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return _xp_of(a).minimum(a, b)
+
+
+def apart(report: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Backend | None]:
+    """Take a report, or its scalars, apart; nothing is arranged.
+
+    Returns
+    -------
+    arrays : list
+    rebuilt : callable
+        Makes the report of NumPy arrays in their place.
+    backend : Backend or None
+        That of the gradients.
     """
-    if isinstance(report, Late):
-        arrays, record = report.record.apart()
-        kind = type(report)
-        return arrays, lambda found: kind(record(found))
-    arrays, spec = optree.tree_flatten(report)
-    return arrays, spec.unflatten
+    parts, outer = optree.tree_flatten(report, is_leaf=lambda one: isinstance(one, Late))
+    plans = {number: part.record.plan for number, part in enumerate(parts) if isinstance(part, Late)}
+    nothing: Any = None
+    records: Any = [part.record._replace(plan=nothing) if isinstance(part, Late) else part for part in parts]
+    arrays, inner = optree.tree_flatten(records)
+
+    def rebuilt(found: list[Any]) -> Any:
+        new: Any = inner.unflatten(found)
+        for number, plan in plans.items():
+            new[number] = Late(new[number]._replace(plan=plan.on_host()))
+        return outer.unflatten(new)
+
+    known = [plan.backend for plan in plans.values()]
+    return arrays, rebuilt, known[0] if known else next(filter(None, map(backend_of, arrays)), None)
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report

@@ -4,7 +4,7 @@
 It is a dict of four entries, the same for `uniclip.Clipper`, every integration and every framework:
 
 ==============  ===================================================================================
-``"format"``    1, the version of the format
+``"format"``    2, the version of the format
 ``"rule"``      the kinds of limit, norm and scope that the numbers belong to, see `identity`
 ``"leaves"``    for each rule with memory, the leaves or groups of its norms, see `leaves_of`
 ``"state"``     the arrays of the state by name, as numbers and lists, or as arrays
@@ -27,12 +27,12 @@ from uniclip._repr import short
 from uniclip._values import array_like, array_of, to_lists
 from uniclip._version import version
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.labels import Flat, Leaves, agree, identity, labels_of, leaves_of, parts_of, shown
+from uniclip.labels import Leaves, identity, labels_of, leaves_of, parts_of, shown
 from uniclip.rules import as_rule
 from uniclip.tree import flatten
 
-FORMAT = 1
-"""The version that is written and read; a state without a version is read as 1."""
+FORMAT = 2
+"""The version that is written and read; a state without a version, made by hand, is taken for one of it."""
 _ENTRIES = ("rule", "leaves", "state")
 _ANEW = "start over with rule.init(grads)"
 
@@ -104,8 +104,9 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     """
     rule = as_rule(rule)
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")
-    new, flat = rule.init(grads), flatten(grads)
-    return restored(from_saved(saved, rule, _ANEW), rule, leaves_of(rule, flat), new, _ANEW, flat) if saved else new
+    new = rule.init(grads)
+    leaves = leaves_of(rule, flatten(grads))
+    return restored(from_saved(saved, rule, _ANEW), rule, leaves, new, _ANEW) if saved else new
 
 
 def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str], str]) -> dict[str, Any]:
@@ -139,13 +140,9 @@ def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str],
         msg = f"the saved state is not of {shown(strange)}: it is of {shown(known)}"
         raise ValueError(msg)
 
-    def of(label: str | None) -> str | None:
-        if label is None:
-            return None
-        return names(label) if callable(names) else names.get(label, label)
-
+    of: Any = names if callable(names) else lambda label: names.get(label, label)
     leaves = [None if part is None else list(map(of, part)) for part in saved["leaves"]]
-    twice = [label for part in leaves for label, n in Counter(part or ()).items() if label is not None and n > 1]
+    twice = [label for part in leaves for label, n in Counter(part or ()).items() if n > 1]
     if twice:
         msg = f"two leaves of the saved state would become {shown(twice[:1])}"
         raise ValueError(msg)
@@ -196,9 +193,7 @@ def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
     return Saved(_copied(saved["leaves"]), {name: array_of(value) for name, value in saved["state"].items()})
 
 
-def restored(  # noqa: PLR0913, PLR0917
-    saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: str, flat: Flat | None = None
-) -> Any:
+def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: str) -> Any:
     """Return a saved state in arrays like those of a state before the first step.
 
     Parameters
@@ -211,8 +206,6 @@ def restored(  # noqa: PLR0913, PLR0917
         What ``rule.init`` returns for them.
     anew : str
         How to start over, for errors.
-    flat : tuple, optional
-        The flattened tree here, where some of the gradients may be absent.
 
     Raises
     ------
@@ -222,7 +215,7 @@ def restored(  # noqa: PLR0913, PLR0917
     numbers = saved.values
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
     names = [_name(path) for path in accessors]
-    if not (saved.leaves is None or leaves is None or agree(saved.leaves, leaves, flat)):
+    if not (saved.leaves is None or leaves is None or saved.leaves == leaves):
         numbers = _in_order(rule, saved, leaves, like, anew)
     if set(names) != set(numbers):
         msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {anew}"
@@ -247,7 +240,7 @@ def _refuse_format(saved: Any, anew: str) -> None:
 def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> dict[str, Any]:
     """Return the numbers of a saved state with rows in the order of the leaves or groups here."""
     theirs, values = saved.leaves or [], dict(saved.values)
-    if [part and set(labels_of([part])) for part in theirs] != [part and set(labels_of([part])) for part in here]:
+    if [part and set(part) for part in theirs] != [part and set(part) for part in here]:
         raise ValueError(of_others(rule, labels_of(theirs), labels_of(here), anew))
     for (way, state), old, new in zip(parts_of(rule, like), theirs, here, strict=True):
         if old is None or new is None or old == new:
@@ -256,18 +249,12 @@ def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> di
         rows = {name: array for name, array in zip(names, optree.tree_leaves(state), strict=True) if array.shape != ()}
         found = {name: values[name] for name in rows if name in values}
         if _has_rows(state, len(new)) and all(tuple(a.shape[:1]) in {(1,), (len(old),)} for a in found.values()):
-            values |= {name: _moved(array, old, rows[name], new) for name, array in found.items()}
-        elif labels_of([old]) != labels_of([new]):
-            raise ValueError(of_others(rule, labels_of([old]), labels_of([new]), anew))
+            order = [old.index(label) for label in new]
+            moved = {name: np.asarray(to_lists(a))[order] for name, a in found.items() if a.shape[0] == len(order)}
+            values |= moved  # others are shared by all rows
+        else:
+            raise ValueError(of_others(rule, old, new, anew))
     return values
-
-
-def _moved(saved: Any, old: list[str | None], first: Any, new: list[str | None]) -> Any:
-    """Return saved rows in another order; rows of absent leaves are as before the first step."""
-    if first.shape[0] != len(new) or saved.shape[0] != len(old):  # not every array has a len
-        return saved
-    mine, its = np.asarray(to_lists(saved)), np.asarray(to_lists(first))
-    return np.stack([its[n] if label is None else mine[old.index(label)] for n, label in enumerate(new)])
 
 
 def _has_rows(state: Any, count: int) -> bool:

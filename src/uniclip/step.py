@@ -12,6 +12,7 @@ import optree
 from uniclip._checks import refuse_in_step
 from uniclip._repr import short
 from uniclip.ask import factors_of, limits_of
+from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.base import HOST, OWN, TRACED, cast
 from uniclip.curves import rejects
 from uniclip.measure import Measured, Step, cleaned, measured
@@ -228,15 +229,17 @@ def _decided(
     constant = rule.number if max_norm is None else max_norm
     factors = [factors_of(rule, plan, *some, fine, constant) for some in zip(norms, limits, faults, strict=True)]
     if rule.memory:  # NaN never enters a state
-        new = state_where(plan.backend, fine if plan.world.readable(fine) else plan.own(fine), new, state)
+        new = state_where(fine, new, state)
     skipped = _skipped(rule, plan, factors, fine, found)
     return Decision(rule, given, plan, Raw(plan, norms, limits, factors, thresholds, sound, skipped), new)
 
 
-def state_where(backend: Any, flag: Any, yes: Any, no: Any) -> Any:
+def state_where(flag: Any, yes: Any, no: Any) -> Any:
     """Return the first state where a flag is true, else the second."""
-    if not optree.tree_leaves(no):
+    arrays: list[Any] = optree.tree_leaves(no)
+    if not arrays:
         return yes
+    backend = backend_of(arrays[0]) or DEFAULT
     if isinstance(flag, (bool, np.bool_, np.ndarray)) or backend.readable(flag):
         return yes if bool(flag) else no
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kit import oracle
-from kit.check import Mismatch, check_leaves, check_report, numpy_of, same_tree, seen_of
+from kit.check import FIELDS, Mismatch, check_leaves, check_report, numpy_of, same_tree, seen_of
 from kit.draw import Case, Slot, drawn_case, plans_of
 from kit.frameworks import Framework
 from kit.oracle import Inconclusive, Leaf, Machine, Outcome
@@ -88,7 +88,7 @@ def together(fw: Framework, count: int, run: Callable[[int, Callable[[Any, str],
         try:
             with fw.context(), np.errstate(all="ignore"):
                 clipped, state, report = run(number, all_reduce)
-                for _, leaf in walk((clipped, state, *report)):
+                for _, leaf in walk((clipped, state, *[getattr(report, name) for name in FIELDS])):
                     fw.numpy(leaf)  # an array that is lazy is computed in the thread that made it
                 return clipped, state, report
         except BaseException:

@@ -7,6 +7,7 @@ file writes one, of the functions that uniclip calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -131,15 +132,19 @@ namespace = SimpleNamespace(
     arange=lambda stop, /, *, dtype=tf.int32: tf.range(stop, dtype=dtype),
     asarray=_asarray,
     astype=lambda x, dtype, /, *, copy=True: tf.cast(x, dtype),  # noqa: ARG005 - tensors are immutable
+    ceil=tf.math.ceil,
     clip=_clip,
     concat=lambda arrays, /, *, axis=0: tf.concat(arrays, axis),
     equal=tf.equal,
     exp=tf.exp,
     expand_dims=lambda x, /, *, axis=0: tf.expand_dims(x, axis),
+    expm1=tf.math.expm1,
     finfo=lambda dtype: np.finfo(dtype.as_numpy_dtype),
     float32=tf.float32,
     float64=tf.float64,
     floor=tf.floor,
+    greater=tf.greater,
+    greater_equal=tf.greater_equal,
     iinfo=lambda dtype: SimpleNamespace(min=dtype.min, max=dtype.max),
     imag=tf.math.imag,
     int32=tf.int32,
@@ -147,8 +152,14 @@ namespace = SimpleNamespace(
     isfinite=_isfinite,
     isinf=tf.math.is_inf,
     isnan=tf.math.is_nan,
+    less=tf.less,
+    less_equal=tf.less_equal,
     log=tf.math.log,
+    log1p=tf.math.log1p,
+    log2=lambda x, /: tf.math.log(x) / math.log(2),
+    logical_and=tf.logical_and,
     logical_not=tf.logical_not,
+    logical_or=tf.logical_or,
     max=_reduction(_extreme(tf.reduce_max)),
     maximum=tf.maximum,
     mean=_reduction(tf.reduce_mean),
@@ -156,12 +167,15 @@ namespace = SimpleNamespace(
     minimum=tf.minimum,
     not_equal=tf.not_equal,
     ones_like=tf.ones_like,
+    pow=tf.pow,
     real=tf.math.real,
     reshape=lambda x, shape, /: tf.reshape(x, shape),
     result_type=_result_type,
     round=tf.round,
+    sign=tf.sign,
     sort=_sort,
     sqrt=tf.sqrt,
+    square=tf.square,
     stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
     sum=_reduction(tf.reduce_sum),
     tanh=tf.tanh,

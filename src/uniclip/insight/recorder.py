@@ -183,7 +183,8 @@ class Recorder:
         scalars = isinstance(report, dict) and all([str(name).startswith(LOGGED) for name in report])
         fits = scalars or isinstance(report, Report)
         check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
-        flags = [] if isinstance(report, Late) else [getattr(report, "finite", None)]
+        each = getattr(report, "rules", [report])
+        flags = [getattr(one, "finite", None) for one in each if not isinstance(one, Late)]
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
         check("report", report, one, "of one step; of many, such as those of a scan, record one after the other")
@@ -196,10 +197,10 @@ class Recorder:
         if bool(self.leaves) != bool(rows):
             msg = "Recorder(..., leaves=True) takes norms of leaves, and only it: leaves=insight.leaf_norms(grads)"
             raise TypeError(msg)
-        arrays, rebuilt = apart(report)
+        arrays, rebuilt, library = apart(report)
         with self._lock:
             number = self._number(step)
-            if self._is_first_process(report, arrays):
+            if self._is_first_process(library):
                 kept = _by_library([*arrays, *rows, *numbers.values()], "to_keep")
                 self._kept.append(
                     (kept, partial(self._made, number, rebuilt, len(arrays), self._labels, list(numbers)))
@@ -234,13 +235,12 @@ class Recorder:
             raise ValueError(msg)
         return number
 
-    def _is_first_process(self, report: Report | dict[str, Any], arrays: list[Any]) -> bool:
+    def _is_first_process(self, library: Any) -> bool:
         """Whether this process writes; once it is known, so it stays."""
         if self._writes is None:
-            own = report.record.own if isinstance(report, Late) else next(filter(None, map(backend_of, arrays)), None)
-            if own is None:
+            if library is None:
                 return True
-            self._writes = own.processes.rank() == 0
+            self._writes = library.processes.rank() == 0
         return self._writes
 
     def resume(self, step: int) -> None:

@@ -50,7 +50,7 @@ def renumbered(saved: Leaves | None, here: Leaves) -> Leaves | None:
     if _counted_from_0([one for one, _ in ends]) != _counted_from_0([one for _, one in ends]):
         return saved
     names = iter(both[1])
-    return [part and [label and next(names) for label in part] for part in saved]
+    return [part and [next(names) for _ in part] for part in saved]
 
 
 def _counted_from_0(paths: list[list[str]]) -> list[list[tuple[str, int]]]:

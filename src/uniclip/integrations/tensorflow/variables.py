@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import tensorflow as tf
 
-from uniclip.labels import Leaves, labels_of, leaves_of, parts_of
+from uniclip.labels import Leaves, leaves_of, parts_of
 from uniclip.tree import flatten
 
 tf1 = tf.compat.v1
@@ -105,7 +105,7 @@ def unique(names: list[str]) -> list[str]:
 def _places(rule: Any, leaves: Leaves, state: Any) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the path to each array of a state, and the labels of its rows, by which a saver finds them."""
     for (way, inside), part in zip(parts_of(rule, state), leaves, strict=True):
-        labels = [] if part is None or None in part else [label.strip("[]'\"") for label in labels_of([part])]
+        labels = [label.strip("[]'\"") for label in part or ()]
         for path in optree.tree_accessors(inside):
             rows = tuple(path(inside).shape)[:1] == (len(labels),) and len(labels) > 0
             yield [*way, *map(_part, path)], labels if rows else []

@@ -26,7 +26,7 @@ from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwra
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.labels import leaves_of
-from uniclip.processes import AllReduce, Shared, reducer_of, refuse_shared
+from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
 from uniclip.rules import AnyRule, leaf_norms
 from uniclip.saved import from_saved, restored, to_saved
@@ -175,7 +175,7 @@ class Attached:
     def __init__(self, optimizer: Any, rule: BaseRule, all_reduce: Any, shared: Any, record: Recorder | None) -> None:
         self.rule = rule
         self.record = record
-        self._all_reduce, self._shared = all_reduce, shared
+        self._join, self._shared = held(all_reduce), shared
         self._optimizer = optimizer
         self._steps = 0
         self._hidden: list[tuple[Any, Any]] = []
@@ -288,8 +288,7 @@ class Attached:
         return to_saved(self.rule, self._leaves, self.state, convert)
 
     def _restored(self, saved: Any) -> Any:
-        found = from_saved(saved, self.rule, _ANEW)
-        return restored(found, self.rule, self._leaves, self.state, _ANEW, flatten(self._known()))
+        return restored(from_saved(saved, self.rule, _ANEW), self.rule, self._leaves, self.state, _ANEW)
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
@@ -374,10 +373,11 @@ class Attached:
             loss = of_all(loss, device)
             if looks_at_loss(self.rule):
                 loss()  # also without any gradient, or other processes would wait
-        if not grads and self._all_reduce is None:
+        all_reduce = given_back(self._join)
+        if not grads and all_reduce is None:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        found_inf = of_any(found_inf, self._all_reduce, device)
+        found_inf = of_any(found_inf, all_reduce, device)
         policy = getattr(self.rule, "nonfinite", None)
         # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under these policies.
         if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
@@ -391,7 +391,7 @@ class Attached:
             if leaves.shape[0] != self._named:
                 self._name(self.record)  # after add_param_group
         _, self.state, self.report = self.rule.update(
-            tree, self.state, every, self._all_reduce, in_place=True, loss=loss, shared=self._shared
+            tree, self.state, every, all_reduce, in_place=True, loss=loss, shared=self._shared
         )
         self._steps += 1
         if self.record is not None:
