@@ -74,7 +74,7 @@ def holds_reals(array: Any) -> bool:
 
 
 def number(name: str, value: Any, wanted: str = "a number") -> Any:
-    """Convert any real number, or a readable 0-d array, to a Python float or int.
+    """Convert any real number, or a readable 0-d array, to a Python float, or an int that is a float, too.
 
     Raises
     ------
@@ -83,42 +83,24 @@ def number(name: str, value: Any, wanted: str = "a number") -> Any:
     ValueError
         If it is beyond the range of a float.
     """
-    if isinstance(value, bool):
-        check(name, value, False, wanted)  # noqa: FBT003
-    if isinstance(value, float):
-        return value if type(value) is float else float(value)
-    result = _read(value)
-    if result is None:
-        check(name, value, False, wanted)  # noqa: FBT003
-    if isinstance(result, int) and abs(result) > _LARGEST:
-        msg = f"{name} must be within the range of a float ({_LARGEST:.2}, or math.inf), got {short(value)}"
-        raise ValueError(msg)
-    return result
+    if type(value) is float:
+        return value
+    check(name, value, not isinstance(value, bool) and (isinstance(value, (Real, Decimal)) or _single(value)), wanted)
+    try:
+        return int(value) if isinstance(value, Integral) and abs(int(value)) <= _EXACT else float(value)
+    except OverflowError as error:
+        msg = f"{name} must be within the range of a float (1.8e+308, or math.inf), got {short(value)}"
+        raise ValueError(msg) from error
 
 
-_LARGEST = 1.7976931348623157e308
 _EXACT = 2**53
 """The largest float up to which all integers are exact; not every framework has larger integers."""
-_BYTES = 8
-"""The size of a float in bytes."""
 
 
-def _read(value: Any) -> Any:
-    """Convert a number of another type to an int or float; ``None`` if it is not a number."""
-    try:
-        if isinstance(value, Integral):
-            integer = int(value)
-            return integer if abs(integer) <= _EXACT else float(integer)
-        if isinstance(value, (Real, Decimal)):
-            wide = hasattr(value, "dtype") and value.dtype.itemsize > _BYTES
-            return value if wide else float(value)  # a longdouble keeps its digits
-        if getattr(value, "shape", None) == () and holds_reals(value):
-            return float(value)
-    except OverflowError:
-        return int(value)
-    except Exception:  # noqa: BLE001 - any error of a framework for an array without a value
-        return None
-    return None
+def _single(array: Any) -> bool:
+    """Whether an array is one number that can be read."""
+    backend = backend_of(array)
+    return backend is not None and not backend.traced(array) and tuple(array.shape) == () and holds_reals(array)
 
 
 def refuse_in_step(loss: Any, params: Any = None) -> None:

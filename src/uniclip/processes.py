@@ -190,17 +190,12 @@ def _reduced(plan: Plan, array: Any, op: Op, join: Any) -> Any:
 
 def _largest_of_all(xp: Any, value: Any, reduce: Reduce) -> Any:
     """Return the largest of all processes' values, NaN if one of them is NaN."""
-    isnan, zero = xp.isnan(value), xp.zeros_like(value)
-    count = value.shape[0] if value.shape else 0
-    both = [xp.where(isnan, zero, value), xp.astype(isnan, value.dtype)]
-    if count:
-        pair = reduce(xp.concat(both, axis=0), "max")
-        value, isnan = pair[:count], pair[count:] > 0
-    else:
-        value, isnan = (reduce(one, "max") for one in both)
-        isnan = isnan > 0
+    isnan, shape = xp.isnan(value), tuple(value.shape)
+    both = [xp.where(isnan, xp.zeros_like(value), value), xp.astype(isnan, value.dtype)]
+    pair = reduce(xp.concat([xp.reshape(one, (-1,)) for one in both], axis=0), "max")
+    top, bad = (xp.reshape(one, shape) for one in (pair[: math.prod(shape)], pair[math.prod(shape) :] > 0))
     # 0/0, not a constant NaN, which a debugger would report as a result.
-    return xp.where(isnan, xp.zeros_like(value), value) / xp.astype(xp.logical_not(isnan), value.dtype)
+    return xp.where(bad, xp.zeros_like(top), top) / xp.astype(xp.logical_not(bad), value.dtype)
 
 
 def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:

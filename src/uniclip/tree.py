@@ -198,19 +198,10 @@ def _dense(backend: Backend, numbers: Sequence[int], leaves: list[Any], spec: An
     for number, part in enumerate(parts or ()):
         if part is not None:
             way = ways.get(number) or Stored(leaves[number], unchanged)
-            back = partial(_through, way.back, part, arrays[number])
+            back = _after(partial(part.whole, arrays[number]), way.back)
             view = way.view or arrays[number] is leaves[number]
             ways[number] = way._replace(array=local[number], back=back, view=view)
     return local, ways, parts
-
-
-def _through(back: Callable[[Any], Any], part: Any, whole: Any, local: Any) -> Any:
-    """Restore a leaf from the part that a process holds."""
-    return back(part.whole(whole, local))
-
-
-def _place(name: str, spec: Any, number: int) -> str:
-    return place(name, spec.paths()[number])
 
 
 def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
@@ -222,21 +213,24 @@ def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
         If a leaf is not an array, is a parameter in ``grads``, or belongs to another framework than the first leaf.
     """
     chosen, first = None, 0
+
+    def what(number: int) -> str:
+        return f"{place(name, spec.paths()[number])} is a {describe(leaves[number])}"
+
     for number, leaf in enumerate(leaves):
         if leaf is None:
             continue
         backend = backend_of(leaf)
         if backend is None:
-            raise TypeError(_no_array(_place(name, spec, number), leaf))
+            raise TypeError(_no_array(place(name, spec.paths()[number]), leaf))
         why = backend.unfit(leaf, gradient=name == "grads")
         if why:
-            msg = f"{_place(name, spec, number)} is a {describe(leaf)}: {why}"
+            msg = f"{what(number)}: {why}"
             raise TypeError(msg)
         if chosen is None:
             chosen, first = backend, number
         if backend is not chosen:
-            one, other = (f"{_place(name, spec, n)} is a {describe(leaves[n])}" for n in (number, first))
-            msg = f"{one} but {other}: convert all gradients to one framework first"
+            msg = f"{what(number)} but {what(first)}: convert all gradients to one framework first"
             raise TypeError(msg)
     return chosen or DEFAULT
 
@@ -296,12 +290,12 @@ def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any],
             more_paths, more_leaves, rebuild = _flatten(container, name, path)
             paths += more_paths
             leaves += more_leaves
-            builders.append(partial(_rebuilt, rebuild, close))
+            builders.append(_after(rebuild, close))
     return paths, leaves, lambda new: optree.tree_unflatten(spec, [build(new) for build in builders])
 
 
-def _rebuilt(rebuild: Callable[[Iterator[Any]], Any], close: Callable[[Any], Any], new: Iterator[Any]) -> Any:
-    return close(rebuild(new))
+def _after(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda new: then(first(new))
 
 
 def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:

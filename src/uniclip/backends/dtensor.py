@@ -80,22 +80,6 @@ def _like_local(like: Any, local: Any) -> Any:
     )
 
 
-def _summed_first(like: Any, local: Any) -> Any:
-    """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
-    from torch.distributed.tensor import DTensor, Partial, Shard
-
-    def without_first(placement: Any) -> Any:
-        if placement.is_replicate():
-            return placement
-        return Partial("sum") if placement.dim == 0 else Shard(placement.dim - 1)
-
-    whole = torch.empty(like.shape[1:], device="meta")
-    places = list(map(without_first, summed(like).placements))
-    return DTensor.from_local(
-        local, like.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
 class Part:
     """The part of a distributed tensor that this process holds; equal parts are one object."""
 
@@ -120,7 +104,10 @@ class Part:
     def reduce(self, array: Any, op: Op) -> Any:
         """Return the sum or maximum over the mesh."""
         if tracing() or recorded(array):
-            return _joined(self.owner, array, op)
+            from torch.distributed.tensor import DTensor, Partial
+
+            mesh = self.owner  # with derivatives if they are recorded
+            return DTensor.from_local(array, mesh, [Partial(op)] * mesh.ndim, run_check=False).full_tensor()
         return _all_reduce([group for group in self.owner.get_all_groups() if group.size() > 1], array, op)
 
     def whole(self, like: Any, local: Any) -> Any:
@@ -129,7 +116,18 @@ class Part:
 
     def summed(self, like: Any, local: Any) -> Any:
         """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
-        return _summed_first(like, local)
+        from torch.distributed.tensor import DTensor, Partial, Shard
+
+        def without_first(placement: Any) -> Any:
+            if placement.is_replicate():
+                return placement
+            return Partial("sum") if placement.dim == 0 else Shard(placement.dim - 1)
+
+        whole = torch.empty(like.shape[1:], device="meta")
+        places = list(map(without_first, summed(like).placements))
+        return DTensor.from_local(
+            local, like.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
 
     def embedded(self, xp: Any, norms: Any, axes: tuple[int, ...] | None) -> Any:
         """Return norms along ``axes``, ``(k, *kept)``, as norms of the whole tensor, 0 for other entries."""
@@ -163,18 +161,13 @@ def _part_of(tensor: Any) -> Part:
     what = mesh, tuple(tensor.placements), tuple(tensor.shape)
     if torch.compiler.is_compiling():
         return Part(*what)
-    key = (*what, _groups(mesh))  # meshes of another initialization are equal, but have other groups
+    key = (*what, tuple(mesh._dim_group_names))  # meshes of another initialization are equal, but have other groups
     part = _parts.get(key)
     if part is None:
         if len(_parts) >= _KEPT:
             _parts.clear()
         part = _parts[key] = Part(*what)
     return part
-
-
-def _groups(mesh: Any) -> tuple[str, ...]:
-    """Return the names of a mesh's process groups."""
-    return tuple(mesh._dim_group_names)
 
 
 def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
@@ -193,14 +186,6 @@ def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
     here = every.redistribute(placements=list(map(alone, placements))).to_local().tolist()
     one_by_one = here == list(range(here[0], here[0] + len(here))) if here else True
     return slice(here[0] if here else 0, here[-1] + 1 if here else 0) if one_by_one else here
-
-
-def _joined(mesh: Any, values: Any, op: Op) -> Any:
-    """Return the sum, or the maximum, of the values of all processes of a mesh, with derivatives if recorded."""
-    from torch.distributed.tensor import DTensor, Partial
-
-    here = DTensor.from_local(values, mesh, [Partial(op)] * mesh.ndim, run_check=False)
-    return here.full_tensor()
 
 
 def _replicated(like: Any, array: Any) -> Any:
