@@ -56,7 +56,7 @@ def by_numpy(kind: type) -> Iterator[None]:
 @contextmanager
 def on_torch() -> Iterator[None]:
     """Let every tensor say that it is on an accelerator, where the host reads none."""
-    import torch
+    import torch._dynamo  # which notes the attributes of tensors when it is imported, and not those patched here
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NoReads(TorchDispatchMode):

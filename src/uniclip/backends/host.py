@@ -128,8 +128,19 @@ def _or_underflown(flat: View) -> float:
     return UNDERFLOWN if flat.any() else 0.0
 
 
-def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
-    """Return ``Σx²`` along axes; ``None`` if these are not contiguous first or last axes of float32 or float64."""
+def squares_along(arrays: list[View], axes: list[Any]) -> list[View | None]:
+    """Return ``Σx²`` of each array along its axes; ``None`` if these are not first or last axes of numbers in a row."""
+    found = [_along(*pair) if pair[1] else None for pair in zip(arrays, axes, strict=True)]
+    totals = [one[0] for one in found if one is not None]
+    if totals:
+        every = np.concatenate(totals, axis=None)
+        if not (every.min() > LOW and every.max() < HIGH):
+            found = [one and _in_range(array, *one) for one, array in zip(found, arrays, strict=True)]
+    return [one and np.asarray(one[0], np.float64).reshape(one[2]) for one in found]
+
+
+def _along(array: View, axes: tuple[int, ...]) -> tuple[View, View, tuple[int, ...]] | None:
+    """Return ``Σx²`` in a row, the array with a row for each of them, and their shape."""
     way = _way_along(array.shape, axes) if array.dtype.char in "fd" else None
     if way is None:
         return None
@@ -137,20 +148,22 @@ def squares_along(array: View, axes: tuple[int, ...]) -> View | None:
     in_rows = array if rows is None else array.transpose(rows)
     if in_rows.flags.c_contiguous:
         flat = in_rows.reshape(count, -1)
-        total = np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length)
-    elif (in_columns := array.transpose(columns)).flags.c_contiguous:
-        columned = in_columns.reshape(-1, count)
-        whole = len(columned) - len(columned) % _FEW_ROWS
-        blocks = columned[:whole].reshape(-1, _FEW_ROWS, count)
-        total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
-        total = total + np.einsum("ij,ij->j", columned[whole:], columned[whole:])
-        flat = columned.T
-    else:
+        return np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length), flat, shape
+    in_columns = array.transpose(columns)
+    if not in_columns.flags.c_contiguous:
         return None
+    columned = in_columns.reshape(-1, count)
+    whole = len(columned) - len(columned) % _FEW_ROWS
+    blocks = columned[:whole].reshape(-1, _FEW_ROWS, count)
+    total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
+    return total + np.einsum("ij,ij->j", columned[whole:], columned[whole:]), columned.T, shape
+
+
+def _in_range(array: View, total: View, flat: View, shape: tuple[int, ...]) -> tuple[View, View, tuple[int, ...]]:
+    """Return the same, with sums that may not be accurate made again."""
     low = 0.0 if array.dtype.char == "d" else LOW
-    if not (total.min() > low and total.max() < HIGH):
-        total = _again(array, flat, np.asarray(total, np.float64), (total > low) & (total < HIGH))
-    return np.asarray(total, np.float64).reshape(shape)
+    fine = (total > low) & (total < HIGH)
+    return total if fine.all() else _again(array, flat, np.asarray(total, np.float64), fine), flat, shape
 
 
 def _again(array: View, flat: View, total: View, fine: View) -> View:

@@ -88,21 +88,21 @@ class _NumPy(Backend):
     def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
         if p != 2:
             return super().sums(mode, arrays, p, axes, units, blocks)
-        units = [None] * len(arrays) if units is None else units
         wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
-        return [self.squared(np.asarray(a), *some, wide=wide) for a, *some in zip(arrays, axes, units, strict=True)]
+        arrays, by = list(map(np.asarray, arrays)), units or [None] * len(arrays)
+        quick = [
+            None if units or (wide and a.dtype.char == "f") else some for a, some in zip(arrays, axes, strict=True)
+        ]
+        found = squares_along(arrays, quick)
+        rest = zip(found, arrays, axes, by, strict=True)
+        return [self._squared(*some, wide=wide) if one is None else one for one, *some in rest]
 
-    def squared(self, array: Array, axes: Axes, unit: Any, *, wide: bool) -> Any:
+    def _squared(self, array: Array, axes: Axes, unit: Any, *, wide: bool) -> Any:
         """Return ``Σ|x/unit|²`` of an array; it is 0 only if all entries are."""
-        if unit is not None:
-            return self.total(array, 2, axes, unit)
-        if axes is None:
+        if unit is None and axes is None:
             return np.asarray(squares_of(array, wide))
-        total = None if wide and array.dtype.char == "f" else squares_along(array, axes)
-        if total is not None:
-            return total
-        total = self.total(array, 2, axes)
-        if array.dtype.char in "dD" and not total.all():
+        total = self.total(array, 2, axes, unit)
+        if unit is None and array.dtype.char in "dD" and not total.all():
             return np.where((total == 0) & (self.total(array, np.inf, axes) > 0), UNDERFLOWN, total)
         return total
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from array_api_compat import torch as compat
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from uniclip.backends import dtensor
 from uniclip.backends.base import HOST, OWN, PIECE, RECORDED, TRACED, Array, Axes, Backend, Blocks, Kinds, Stored, both
@@ -75,7 +74,6 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _HALVES = {torch.float16, torch.bfloat16}
 _CPU = torch.device("cpu")
 _REAL = {torch.float32, torch.float64}
-_DOUBLE = {torch.float64, torch.complex128}
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 _VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes of values computed from norms."""
@@ -170,28 +168,17 @@ class _Torch(Backend):
 
     def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
         if mode == HOST:
-            by = [None] * len(arrays) if units is None else units
-            wide = any([array.dtype in _DOUBLE for array in arrays])
-            return [self._sum_here(*some, wide=wide) for some in zip(arrays, axes, by, strict=True)] if p == 2 else [
-                self._other_here(array, p, *some) for array, *some in zip(arrays, axes, by, strict=True)
-            ]  # fmt: skip
+            here = [n for n, a in enumerate(arrays) if a.dtype not in FOREIGN and (p == 2 or a.numel() <= PIECE)]
+            views, by = [view_of(arrays[n]) for n in here], None if units is None else [units[n] for n in here]
+            found = dict(zip(here, DEFAULT.sums(mode, views, p, [axes[n] for n in here], by, blocks), strict=True))
+            units = [None] * len(arrays) if units is None else list(map(torch.as_tensor, units))
+            with torch.no_grad():
+                pairs = enumerate(zip(arrays, axes, units, strict=True))
+                return [found[n] if n in found else view_of(self.total(a, p, *some)) for n, (a, *some) in pairs]
         real = self.doubles(arrays) and not any([array.is_complex() for array in arrays])
         if mode == OWN and p == 2 and units is None and all(axes) and real:
             return squares_along_elsewhere(arrays, list(axes))
         return super().sums(mode, arrays, p, axes, units, blocks)
-
-    def _sum_here(self, array: Array, axes: Axes, unit: Any, *, wide: bool) -> Any:
-        """Return ``Σ|x/unit|²`` of a tensor that the host reads."""
-        if array.dtype in FOREIGN:
-            return view_of(self.total(array, 2, axes, None if unit is None else torch.as_tensor(unit)))
-        return DEFAULT.squared(view_of(array), axes, unit, wide=wide)
-
-    def _other_here(self, array: Array, p: float, axes: Axes, unit: Any) -> Any:
-        """Return ``Σ|x/unit|ᵖ`` of a tensor that the host reads: of a small one in NumPy."""
-        if array.dtype in FOREIGN or array.numel() > PIECE:
-            with torch.no_grad():
-                return view_of(self.total(array, p, axes, None if unit is None else torch.as_tensor(unit)))
-        return DEFAULT.total(view_of(array), p, axes, unit)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         slow = zero and (isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors]))
@@ -264,6 +251,10 @@ class _Torch(Backend):
         return coalesced(leaf)
 
     def certain(self, flag: Any) -> bool:
+        if not tracing():
+            return bool(flag)
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes seconds
+
         return statically_known_true(flag)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
