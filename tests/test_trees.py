@@ -104,7 +104,33 @@ def test_integers_of_sparse_gradients(framework: Framework) -> None:
     assert framework.dense(clipped)[2, 0] == 2**24 + 1
 
 
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_what_numpy_warns_about(framework: Framework, scale: float) -> None:
+    """Squares that do not fit into float32, and products that are not normal, warn of nothing and stop nothing."""
+    leaf = np.full(5000, scale, np.float32)
+    grads = list(map(framework.array, (leaf, [scale, 1e-40])))
+    with np.errstate(all="raise"):
+        norm = uc.global_norm(grads)
+        clipped, _ = uc.clip(grads, uc.by_global_norm(scale))
+    np.testing.assert_allclose(framework.numpy(norm), scale * 5001**0.5, rtol=1e-6)
+    np.testing.assert_allclose(framework.numpy(clipped[0]), leaf / 5001**0.5, rtol=1e-6)
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+def test_nan_in_a_row_that_is_stored_twice(framework: Framework) -> None:
+    """Cleaned of NaN, rows that occur twice still count as their sum."""
+    grads = framework.sparse((4, 2), [0, 2, 0], [[3.0, 0.0], [0.0, np.nan], [3.0, 0.0]])
+    rule = uc.by_global_norm(1.0, nonfinite="zero")
+    clipped, report = uc.clip(grads, rule)
+    np.testing.assert_allclose(framework.numpy(report.norms), 6.0)
+    np.testing.assert_allclose(framework.dense(clipped), [[1, 0], [0, 0], [0, 0], [0, 0]])
+    if framework.name == "torch":
+        np.testing.assert_allclose(framework.numpy(uc.clip_(grads, rule).norms), 6.0)
+        np.testing.assert_allclose(framework.dense(grads), framework.dense(clipped))
+
+
 @pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_kinds_of_torch() -> None:
     """8-bit floats are clipped as float32 and rounded once, subclasses keep their class, in place too."""
     import torch
@@ -125,6 +151,8 @@ def test_kinds_of_torch() -> None:
                 assert torch.allclose(found.float(), make(alone).float())
     within = torch.ones(2).to(torch.float8_e4m3fn)
     assert uc.clip([within], uc.by_global_norm(2.0))[0][0] is within
+    short = torch.tensor([3 + 4j, 0]).to(torch.complex32)
+    assert torch.allclose(uc.clip(short, uc.by_global_norm(2.5))[0].to(torch.complex64), torch.tensor([1.5 + 2j, 0]))
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
     changed = rows.clone()
     torch.func.vmap(lambda row: uc.clip_(row, uc.by_norm(1.0)) and row)(changed)

@@ -16,7 +16,7 @@ from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import TRACED, cast
 from uniclip.curves import RejectAbove, hard, within
 from uniclip.limits import Constant, Context, NoState, PerGroup
-from uniclip.limits.base import Block, Vectorized
+from uniclip.limits.base import Rows, Vectorized
 from uniclip.measure import Measured
 from uniclip.plan import Plan
 from uniclip.tree import Opened
@@ -61,12 +61,12 @@ def limits_of(
 def _contexts(rule: Rule, plan: Plan, seen: list[Any], found: Measured) -> list[Context]:
     """Build the context of each block."""
     nothing = [None] * len(seen)
-    columns = [nothing if some is None else plan.in_world(some) for some in (found.params, found.sizes, found.present)]
+    columns = [nothing if some is None else plan.as_norms(some) for some in (found.params, found.sizes, found.present)]
     rows = [
-        Block(n, block.labels, p, size, block.absent if there is None else (), there)
+        Rows(n, block.labels, p, size, block.absent if there is None else (), there)
         for n, p, size, there, block in zip(seen, *columns, plan.blocks, strict=True)
     ]
-    return [Context(plan.world, rows, number, rule.limit.needs, found.loss) for number in range(len(seen))]
+    return [Context(plan.norms_backend, rows, number, rule.limit.needs, found.loss) for number in range(len(seen))]
 
 
 def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -> tuple[Any, Any]:
@@ -91,7 +91,8 @@ def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -
     if not limit.memory:
         return limits, state
     new = new if gone is None else _restored(plan, limit, new, old, gone)
-    return limits, optree.tree_map(lambda a: plan.own(np.asarray(a)) if plan.host else plan.backend.detached(a), new)
+    keep = (lambda a: plan.to_library(np.asarray(a))) if plan.host else plan.backend.detached
+    return limits, optree.tree_map(keep, new)
 
 
 def _restored(plan: Plan, limit: Any, new: Any, old: Any, gone: Any) -> Any:
@@ -106,7 +107,7 @@ def _restored(plan: Plan, limit: Any, new: Any, old: Any, gone: Any) -> Any:
         if not rows and count > 1:
             return a  # shared by all rows
         flags = xp.reshape(gone, (count,) + (1,) * (len(a.shape) - 1) if rows else ())
-        return xp.where(plan.world.to_device_of(a, flags), b, a)
+        return xp.where(plan.norms_backend.to_device_of(a, flags), b, a)
 
     return optree.tree_map(row_by_row, new, old)
 
@@ -133,17 +134,17 @@ def _check_state(rule: Rule, plan: Plan, state: Any) -> None:
 
 def _checked(plan: Plan, value: Any, norms: Any) -> Any:
     """Clamp limits to the range of the norms' dtype; refuse negative ones, NaN and wrong shapes."""
-    xp, backend, top = plan.xp, plan.world, plan.most
+    xp, backend, largest = plan.xp, plan.norms_backend, plan.largest_norm
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
-        value = min(value, top)  # in the other order NaN would become top
+        value = min(value, largest)  # in the other order NaN would become largest
     else:
         if plan.host and not isinstance(value, (np.ndarray, np.generic)):
             value = plan.backend.viewed(plan.backend.xp.asarray(value))
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
         # Negative limits are refused where they can be read; in compiled code they must not be -∞.
-        value = xp.minimum(value, top) if isinstance(value, np.ndarray) else xp.clip(value, -top, top)
+        value = xp.minimum(value, largest) if isinstance(value, np.ndarray) else xp.clip(value, -largest, largest)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
         wrong = read and not bool(xp.all(value >= 0)) and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
@@ -154,24 +155,24 @@ def _checked(plan: Plan, value: Any, norms: Any) -> Any:
     return value
 
 
-def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, fine: Any, constant: Any) -> Any:
+def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, step_finite: Any, constant: Any) -> Any:
     """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
 
     One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0, and NaN where a norm
     is not finite. A limit equal to the largest number of the norms' dtype limits nothing; a constant ∞ leaves even NaN
     alone.
     """
-    xp, world, top = plan.xp, plan.world, plan.most
+    xp, world, largest = plan.xp, plan.norms_backend, plan.largest_norm
     bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
     if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:  # to compilers no symbol is ∞
-        return _policy(rule, plan, norms, xp.ones_like(norms), fine)
+        return _policy(rule, plan, norms, xp.ones_like(norms), step_finite)
     unlimited: Any = None
     if isinstance(limits, NUMBERS):
-        unlimited = None if bounded else bool(limits >= top)
+        unlimited = None if bounded else bool(limits >= largest)
         limits = xp.asarray(limits, dtype=norms.dtype)
     else:
         limits = cast(xp, world.to_device_of(norms, limits), norms.dtype)
-        unlimited = None if within(rule.curve) else limits >= top
+        unlimited = None if within(rule.curve) else limits >= largest
         if rule.curve is not hard:  # which turns NaN into NaN itself
             fault = fault + (limits - limits)
         own = isinstance(rule.limit, Vectorized) and constant is None and plan.mode != TRACED
@@ -182,7 +183,8 @@ def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, fine
         factors = xp.ones_like(norms)
     else:
         factors = xp.asarray(_asked(rule.curve, xp, norms, limits), dtype=norms.dtype)
-        factors = factors if within(rule.curve) else xp.where(factors > plan.top, plan.top, factors)
+        if not within(rule.curve):
+            factors = xp.where(factors > plan.largest_factor, plan.largest_factor, factors)
     if not (unlimited is None or isinstance(unlimited, bool)):
         factors = xp.where(unlimited, xp.ones_like(factors), factors)
     factors = factors + fault
@@ -190,15 +192,15 @@ def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, fine
         value = xp.asarray(plan.view(constant) if plan.host else constant)
         if xp.isdtype(value.dtype, "real floating"):
             factors = xp.where(world.to_device_of(norms, xp.isinf(value)), xp.ones_like(factors), factors)
-    return _policy(rule, plan, norms, factors, fine)
+    return _policy(rule, plan, norms, factors, step_finite)
 
 
-def _policy(rule: Rule, plan: Plan, norms: Any, factors: Any, fine: Any) -> Any:
+def _policy(rule: Rule, plan: Plan, norms: Any, factors: Any, step_finite: Any) -> Any:
     """Return the factors, 0 where the policy drops gradients."""
     if rule.nonfinite not in {"skip", "zero"}:
         return factors
     xp = plan.xp
-    kept = plan.world.to_device_of(norms, fine) if rule.nonfinite == "skip" else xp.isfinite(norms)
+    kept = plan.norms_backend.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
     return xp.where(kept, factors, xp.zeros_like(factors))
 
 
@@ -214,9 +216,7 @@ def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
 
 def first_state(rule: Rule, given: Opened, plan: Plan) -> Any:
     """Return the state before the first step."""
-    rows = [
-        Block(n, block.labels, absent=block.absent) for n, block in zip(plan.zeros(given), plan.blocks, strict=True)
-    ]
+    rows = [Rows(n, block.labels, absent=block.absent) for n, block in zip(plan.zeros(given), plan.blocks, strict=True)]
     contexts = [Context(plan.backend, rows, number) for number in range(len(rows))]
     states = [rule.limit.init(context.norms, context) for context in contexts]
     return states[0] if len(states) == 1 else tuple(states)

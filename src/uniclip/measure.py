@@ -47,7 +47,7 @@ class Measured(NamedTuple):
     present: list[Any] | None = None
     """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
     loss: Any = None
-    sound: Any = None
+    entries_finite: Any = None
     """Whether all entries are finite, where that was looked at."""
 
 
@@ -123,40 +123,40 @@ def _unit(plan: Plan, top: Any) -> Any:
     return unit if xp is np else plan.backend.detached(unit)
 
 
-def measured(rule: Rule, given: Opened, plan: Plan, step: Step, theirs: Opened | None) -> Measured:
+def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     """Measure what a step needs, joined over processes."""
     if plan.mode == HOST and plan.join is None:
-        return _measured(rule, given, plan, step, theirs)
+        return _measured(rule, given, plan, step, params)
     with plan.backend.double():
-        return _measured(rule, given, plan, step, theirs)
+        return _measured(rule, given, plan, step, params)
 
 
-def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, theirs: Opened | None) -> Measured:
+def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
     losses = "loss" in needs and not isinstance(step.loss, Loss) and (join is not None or bool(plan.owners))
-    looks = rule.nonfinite == "zero" and not plan.reads
+    looks = rule.nonfinite == "zero" and not (plan.reads and not plan.owners)
     sized, presence = "sizes" in needs or bool(power), join is not None and (rule.memory or not plan.single)
     scalars = _as_sums(plan, step.loss) if losses else []
     scalars += [_unsound(plan, given)] if looks else []
     more = plan.sizes(given) if sized else []
     if presence:
         more = [*more, *[np.asarray([float(bool(group)) for group in block.groups]) for block in plan.blocks]]
-    trees = [given] if theirs is None else [given, theirs]
+    trees = [given] if params is None else [given, params]
     known = step.norm is not None
-    if known and theirs is None and not scalars and join is None:
+    if known and params is None and not scalars and join is None:
         found: list[list[Any]] = [[]]
         joined = more
     else:
         found, joined = norms_of(plan, trees, rule.norm, scalars, more)
     left = iter(joined)
     loss = _loss(plan, step.loss, [next(left), next(left)] if losses else None) if "loss" in needs else None
-    sound = next(left) < 1 if looks else None
+    entries_finite = next(left) < 1 if looks else None
     counts, by = plan.counts([next(left) for _ in plan.blocks], power) if sized else (None, [])
     present = [there > 0 for there in left] if presence else None
     if power:
         found = [[n / d for n, d in zip(norms, by, strict=False)] for norms in found]
     norms = _known(given, plan, step) if known else found[0]
-    return Measured(norms, found[1] if theirs is not None else None, counts, present, loss, sound)
+    return Measured(norms, found[1] if params is not None else None, counts, present, loss, entries_finite)
 
 
 def _unsound(plan: Plan, given: Opened) -> Any:
@@ -164,7 +164,7 @@ def _unsound(plan: Plan, given: Opened) -> Any:
     xp = plan.backend.xp
     dtype = xp.float64 if plan.double else xp.float32
     flags = [xp.astype(xp.logical_not(xp.all(xp.isfinite(given.arrays[n]))), dtype) for n in given.kinds.present]
-    total = plan.own(np.zeros(())) if not flags else flags[0]
+    total = plan.to_library(np.zeros(())) if not flags else flags[0]
     for flag in flags[1:]:
         total = total + plan.backend.to_device_of(total, flag)
     return total
@@ -183,7 +183,7 @@ def _loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
     """Return the loss of a step in the norms' world, the mean of all processes; ``None`` if there is none."""
     xp, own = plan.backend.xp, loss is not None
     if sums is not None:
-        total, count = (plan.own(one) for one in sums)
+        total, count = (plan.to_library(one) for one in sums)
         if own:
             loss = total / count
         elif plan.backend.readable(count):
@@ -215,23 +215,23 @@ def _known(given: Opened, plan: Plan, step: Step) -> list[Any]:
 
 
 def cleaned(
-    rule: Rule, given: Opened, plan: Plan, step: Step, theirs: Opened | None, found: Measured, norms: list[Any]
+    rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None, found: Measured, norms: list[Any]
 ) -> tuple[Opened, list[Any], Any]:
     """Return gradients with 0 for entries that are not finite, their norms, and whether there was none of them."""
     if plan.reads:  # read twice only in a step in which it happens
-        sound = all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms])
-        if sound:
+        flag = found.entries_finite  # where leaves have owners, all processes have to measure again, or none
+        if bool(flag) if flag is not None else all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms]):
             return given, norms, plan.flag(True)  # noqa: FBT003
         given = _zeroed(given, plan)
-        norms = plan.in_world(measured(rule, given, plan, step, theirs).norms)
+        norms = plan.as_norms(measured(rule, given, plan, step, params).norms)
         return given, norms, plan.flag(False)  # noqa: FBT003
     given = _zeroed(given, plan)
     again = measured(rule, given, plan, step._replace(loss=None), None) if step.norm is None else found
-    return given, plan.in_world(again.norms), found.sound
+    return given, plan.as_norms(again.norms), found.entries_finite
 
 
 def _zeroed(given: Opened, plan: Plan) -> Opened:
-    xp, arrays, ways = plan.backend.xp, list(given.arrays), dict(given.ways)
+    xp, arrays, ways = plan.backend.xp, list(given.arrays), dict(given.stored)
     for number in given.kinds.present:
         arrays[number] = finite_or_zero(xp, given.arrays[number])
         way = ways.get(number)
@@ -245,4 +245,4 @@ def _zeroed(given: Opened, plan: Plan) -> Opened:
             way = Stored(target, back) if way is None else way._replace(array=target, back=back)
         if way is not None:
             ways[number] = way._replace(view=False)
-    return given._replace(arrays=arrays, ways=ways)
+    return given._replace(arrays=arrays, stored=ways)

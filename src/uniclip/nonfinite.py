@@ -22,7 +22,7 @@ class NonFiniteError(FloatingPointError, RuntimeError):
 
 def refuse(given: Opened, plan: Plan, finite: Any) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
-    if plan.world.traced(finite):
+    if plan.norms_backend.traced(finite):
         msg = (
             "nonfinite='raise' has to look at the norm, and code that is being compiled or transformed has no values "
             "to look at: use 'propagate', 'skip' or 'zero' there, and look at report.finite outside"

@@ -46,9 +46,9 @@ def _in_order(theirs: Opened, given: Opened) -> Opened:
     def of(some: Any) -> Any:
         return None if some is None else [None if n is None else some[n] for n in order]
 
-    ways = {number: theirs.ways[n] for number, n in enumerate(order) if n in theirs.ways}
+    ways = {number: theirs.stored[n] for number, n in enumerate(order) if n in theirs.stored}
     leaves, arrays, parts = map(of, (theirs.leaves, theirs.arrays, theirs.parts))
-    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, ways=ways, parts=parts)
+    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, stored=ways, parts=parts)
 
 
 def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
@@ -62,7 +62,7 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
         If the parameters belong to another framework, or a gradient stores only some rows.
     """
     present, backend = given.kinds.present, given.backend
-    for number in given.ways if rule.scope.axes is not None else ():
+    for number in given.stored if rule.scope.axes is not None else ():
         axes = rule.scope.covered(len(given.leaves[number].shape), backend.output_axis)
         if axes is not None and 0 not in axes and backend.sparse(given.leaves[number]):
             msg = (
@@ -81,7 +81,7 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
         if shapes[0] != shapes[1]:
             msg = f"{theirs.place(number)} has shape {shapes[0]}, {given.place(number)} {shapes[1]}"
             raise ValueError(msg)
-    arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.measured(), strict=True)]
+    arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.to_measure(), strict=True)]
     if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
         arrays = [None if array is None else backend.detached(array) for array in arrays]
     return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", parts=theirs.parts)

@@ -53,12 +53,12 @@ class Block(NamedTuple):
         return gone if any(gone) else ()
 
 
-def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, theirs: Opened | None = None) -> Plan:
+def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None) -> Plan:
     """Return the plan of a rule for an opened tree, one that was made before if possible; traced code makes it anew.
 
-    ``theirs`` are the parameters that are measured, too.
+    ``params`` are the parameters that are measured, too.
     """
-    parts = (*(given.parts or ()), *(theirs.parts or () if theirs is not None else ()))
+    parts = (*(given.parts or ()), *(params.parts or () if params is not None else ()))
     shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
     key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.low, join.checked)
     plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
@@ -84,9 +84,9 @@ class Plan:
         """Whether sums come as NumPy arrays."""
         self.host = self.reads and rule.host
         """Whether limits and factors are computed in NumPy."""
-        self.world = DEFAULT if self.host else backend
+        self.norms_backend = DEFAULT if self.host else backend
         """The backend of norms, limits and factors."""
-        self.xp = self.world.xp
+        self.xp = self.norms_backend.xp
         self.device = kinds.device if given.first is None else backend.device(given.first)
         self.double = kinds.double
         self.low = kinds.low and (join is None or join.low)
@@ -94,11 +94,11 @@ class Plan:
         own = kinds.dtype if self.low or not kinds.low else backend.xp.float64
         self.dtypes = own, np.float32 if own == backend.xp.float32 else _host_dtype(backend, own)
         """The dtypes of norms, of the library and of NumPy."""
-        self.most = float(np.finfo(self.dtypes[1]).max)
+        self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
-        self.top = min(
+        self.largest_factor = min(
             [float(backend.xp.finfo(norm_dtype(backend.xp, [given.arrays[n]])).max) for n in kinds.present]
-            or [self.most]
+            or [self.largest_norm]
         )
         """The largest factor."""
         self.known_structure = not isinstance(given.spec, Nested)
@@ -114,7 +114,7 @@ class Plan:
                 self.covering.append(part)
         self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.owners
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
-        self.straight = self.host and rule.simple and join is None and self.plain and self.low
+        self.fast = self.host and rule.simple and join is None and self.plain and self.low
         """Whether a step is one Euclidean norm and one constant limit."""
         self._on_host: Plan | None = None
         self._counts: tuple[list[Any], list[Any]] | None = None
@@ -132,7 +132,9 @@ class Plan:
         groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
         self.single = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
-        self.apart = self.mode == TRACED and self.backend.apart() and not rule.memory and scope.label is not everything
+        self.one_by_one = (
+            self.mode == TRACED and self.backend.one_by_one() and not rule.memory and scope.label is not everything
+        )
         """Whether each norm is an array of its own, since compilers take long for each row taken out of one."""
         self.axes: list[Axes] = [
             None if array is None or scope.axes is None else _axes(given, scope, number)
@@ -167,9 +169,10 @@ class Plan:
         for number, (label, group) in enumerate(groups.items()):
             kind = None
             if self.scope.axes is not None:
-                kind = _kept(given, group[0], self.axes[group[0]], seen) if len(group) == 1 and not everywhere else None
+                if len(group) == 1 and not everywhere:
+                    kind = _stacking_key(given, group[0], self.axes[group[0]], seen)
                 kind = number if kind is None else kind
-            elif self.apart:
+            elif self.one_by_one:
                 kind = number
             elif not everywhere:
                 kind = self.backend.processes.varying([given.arrays[n] for n in group])
@@ -199,7 +202,7 @@ class Plan:
         """
         op: Op = "max" if p == math.inf else "sum"
         if self.plain and self.order and p == 2 and units is None and trees:
-            each = [(mode, tree.measured()) for tree, mode in zip(trees, modes, strict=True)]
+            each = [(mode, tree.to_measure()) for tree, mode in zip(trees, modes, strict=True)]
             vectors = [self.backend.squares(mode, [one[n] for n in self.order], self.lengths) for mode, one in each]
             if all([vector is not None for vector in vectors]):
                 return [*[row for vector in vectors for row in self._cut(vector)], *scalars]
@@ -219,7 +222,7 @@ class Plan:
 
     def _sums(self, tree: Opened, mode: int, p: float, op: Op, units: list[Any] | None) -> dict[int, Any]:
         """Return the sums of leaves; those of copies divided by their number, those of parts in their place."""
-        arrays, backend = tree.measured(), self.backend
+        arrays, backend = tree.to_measure(), self.backend
         some, by = [arrays[n] for n in self.order], None
         if units is not None:
             rows = [units[block][row, ...] for block, row in map(self.places.__getitem__, self.order)]
@@ -271,7 +274,7 @@ class Plan:
     def _one(self, some: list[Any], op: Op) -> Any:
         """Return the sum or the maximum of values, 0 of none."""
         if len(some) < 2:
-            return some[0] if some else np.zeros(()) if self.reads else self.own(np.zeros((), self._wide))
+            return some[0] if some else np.zeros(()) if self.reads else self.to_library(np.zeros((), self._wide))
         rows = self._stacked(some)
         if isinstance(rows, np.ndarray):
             return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
@@ -281,7 +284,7 @@ class Plan:
     def _stacked(self, rows: list[Any]) -> Any:
         if self.reads and all([isinstance(row, (np.ndarray, np.generic)) for row in rows]):
             return np.array(rows)
-        return stacked(self.backend, list(map(self.own, rows)))
+        return stacked(self.backend, list(map(self.to_library, rows)))
 
     def sizes(self, given: Opened) -> list[Any]:
         """Return the number of entries of each norm, of shape ``(k, 1, ...)``, in this process; copies count once."""
@@ -294,7 +297,7 @@ class Plan:
         xp, shape = self.backend.xp, (len(counts), *(1,) * kept)
         if all([isinstance(one, (int, float)) for some in counts for one in some]):
             total = np.reshape(np.asarray([sum(some) for some in counts], np.float64), shape)
-            return self.own(total) if self.mode == TRACED else total  # a compiler does not know all of NumPy
+            return self.to_library(total) if self.mode == TRACED else total  # a compiler does not know all of NumPy
         dtype = xp.float64 if self.double else xp.float32
         rows = [self._one([xp.astype(xp.asarray(one), dtype) for one in some], "sum") for some in counts]
         return xp.reshape(stacked(self.backend, rows), shape)
@@ -307,7 +310,7 @@ class Plan:
         for size in sizes:
             xp = np if isinstance(size, np.ndarray) else self.backend.xp
             counts.append(self.rounded(xp.where(size > 0, size, xp.ones_like(size))))
-            by.append(counts[-1] ** power if self.reads else self.own(counts[-1] ** power))
+            by.append(counts[-1] ** power if self.reads else self.to_library(counts[-1] ** power))
         if self.mode != TRACED and self.join is None:
             self._counts = counts, by
         return counts, by
@@ -318,7 +321,7 @@ class Plan:
 
         def row(block: Block, group: Sequence[int]) -> Any:
             if not (block.kept and group):
-                return self.own(np.zeros((), self.dtypes[1]))
+                return self.to_library(np.zeros((), self.dtypes[1]))
             array, axes = given.arrays[group[0]], self.axes[group[0]] or ()
             if given.parts is None and not backend.processes.unsharded(array):  # they are sharded as it is
                 return xp.sum(xp.zeros_like(array, dtype=self.dtypes[0]), axis=axes)
@@ -335,16 +338,16 @@ class Plan:
             return np.asarray(array).astype(self.dtypes[1], copy=False)
         return cast(self.backend.xp, array, self.dtypes[0])
 
-    def own(self, array: Any) -> Any:
+    def to_library(self, array: Any) -> Any:
         """Return an array as one of the gradients' library, on their device."""
         if not isinstance(array, (np.ndarray, np.generic)):
             return array
         make = self.backend.constant if self.mode == TRACED else self.backend.from_host
         return make(np.asarray(array), self.device)
 
-    def in_world(self, arrays: list[Any]) -> list[Any]:
+    def as_norms(self, arrays: list[Any]) -> list[Any]:
         """Return arrays where the norms are."""
-        return arrays if self.host else list(map(self.own, arrays))
+        return arrays if self.host else list(map(self.to_library, arrays))
 
     def absent(self, block: Block, present: Any) -> Any:
         """Return for each row of a block whether all its gradients are absent, ``None`` if none is.
@@ -352,29 +355,29 @@ class Plan:
         ``present`` says of which rows some process has a gradient; it is ``None`` in a single process.
         """
         if present is not None:
-            return self.xp.logical_not(self.in_world([present])[0])
-        return self.in_world([np.asarray(block.absent)])[0] if block.absent else None
+            return self.xp.logical_not(self.as_norms([present])[0])
+        return self.as_norms([np.asarray(block.absent)])[0] if block.absent else None
 
     def view(self, array: Any) -> Any:
         """Return an array of the library in the world of the norms."""
         if isinstance(array, (np.ndarray, np.generic)):
-            return array if self.host else self.own(np.asarray(array))
+            return array if self.host else self.to_library(np.asarray(array))
         return self.backend.viewed(array) if self.host else array
 
     def all(self, flags: list[Any]) -> Any:
         """Return whether all of some 0-d flags are true, of the norms' world or of sums that cannot be read."""
-        return all_of(self.world, flags)
+        return all_of(self.norms_backend, flags)
 
     def flag(self, value: bool) -> Any:  # noqa: FBT001
         """Return a flag in the norms' world."""
-        return np.asarray(value) if self.host else self.own(np.asarray(value))
+        return np.asarray(value) if self.host else self.to_library(np.asarray(value))
 
     def on_host(self) -> Plan:
         """Return the plan of the same norms in NumPy's arrays, as they are recorded."""
         if self._on_host is not None:
             return self._on_host
         plan = copy.copy(self)
-        plan.backend = plan.world = DEFAULT
+        plan.backend = plan.norms_backend = DEFAULT
         plan.xp, plan.host, plan.reads, plan.device = DEFAULT.xp, True, True, None
         self._on_host = plan
         return plan
@@ -406,10 +409,10 @@ class Plan:
 
     def factor(self, given: Opened, value: Any, number: int) -> Any:
         """Return the factor of a leaf, with its dimensions, and a row for each stored one."""
-        array, way, axes = given.arrays[number], given.ways.get(number), self.axes[number]
+        array, way, axes = given.arrays[number], given.stored.get(number), self.axes[number]
         if way is None or way.rows is None or axes is None or 0 in axes:
             return self._beside(given, value, number, array)
-        return way.rows(spread(self.backend, self.own(value), array, axes))
+        return way.rows(spread(self.backend, self.to_library(value), array, axes))
 
     def arranged(self, blocks: Sequence[Any]) -> Any:
         """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
@@ -431,7 +434,7 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """The groups or leaves of all norms by name, for processes that compare theirs."""
+        """The groups or leaves of all norms by name, for processes that compare params."""
         if self.scope.label is not None:
             return list(map(_text, self.labels))
         return [stable(place("", path)) for path in self.spec.paths()]
@@ -506,7 +509,7 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     return axes
 
 
-def _kept(given: Opened, number: int, axes: Axes, seen: list[tuple[int, ...]]) -> Hashable:
+def _stacking_key(given: Opened, number: int, axes: Axes, seen: list[tuple[int, ...]]) -> Hashable:
     """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be.
 
     ``seen`` are the shapes of norms that were met before.

@@ -166,9 +166,9 @@ def packed(plan: Plan, arrays: list[Any], op: Op, join: Any) -> list[Any]:
     if not arrays:
         return []
     xp = backend.xp
-    own = [plan.own(np.asarray(a) if isinstance(a, (float, np.generic)) else a) for a in arrays]
+    own = [plan.to_library(np.asarray(a) if isinstance(a, (float, np.generic)) else a) for a in arrays]
     dtype = xp.float64 if plan.double else xp.float32
-    if plan.mode == TRACED and backend.apart():  # XLA makes one reduction of many
+    if plan.mode == TRACED and backend.one_by_one():  # XLA makes one reduction of many
         return [_reduced(plan, cast(xp, array, dtype), op, join) for array in own]
     flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
     vector = _reduced(plan, xp.concat(flat, axis=0), op, join)

@@ -41,7 +41,7 @@ class Raw(NamedTuple):
     """Arrays that broadcast against the norms, or numbers."""
     factors: list[Any]
     thresholds: list[Any] | None = None
-    sound: Any = None
+    entries_finite: Any = None
     """Whether all entries were finite, where that was checked."""
     skipped: Any = None
     """Whether the step is skipped, ``None`` if the rule skips none."""
@@ -54,16 +54,17 @@ class Raw(NamedTuple):
         with plan.backend.quiet():
             if name == "clipped":
                 same = plan.all([xp.all(xp.equal(some, xp.ones_like(some))) for some in self.factors])
-                return plan.own(xp.logical_not(same))
+                return plan.to_library(xp.logical_not(same))
             if name == "finite":
                 flags = [xp.all(xp.isfinite(n)) for n in self.norms]
-                return plan.own(plan.all(flags if self.sound is None else [self.sound, *flags]))
+                flags += [] if self.entries_finite is None else [self.entries_finite]
+                return plan.to_library(plan.all(flags))
             if name == "skipped":
-                return plan.own(self.skipped)
+                return plan.to_library(self.skipped)
             blocks = getattr(self, name)
             if name in {"limits", "thresholds"}:
                 blocks = [xp.zeros_like(n) + value for n, value in zip(self.norms, blocks, strict=True)]
-            return plan.arranged(list(map(plan.own, blocks)))
+            return plan.arranged(list(map(plan.to_library, blocks)))
 
     def scalars(self) -> dict[str, Any] | None:
         """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
@@ -74,8 +75,8 @@ class Raw(NamedTuple):
         with plan.backend.quiet():
             some = (self.limits, self.thresholds or [])
             limits, thresholds = (list(map(self._array, one, self.norms)) for one in some)
-            found = scalars_of(plan.world, self.norms, limits, self.factors, self.skipped, thresholds)
-            return {name: plan.own(value) for name, value in found.items()} if plan.host else found
+            found = scalars_of(plan.norms_backend, self.norms, limits, self.factors, self.skipped, thresholds)
+            return {name: plan.to_library(value) for name, value in found.items()} if plan.host else found
 
     def _array(self, value: Any, norms: Any) -> Any:
         """Return a limit as an array, which broadcasts against the norms."""
@@ -317,7 +318,7 @@ def _smaller(a: Any, b: Any) -> Any:
     return _xp_of(a).minimum(a, b)
 
 
-def apart(report: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Backend | None]:
+def taken_apart(report: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Backend | None]:
     """Take a report, or its scalars, apart; nothing is arranged.
 
     Returns

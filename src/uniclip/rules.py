@@ -219,8 +219,10 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     """
     decision = decide(_LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
     plan, rows = decision.plan, flatten(decision.total())[0]
-    zero = plan.own(np.zeros((), plan.dtypes[1]))
-    return stacked(plan.backend, [zero if row is None else row for row in rows]) if rows else plan.own(np.zeros(0))
+    if not rows:
+        return plan.to_library(np.zeros(0))
+    zero = plan.to_library(np.zeros((), plan.dtypes[1]))
+    return stacked(plan.backend, [zero if row is None else row for row in rows])
 
 
 def as_rule(rule: AnyRule) -> BaseRule:

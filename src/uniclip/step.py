@@ -75,7 +75,7 @@ class Decision(NamedTuple):
             if given.in_place:
                 self._write(arrays, numbers, by, zero=zero)
                 return given.closed(arrays)
-            one = plan.single and not given.ways and not plan.reads
+            one = plan.single and not given.stored and not plan.reads
             new = backend.unless_one(factors[0], [given.arrays[n] for n in numbers], change) if one else change()
             for number, array in zip(numbers, new, strict=True):
                 arrays[number] = array
@@ -88,7 +88,7 @@ class Decision(NamedTuple):
             return given.arrays
         arrays, order = list(given.arrays), self.plan.order
         some = arrays if len(order) == len(arrays) else [arrays[n] for n in order]
-        if given.in_place and (given.ways or given.kinds.records or not backend.in_place.alone(some)):
+        if given.in_place and (given.stored or given.kinds.records or not backend.in_place.disjoint_dense(some)):
             self._write(arrays, order, [factor] * len(order), zero=False)
             return arrays
         new = backend.scaled_alike(some, factor, given.kinds, in_place=given.in_place)
@@ -104,7 +104,7 @@ class Decision(NamedTuple):
         again = same_memory(backend, given.leaves, given.place)
         pairs = [(number, factor) for number, factor in zip(numbers, by, strict=True) if number not in again]
         for view in (False, True):  # copies first
-            some = [pair for pair in pairs if (pair[0] not in given.ways or given.ways[pair[0]].view) is view]
+            some = [pair for pair in pairs if (pair[0] not in given.stored or given.stored[pair[0]].view) is view]
             if some:
                 new = backend.scaled([arrays[n] for n, _ in some], [by for _, by in some], in_place=view, zero=zero)
                 for (number, _), array in zip(some, new, strict=True):
@@ -116,7 +116,7 @@ class Decision(NamedTuple):
         _refuse_summed(given, plan)
         xp, zero = backend.xp, self.rule.nonfinite in {"skip", "zero"}
         with backend.quiet(given.first):
-            factors = [plan.own(some) for some in self.raw.factors]
+            factors = [plan.to_library(some) for some in self.raw.factors]
             leaves: list[Any] = [None] * len(given.leaves)
             for number in given.kinds.present:
                 block, row = plan.places[number]
@@ -134,8 +134,8 @@ class Decision(NamedTuple):
     def total(self) -> Any:
         """Return the norms of the report."""
         if not isinstance(self.found, Raw):
-            return self.plan.own(self.found.norm)
-        return self.plan.arranged([self.plan.own(some) for some in self.raw.norms])
+            return self.plan.to_library(self.found.norm)
+        return self.plan.arranged([self.plan.to_library(some) for some in self.raw.norms])
 
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else arranged on first access."""
@@ -161,11 +161,11 @@ def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: An
     TypeError, ValueError, FloatingPointError
         As `uniclip.clip`.
     """
-    given, join, theirs = open_tree(grads, in_place=step.in_place), None, None
+    given, join, params = open_tree(grads, in_place=step.in_place), None, None
     if step.params is not None or step.all_reduce is not None or step.loss is not None or "params" in rule.limit.needs:
         refuse_in_step(None if isinstance(step.loss, Loss) else step.loss, step.params)
         refuse_kept_axes(rule.scope, step.all_reduce)
-        given, theirs = beside(rule, given, step)
+        given, params = beside(rule, given, step)
     kinds = given.kinds
     mode = kinds.backend.mode(kinds)
     if step.all_reduce is not None or step.shared is not None:
@@ -173,18 +173,18 @@ def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: An
     number = rule.number if max_norm is None else max_norm
     plain = type(number) is float and step.norm is None
     numbers = () if plain or mode != HOST else (number, step.norm, step.loss)
-    if mode == HOST and not ((theirs is None or theirs.kinds.reads) and all([_viewable(kinds, n) for n in numbers])):
+    if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(kinds, n) for n in numbers])):
         mode = OWN
-    plan = plan_of(rule, given, mode, join, theirs)
-    if plain and plan.straight:
-        decision = _straight(rule, given, plan, state, number)
+    plan = plan_of(rule, given, mode, join, params)
+    if plain and plan.fast:
+        decision = _fast_path(rule, given, plan, state, number)
         if decision is not None:
             return decision
     with kinds.backend.quiet(given.first):
         if join is not None and not join.checked and mode != TRACED:
             compare(join, rule, plan)
-            plan = plan_of(rule, given, mode, join, theirs)
-        return _decided(rule, given, plan, state, step, theirs, max_norm)
+            plan = plan_of(rule, given, mode, join, params)
+        return _decided(rule, given, plan, state, step, params, max_norm)
 
 
 def _viewable(kinds: Any, value: Any) -> bool:
@@ -194,44 +194,44 @@ def _viewable(kinds: Any, value: Any) -> bool:
     return kinds.backend.viewed(kinds.backend.xp.asarray(value)) is not None
 
 
-def _straight(rule: Rule, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:
+def _fast_path(rule: Rule, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:
     """Decide on one Euclidean norm with a constant limit, where the host reads it; ``None`` in any other case."""
-    arrays = given.measured() if given.ways else given.arrays
+    arrays = given.to_measure() if given.stored else given.arrays
     arrays = arrays if len(plan.order) == len(arrays) else [arrays[n] for n in plan.order]
     total = plan.backend.squares(HOST, arrays, plan.lengths)
     if total is None or not (total[0] == 0 or _TINY**2 < total[0] < _HUGE) or not number > _TINY:
         return None
     single = plan.dtypes[1]
-    norm, most = single(math.sqrt(total[0])), single(min(number, plan.top))
+    norm, most = single(math.sqrt(total[0])), single(min(number, plan.largest_norm))
     factor = 1.0 if norm <= most else float(most) / float(norm)
     return Decision(rule, given, plan, Scalars(norm, most, float(single(factor))), state) if factor > _TINY else None
 
 
 def _decided(
-    rule: Rule, given: Opened, plan: Plan, state: Any, step: Step, theirs: Opened | None, max_norm: Any
+    rule: Rule, given: Opened, plan: Plan, state: Any, step: Step, params: Opened | None, max_norm: Any
 ) -> Decision:
     """Decide on any norms."""
     policy = rule.nonfinite
-    found = measured(rule, given, plan, step, theirs)
-    norms, sound = plan.in_world(found.norms), None
+    found = measured(rule, given, plan, step, params)
+    norms, entries_finite = plan.as_norms(found.norms), None
     if policy == "zero":
-        given, norms, sound = cleaned(rule, given, plan, step, theirs, found, norms)
+        given, norms, entries_finite = cleaned(rule, given, plan, step, params, found, norms)
     faults = [n - n for n in norms]
     # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    fine = None
+    step_finite = None
     if rule.decides:
         flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
-        fine = plan.all(flags if sound is None else [sound, *flags])
+        step_finite = plan.all(flags if entries_finite is None else [entries_finite, *flags])
     if policy == "raise":
-        refuse(given, plan, fine)
+        refuse(given, plan, step_finite)
     limits, new, thresholds = limits_of(rule, plan, given, seen, state, found, max_norm)
     constant = rule.number if max_norm is None else max_norm
-    factors = [factors_of(rule, plan, *some, fine, constant) for some in zip(norms, limits, faults, strict=True)]
+    factors = [factors_of(rule, plan, *some, step_finite, constant) for some in zip(norms, limits, faults, strict=True)]
     if rule.memory:  # NaN never enters a state
-        new = state_where(fine, new, state)
-    skipped = _skipped(rule, plan, factors, fine, found)
-    return Decision(rule, given, plan, Raw(plan, norms, limits, factors, thresholds, sound, skipped), new)
+        new = state_where(step_finite, new, state)
+    skipped = _skipped(rule, plan, factors, step_finite, found)
+    return Decision(rule, given, plan, Raw(plan, norms, limits, factors, thresholds, entries_finite, skipped), new)
 
 
 def state_where(flag: Any, yes: Any, no: Any) -> Any:
@@ -245,11 +245,11 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no)
 
 
-def _skipped(rule: Rule, plan: Plan, factors: list[Any], fine: Any, found: Measured) -> Any:
+def _skipped(rule: Rule, plan: Plan, factors: list[Any], step_finite: Any, found: Measured) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     xp, skipped = plan.xp, None
     if rule.nonfinite == "skip":
-        skipped = xp.logical_not(fine)
+        skipped = xp.logical_not(step_finite)
     if rejects(rule.curve):
         every, none = [], []
         for some, block, there in zip(factors, plan.blocks, found.present or [None] * len(factors), strict=True):

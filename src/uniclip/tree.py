@@ -38,7 +38,7 @@ class Opened(NamedTuple):
     """The structure, comparable and hashable, except that of unknown containers."""
     name: str = "grads"
     in_place: bool = False
-    ways: dict[int, Stored] = {}  # noqa: RUF012 - never changed
+    stored: dict[int, Stored] = {}  # noqa: RUF012 - never changed
     """How the leaves are restored that are not their arrays."""
     parts: list[Any] | None = None
     """The part of its distributed leaf that each array is; ``None`` if all leaves are whole."""
@@ -53,12 +53,12 @@ class Opened(NamedTuple):
         """The first array that is present, ``None`` if there is none."""
         return self.arrays[self.kinds.present[0]] if self.kinds.present else None
 
-    def measured(self) -> list[Any]:
+    def to_measure(self) -> list[Any]:
         """Return the arrays to measure, in which values of entries that are stored twice are summed."""
-        if not self.ways:
+        if not self.stored:
             return self.arrays
         found = list(self.arrays)
-        for number, way in self.ways.items():
+        for number, way in self.stored.items():
             if way.merged is not None:
                 found[number] = way.merged(self.arrays[number])
         return found
@@ -79,10 +79,10 @@ class Opened(NamedTuple):
 
     def closed(self, arrays: list[Any]) -> Any:
         """Return a tree like the one that was opened, of changed arrays; in place, write what was opened as a copy."""
-        if not self.ways:
+        if not self.stored:
             return self.spec.unflatten(arrays)
         leaves = list(arrays)
-        for number, way in self.ways.items():
+        for number, way in self.stored.items():
             new, leaf = arrays[number], self.leaves[number]
             same = new is way.array and not self.backend.xp.isdtype(leaf.dtype, "integral")
             leaves[number] = leaf if same or (self.in_place and way.view) else way.back(new)
@@ -246,7 +246,7 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
         If two leaves overlap in memory, and are not the same.
     """
     some = [(number, leaf) for number, leaf in enumerate(leaves) if leaf is not None]
-    if some and not backend.traced(some[0][1]) and backend.in_place.apart([leaf for _, leaf in some]):
+    if some and not backend.traced(some[0][1]) and backend.in_place.disjoint([leaf for _, leaf in some]):
         return set()
     first: dict[int, int] = {}
     again = {number for number, leaf in some if first.setdefault(id(leaf), number) != number}

@@ -311,7 +311,7 @@ class Backend:
         """Whether a comparison of lengths is true, without making a compiler look at lengths that may change."""
         return bool(flag)
 
-    def apart(self) -> bool:
+    def one_by_one(self) -> bool:
         """Whether compilers want each norm as an array of its own."""
         return False
 

@@ -219,7 +219,7 @@ class _JAX(Backend):
         ends = range(0, len(arrays), _TOGETHER)
         return [new for i in ends for new in _scaled(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
 
-    def apart(self) -> bool:
+    def one_by_one(self) -> bool:
         return True
 
     def is_array(self, leaf: Any) -> bool:

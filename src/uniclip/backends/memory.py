@@ -20,13 +20,13 @@ class InPlace:
     writes = False
     """Whether arrays can be written at all."""
 
-    def apart(self, leaves: list[Any]) -> bool:
+    def disjoint(self, leaves: list[Any]) -> bool:
         """Whether a quick check shows that the leaves are writable and share no memory."""
         return False
 
-    def alone(self, leaves: list[Any]) -> bool:
-        """Do as `apart`, for dense arrays that record no derivatives."""
-        return self.apart(leaves)
+    def disjoint_dense(self, leaves: list[Any]) -> bool:
+        """Do as `disjoint`, for dense arrays that record no derivatives."""
+        return self.disjoint(leaves)
 
     def memory(self, leaf: Any) -> tuple[View | None, str | None]:
         """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""

@@ -34,7 +34,7 @@ class _InPlace(InPlace):
             return None, "a scalar never changes"
         return leaf, None if leaf.flags.writeable else "it is read-only"
 
-    def apart(self, leaves: list[Any]) -> bool:
+    def disjoint(self, leaves: list[Any]) -> bool:
         # Arrays that own their memory do not share it.
         owners = all(
             [type(a) is np.ndarray and a.base is None and a.flags.owndata and a.flags.writeable for a in leaves]

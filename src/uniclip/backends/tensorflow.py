@@ -246,7 +246,7 @@ class _TensorFlow(Backend):
             return _in_rows(tf.cast(array, tf.float32))
         return 2 * tf.nn.l2_loss(array) if array.dtype == tf.float32 else None
 
-    def apart(self) -> bool:
+    def one_by_one(self) -> bool:
         return _in_xla()
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:

@@ -32,7 +32,7 @@ class _Memory:
         }
 
 
-def _apart(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+def _copied_if_shared(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     """Return the operand, copied if it is another view of the array to change."""
     if torch.compiler.is_compiling():  # it reads before it writes
         return operand
@@ -84,20 +84,20 @@ class TensorsInPlace(InPlace):
                 for piece in pieces:
                     piece.copy_(function(piece, *operands))
             else:
-                operands = tuple(_apart(operand, array).expand(array.shape) for operand in operands)
+                operands = tuple(_copied_if_shared(operand, array).expand(array.shape) for operand in operands)
                 for rows in row_slices(array.shape) if pieces is not None else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
 
     def copy(self, leaf: Any, new: Any) -> None:
         leaf.copy_(new.to(leaf.dtype))
 
-    def apart(self, leaves: list[Any]) -> bool:
+    def disjoint(self, leaves: list[Any]) -> bool:
         own = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
         if not all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in own]):
             return False
-        return self.alone(own)
+        return self.disjoint_dense(own)
 
-    def alone(self, leaves: list[Any]) -> bool:
+    def disjoint_dense(self, leaves: list[Any]) -> bool:
         spans = sorted(
             [(x.data_ptr(), x.nbytes) for x in leaves if x.is_contiguous() and not (x.is_inference() or x.is_neg())]
         )

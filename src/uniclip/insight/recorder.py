@@ -22,7 +22,7 @@ from uniclip.backends import backend_of, compiling
 from uniclip.insight.lines import File
 from uniclip.insight.record import LOGGED, OWN
 from uniclip.insight.spikes import WINDOW, compared
-from uniclip.report import NORM, Late, Report, apart
+from uniclip.report import NORM, Late, Report, taken_apart
 from uniclip.rules import AnyRule, as_rule
 from uniclip.tree import flatten
 
@@ -197,7 +197,7 @@ class Recorder:
         if bool(self.leaves) != bool(rows):
             msg = "Recorder(..., leaves=True) takes norms of leaves, and only it: leaves=insight.leaf_norms(grads)"
             raise TypeError(msg)
-        arrays, rebuilt, library = apart(report)
+        arrays, rebuilt, library = taken_apart(report)
         with self._lock:
             number = self._number(step)
             if self._is_first_process(library):

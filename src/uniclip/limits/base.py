@@ -30,7 +30,7 @@ class NoState(NamedTuple):
     """
 
 
-class Block(NamedTuple):
+class Rows(NamedTuple):
     """Norms of one shape and dtype, one row for each group, with their labels, parameters and sizes."""
 
     norms: Array
@@ -67,7 +67,7 @@ class Context:
     """The norms above which a limit clips, if it then clips to less; set by the limit, and broadcast as limits are."""
 
     def __init__(
-        self, backend: Backend, blocks: Sequence[Block], number: int, needs: Collection[str] = (), loss: Any = None
+        self, backend: Backend, blocks: Sequence[Rows], number: int, needs: Collection[str] = (), loss: Any = None
     ) -> None:
         self._backend, self._blocks, self._number, self._needs, self._loss = backend, blocks, number, needs, loss
 
@@ -139,7 +139,7 @@ class Context:
         block, here = self._blocks[self._number], slice(number, number + 1)
         params, sizes = (one if one is None else one[here, ...] for one in (block.params, block.sizes))
         there = None if block.present is None else block.present[here]
-        alone = Block(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here], there)
+        alone = Rows(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here], there)
         return Context(self._backend, [alone], 0, self._needs, self._loss)
 
     def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
