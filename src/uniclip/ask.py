@@ -37,7 +37,7 @@ def limits_of(
         value = rule.number if max_norm is None else max_norm
         return [_checked(plan, value, n) for n in seen], state, None
     if limit.memory:
-        if not given.kinds.present and plan.join is None and not plan.owners:
+        if not given.kinds.present and plan.join is None and not plan.meshes:
             return [math.inf] * len(seen), state, None  # a step without gradients changes no state
         _check_state(rule, plan, state)
     states = [state] if len(seen) == 1 else state if limit.memory else [state] * len(seen)
@@ -66,7 +66,8 @@ def _contexts(rule: Rule, plan: Plan, seen: list[Any], found: Measured) -> list[
         Rows(n, block.labels, p, size, block.absent if there is None else (), there)
         for n, p, size, there, block in zip(seen, *columns, plan.blocks, strict=True)
     ]
-    return [Context(plan.norms_backend, rows, number, rule.limit.needs, found.loss) for number in range(len(seen))]
+    each = range(len(seen))
+    return [Context(plan.norms_backend, rows, n, rule.limit.needs, found.loss, cut=plan.cut) for n in each]
 
 
 def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -> tuple[Any, Any]:

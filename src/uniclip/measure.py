@@ -133,8 +133,8 @@ def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened |
 
 def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
-    losses = "loss" in needs and not isinstance(step.loss, Loss) and (join is not None or bool(plan.owners))
-    looks = rule.nonfinite == "zero" and not (plan.reads and not plan.owners)
+    losses = "loss" in needs and not isinstance(step.loss, Loss) and (join is not None or bool(plan.meshes))
+    looks = rule.nonfinite == "zero" and not (plan.reads and not plan.meshes)
     sized, presence = "sizes" in needs or bool(power), join is not None and (rule.memory or not plan.single)
     scalars = _as_sums(plan, step.loss) if losses else []
     scalars += [_unsound(plan, given)] if looks else []
@@ -219,7 +219,7 @@ def cleaned(
 ) -> tuple[Opened, list[Any], Any]:
     """Return gradients with 0 for entries that are not finite, their norms, and whether there was none of them."""
     if plan.reads:  # read twice only in a step in which it happens
-        flag = found.entries_finite  # where leaves have owners, all processes have to measure again, or none
+        flag = found.entries_finite  # where processes hold parts, all of them measure again, or none
         if bool(flag) if flag is not None else all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms]):
             return given, norms, plan.flag(True)  # noqa: FBT003
         given = _zeroed(given, plan)

@@ -82,6 +82,21 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
             msg = f"{theirs.place(number)} has shape {shapes[0]}, {given.place(number)} {shapes[1]}"
             raise ValueError(msg)
     arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.to_measure(), strict=True)]
+    parts = theirs.parts
+    if rule.scope.axes is not None and (parts or given.parts):
+        arrays, parts = _divided_alike(rule, given, theirs, arrays)
     if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
         arrays = [None if array is None else backend.detached(array) for array in arrays]
-    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", parts=theirs.parts)
+    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", parts=parts)
+
+
+def _divided_alike(rule: Rule, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the parameters and their parts, divided among processes as the gradients are where norms keep axes."""
+    parts = list(theirs.parts or [None] * len(arrays))
+    for number in given.kinds.present:
+        part, leaf = given.part(number), theirs.leaves[number]
+        axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
+        rows = [one and one.divided(axes) for one in (part, parts[number])]
+        if rows[0] != rows[1]:
+            arrays[number], parts[number] = given.backend.processes.divided_as(leaf, part), part
+    return arrays, parts

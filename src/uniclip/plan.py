@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from uniclip._checks import check
-from uniclip._repr import stable
+from uniclip._repr import short, stable
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
 from uniclip.backends.base import HOST, OWN, TRACED, Axes, cast, norm_dtype
@@ -58,7 +58,7 @@ def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, para
 
     ``params`` are the parameters that are measured, too.
     """
-    parts = (*(given.parts or ()), *(params.parts or () if params is not None else ()))
+    parts = tuple(given.parts or ()), tuple(params.parts or ()) if params is not None else ()
     shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
     key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.low, join.checked)
     plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
@@ -105,14 +105,8 @@ class Plan:
         """Whether the structure of the tree holds no gradient."""
         self._divide(rule, given)
         self.copies = None if join is None else copies_of(self, given, join)
-        self.owners = list({part.owner: part for part in parts if part is not None}.values())
-        """For each group of processes that own distributed leaves, a part of one."""
-        self.covering: list[Any] = []
-        """As few of them as cover all of these processes, which join what is not of a leaf."""
-        for part in sorted(self.owners, key=lambda one: -len(one.processes())):
-            if not any([part.processes() <= one.processes() for one in self.covering]):
-                self.covering.append(part)
-        self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.owners
+        self._own(rule, parts)
+        self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.meshes
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
         self.fast = self.host and rule.simple and join is None and self.plain and self.low
         """Whether a step is one Euclidean norm and one constant limit."""
@@ -122,6 +116,30 @@ class Plan:
         if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
             some = kinds.present
             backend.processes.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
+
+    def _own(self, rule: Rule, parts: Sequence[Sequence[Any]]) -> None:
+        """Find out which processes join the norms of distributed leaves."""
+        every = [list(zip(some or [None] * len(self.axes), self.axes, strict=True)) for some in parts]
+        self.owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
+        """For each leaf of the gradients, and of the parameters, the processes that join its norms."""
+        whole = {part.owners(): None for some in parts for part in some if part is not None}
+        self.meshes: list[Any] = []
+        """As few groups of processes as cover all that hold parts, which join what is not of a leaf."""
+        for one in sorted(whole, key=lambda one: -len(one.processes())):
+            if not any([one.processes() <= other.processes() for other in self.meshes]):
+                self.meshes.append(one)
+        found = {one: None for some in self.owners for one in some if one is not None}
+        self.joins = list(found | dict.fromkeys(self.meshes))
+        """All groups of processes, in the same order in each of them."""
+        self.cut = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
+        """Whether some norms lie in this process alone, as an axis that they keep is divided."""
+        if self.cut and rule.memory:
+            msg = (
+                f"{short(rule)} remembers norms along axes, and some of these axes are divided among processes, so "
+                "that its state would differ from process to process: take a scope of whole leaves, such as "
+                "uc.scopes.each_leaf, or a limit without memory"
+            )
+            raise ValueError(msg)
 
     def _divide(self, rule: Rule, given: Opened) -> None:
         """Find out which leaves share a norm, and which norms form an array."""
@@ -136,10 +154,10 @@ class Plan:
             self.mode == TRACED and self.backend.one_by_one() and not rule.memory and scope.label is not everything
         )
         """Whether each norm is an array of its own, since compilers take long for each row taken out of one."""
-        self.axes: list[Axes] = [
-            None if array is None or scope.axes is None else _axes(given, scope, number)
-            for number, array in enumerate(given.arrays)
-        ]
+        self.axes: list[Axes] = [None] * len(given.leaves)
+        """The axes of each leaf that its norms cover, ``None`` for all."""
+        for number in range(len(given.leaves)) if scope.axes is not None else ():
+            self.axes[number] = _axes(given, scope, number)
         for group in groups.values() if scope.axes is not None else ():
             _refuse_unequal(given, self.axes, group)
         self.blocks = self._blocks(given, groups, everywhere)
@@ -189,7 +207,7 @@ class Plan:
         if not group:
             return None
         covered = self.axes[group[0]]
-        return 0 if covered is None else len(given.shape(group[0])) - len(covered)
+        return 0 if covered is None else len(given.arrays[group[0]].shape) - len(covered)
 
     # Rows from the sums of leaves.
 
@@ -221,30 +239,27 @@ class Plan:
         return [vector[end - len(block.groups) : end] for end, block in zip(ends, self.blocks, strict=True)]
 
     def _sums(self, tree: Opened, mode: int, p: float, op: Op, units: list[Any] | None) -> dict[int, Any]:
-        """Return the sums of leaves; those of copies divided by their number, those of parts in their place."""
+        """Return the sums of leaves, those of copies divided by their number."""
         arrays, backend = tree.to_measure(), self.backend
         some, by = [arrays[n] for n in self.order], None
         if units is not None:
             rows = [units[block][row, ...] for block, row in map(self.places.__getitem__, self.order)]
-            by = [self._beside(tree, *one) for one in zip(rows, self.order, some, strict=True)]
+            by = [self._beside(*one) for one in zip(rows, self.order, some, strict=True)]
         found = backend.sums(mode, some, p, [self.axes[n] for n in self.order], by, self.ordered)
         if self.join is not None and self.join.named:
             found = [backend.processes.varied(x, self.join.all_reduce) for x in found]
         sums = dict(zip(self.order, found, strict=True))
-        for number, value in sums.items() if self.copies is not None or tree.parts is not None else ():
-            part, axes = tree.part(number), self.axes[number]
+        for number, value in (
+            sums.items() if op == "sum" and (self.copies is not None or tree.parts is not None) else ()
+        ):
+            part = tree.part(number)
             held = (1 if self.copies is None else self.copies[number]) * (1 if part is None else part.copies)
-            new = value
-            if part is not None and axes is not None:
-                xp = np if isinstance(value, np.ndarray) else backend.xp
-                new = part.embedded(xp, value[None], axes)[0]
-            sums[number] = new / held if held > 1 and op == "sum" else new
+            sums[number] = value / held if held > 1 else value
         return sums
 
-    def _beside(self, tree: Opened, value: Any, number: int, array: Any) -> Any:
+    def _beside(self, value: Any, number: int, array: Any) -> Any:
         """Return a value of a norm with the dimensions of a leaf's array."""
-        axes, part = self.axes[number], tree.part(number)
-        value = value if part is None else part.own(value, axes)
+        axes = self.axes[number]
         if axes is None:
             return value
         if isinstance(value, np.ndarray):
@@ -254,22 +269,39 @@ class Plan:
     def _joined(self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]) -> list[Any]:
         """Return the rows of all blocks of all trees from the sums of leaves, and scalars, joined over owners."""
         rows: list[list[Any]] = [[] for _ in sums for _ in self.members]
-        every = [(tree, found, some) for tree, found in zip(trees, sums, strict=True) for some in self.members]
-        for part in (None, *self.owners):
-            places, sent = [], []
-            for number, (tree, found, some) in enumerate(every):
-                mine = some if not self.owners else [n for n in some if tree.owner(n) == (part and part.owner)]
-                here = [found[n] for n in mine if n in found]
-                if here or (mine and part is not None):
-                    places.append(number)
-                    sent.append(self._one(here, op))
-            if part is not None:
-                sent = packed(self, [*sent, *(scalars if part in self.covering else ())], op, part)
-                scalars = sent[len(places) :] or scalars
-            for number, value in zip(places, sent, strict=False):
-                rows[number].append(value)
+        every = [(number, some) for number in range(len(trees)) for some in self.members]
+        # Which norms form a block may differ from process to process, the order of leaves does not.
+        order = sorted(range(len(every)), key=lambda row: (every[row][0], every[row][1][:1]))
+        for owners in (None, *self.joins):
+            joined, sent = [], []
+            for row in order:
+                number, some = every[row]
+                mine = [n for n in some if self.owners[number][n] == owners]
+                here = [sums[number][n] for n in mine if n in sums[number]]
+                if here or (mine and owners is not None):
+                    joined.append(row)
+                    sent.append(self._one(here, op) if here else self._nothing(trees[number], mine[0]))
+            if owners is not None:
+                sent = packed(self, [*sent, *(scalars if owners in self.meshes else ())], op, owners)
+                scalars = sent[len(joined) :] or scalars
+            for row, value in zip(joined, sent, strict=False):
+                rows[row].append(value)
         each = iter([self._one(some, op) for some in rows])
         return [*[self._stacked([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
+
+    def _nothing(self, tree: Opened, number: int) -> Any:
+        """Return the sums of an absent part of a distributed leaf."""
+        axes, part = self.axes[number], tree.part(number)
+        kept = () if axes is None else [n for axis, n in enumerate(part.local) if axis not in axes]
+        return self.to_library(np.zeros(kept, self._wide))
+
+    def everywhere(self, flags: list[Any]) -> list[Any]:
+        """Return flags of the norms, each true only if it is in all processes that have norms of their own."""
+        for owners in self.meshes if self.cut else ():
+            xp = self.xp
+            own = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
+            flags = self.as_norms([one < 1 for one in packed(self, own, "max", owners)])
+        return flags
 
     def _one(self, some: list[Any], op: Op) -> Any:
         """Return the sum or the maximum of values, 0 of none."""
@@ -325,7 +357,7 @@ class Plan:
             array, axes = given.arrays[group[0]], self.axes[group[0]] or ()
             if given.parts is None and not backend.processes.unsharded(array):  # they are sharded as it is
                 return xp.sum(xp.zeros_like(array, dtype=self.dtypes[0]), axis=axes)
-            kept = tuple(n for axis, n in enumerate(given.shape(group[0])) if axis not in axes)
+            kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
             return backend.to_device_of(array, xp.zeros(kept, dtype=self.dtypes[0]))
 
         return [stacked(backend, [row(block, group) for group in block.groups]) for block in self.blocks]
@@ -411,7 +443,7 @@ class Plan:
         """Return the factor of a leaf, with its dimensions, and a row for each stored one."""
         array, way, axes = given.arrays[number], given.stored.get(number), self.axes[number]
         if way is None or way.rows is None or axes is None or 0 in axes:
-            return self._beside(given, value, number, array)
+            return self._beside(value, number, array)
         return way.rows(spread(self.backend, self.to_library(value), array, axes))
 
     def arranged(self, blocks: Sequence[Any]) -> Any:
@@ -496,14 +528,17 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 
 
 def _axes(given: Opened, scope: Scope, number: int) -> Axes:
-    """Return the axes of a leaf that its norm covers."""
-    leaf = given.leaves[number]
+    """Return the axes of a leaf that its norms cover, ``None`` for all."""
+    leaf = given.part(number) if given.leaves[number] is None else given.leaves[number]
+    if leaf is None:
+        return None
     try:
         axes = scope.covered(len(leaf.shape), given.backend.output_axis)
     except ValueError as error:
         msg = f"{given.place(number)} of shape {tuple(leaf.shape)}: {error}"
         raise ValueError(msg) from None
-    if axes and len(given.arrays[number].shape) != len(leaf.shape):
+    array = given.arrays[number]
+    if axes and array is not None and len(array.shape) != len(leaf.shape):
         msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
     return axes
@@ -514,17 +549,17 @@ def _stacking_key(given: Opened, number: int, axes: Axes, seen: list[tuple[int, 
 
     ``seen`` are the shapes of norms that were met before.
     """
-    backend, array, shape = given.backend, given.arrays[number], given.shape(number)
-    if axes is None or not (all([type(n) is int for n in shape]) and backend.processes.unsharded(array)):
+    backend, array, part = given.backend, given.arrays[number], given.part(number)
+    if axes is None or not (all([type(n) is int for n in array.shape]) and backend.processes.unsharded(array)):
         return None
-    kept = tuple([n for axis, n in enumerate(shape) if axis not in axes])
-    covered = math.prod([shape[axis] for axis in axes])
+    kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
+    covered = math.prod([array.shape[axis] for axis in axes])
     if not backend.certain(math.prod(kept) <= _STACKED) or (kept and backend.certain(covered == 1)):
         return None
     alike = [n for n, one in enumerate(seen) if len(one) == len(kept) and all(map(backend.certain, map(eq, one, kept)))]
     if not alike:
         seen.append(kept)
-    return (alike or [len(seen) - 1])[0], backend.device(array), given.part(number), backend.processes.varying([array])
+    return (alike or [len(seen) - 1])[0], backend.device(array), part, backend.processes.varying([array])
 
 
 def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:
@@ -532,11 +567,12 @@ def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> No
 
     def kept(number: int) -> tuple[Any, ...]:
         covered = axes[number]
-        return () if covered is None else tuple(n for axis, n in enumerate(given.shape(number)) if axis not in covered)
+        shape = given.arrays[number].shape
+        return () if covered is None else tuple(n for axis, n in enumerate(shape) if axis not in covered)
 
     for number in group:
         if not same_shape(kept(group[0]), kept(number)):
-            first, other = (f"{given.place(n)} of shape {given.shape(n)}" for n in (group[0], number))
+            first, other = (f"{given.place(n)} of shape {tuple(given.arrays[n].shape)}" for n in (group[0], number))
             msg = (
                 "leaves that share norms need equal shapes outside the axes a norm covers, but "
                 f"{first} has norms of shape {kept(group[0])}, {other} has {kept(number)}"

@@ -222,7 +222,7 @@ def _decided(
     step_finite = None
     if rule.decides:
         flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
-        step_finite = plan.all(flags if entries_finite is None else [entries_finite, *flags])
+        [step_finite] = plan.everywhere([plan.all(flags if entries_finite is None else [entries_finite, *flags])])
     if policy == "raise":
         refuse(given, plan, step_finite)
     limits, new, thresholds = limits_of(rule, plan, given, seen, state, found, max_norm)
@@ -258,7 +258,8 @@ def _skipped(rule: Rule, plan: Plan, factors: list[Any], step_finite: Any, found
             if absent is not None:
                 gone = gone | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(gone.shape) - 1))
             every.append(xp.all(gone))
-        none_left = plan.all(every) & xp.logical_not(plan.all(none))
+        all_gone, none_gone = plan.everywhere([plan.all(every), plan.all(none)])
+        none_left = all_gone & xp.logical_not(none_gone)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
 

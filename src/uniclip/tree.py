@@ -67,16 +67,6 @@ class Opened(NamedTuple):
         """Return the part of its leaf that an array is, ``None`` if it is the whole leaf."""
         return None if self.parts is None else self.parts[number]
 
-    def owner(self, number: int) -> Any:
-        """Return the processes that own a distributed leaf, ``None`` for any other."""
-        part = self.part(number)
-        return None if part is None else part.owner
-
-    def shape(self, number: int) -> tuple[Any, ...]:
-        """Return the shape of an array, that of the whole leaf if processes hold parts."""
-        part = self.part(number)
-        return tuple(self.arrays[number].shape if part is None else part.shape)
-
     def closed(self, arrays: list[Any]) -> Any:
         """Return a tree like the one that was opened, of changed arrays; in place, write what was opened as a copy."""
         if not self.stored:

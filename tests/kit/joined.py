@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import uniclip as uc
 from kit.layouts import RANKS, RULES, Flat, Net, fully_sharded, loss_of
-from kit.processes import alike, attached, flags, layout, refused  # noqa: F401 - the pool calls some by name
+from kit.processes import alike, attached, flags, flags_of_all, layout, refused  # noqa: F401 - the pool calls some by name
 from kit.trees import leaves
 from uniclip.integrations.torch import (
     attach,
@@ -68,6 +68,15 @@ PLACED = {
     "mean square": uc.by_block_rms(0.1),
     "relative": uc.Rule(uc.limits.Relative(0.01), scope=uc.scopes.each_leaf),
 }
+
+
+class Shared(uc.Limit):
+    """A limit for all norms together."""
+
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
+        return context.largest(lambda block: block.norms) / 2, state
+
+
 KEPT = {
     "rows": uc.by_norm(0.3, axis=-1),
     "columns, largest": uc.by_norm(0.3, axis=0, ord=math.inf),
@@ -107,7 +116,7 @@ def placements(spoilt: float | None) -> None:
                 found, seen = uc.clip(grads, rule, laid_out(params))
             assert [type(one) for one in found] == [type(one) for one in grads], title
             same(whole(found), wanted, msg=lambda text: f"{title}, {in_place}: {text}")
-            assert flags(seen) == flags(report), title
+            assert (flags if title in PLACED else flags_of_all)(seen) == flags(report), title
             if title in PLACED:
                 same([leaves(seen.norms), leaves(seen.factors)], [leaves(report.norms), leaves(report.factors)])
                 assert all(type(one) is torch.Tensor for one in leaves(seen.norms)), title
@@ -125,6 +134,9 @@ def other_values() -> None:
         wanted = uc.clip(full, rule, params)[0]
         for grads, theirs in ((full, on(params, one)), (on(full, one), params), (on(full, one), on(params, two))):
             same(whole(uc.clip(grads, rule, theirs)[0]), wanted)
+    for rule in (uc.spam(), uc.Rule(Shared(), scope=uc.scopes.unit())):
+        with pytest.raises(ValueError, match=r"divided.*each_leaf"):
+            uc.Clipper(rule)(on(full, one))
 
 
 def with_grads(full: list[torch.Tensor]) -> list[Any]:
@@ -150,8 +162,10 @@ def one_reduction() -> None:
         for name, rule in rules.items():
             step = partial(rule.update, grads, rule.init(grads), grads, loss=1.0)
             step()  # how they are divided is found out once
-            found, most = reductions(step), 2 if name in {"order 3", "largest"} else 1
-            assert 1 <= found <= most * len(shape), f"{name}: {found} reductions, not {most} on a mesh of {shape}"
+            found, most = reductions(step), {"order 3": 2, "largest": 2, "units": 0}.get(name, 1)
+            assert min(1, most) <= found <= most * len(shape), (
+                f"{name}: {found} reductions, not {most} on a mesh of {shape}"
+            )
 
 
 # Drop-ins.

@@ -43,6 +43,14 @@ def flags(report: Any) -> list[bool | None]:
     return [None if one is None else bool(one) for one in (report.finite, report.skipped)]
 
 
+def flags_of_all(report: Any) -> list[bool | None]:
+    """Return the same where each process has norms of its own: a step is finite if it is in all of them."""
+    every: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, flags(report))
+    assert len({skipped for _, skipped in every}) == 1
+    return [all(finite for finite, _ in every), every[0][1]]
+
+
 def stepped(rule: Any, steps: list[Any], params: Any, loss: bool, **joins: Any) -> list[tuple[Any, Any]]:
     """Return the gradients and the report of each step."""
     state, found = rule.init(params), []
@@ -112,12 +120,13 @@ def layout(name: str) -> None:
             for key, grad in clipped.items():
                 if grad is not None:
                     close(*both(grad, all_clipped[key], entries.get(key)), f"{what}, {key}", all_clipped[key])
-            norms = norms_of(report, params) if title != "agc" else {}  # along axes they may be divided, too
+            divided = title == "agc"  # of norms along axes that are divided, each process has its own
+            norms, own = ({}, flags_of_all(report)) if divided else (norms_of(report, params), flags(report))
             for key, norm in norms.items():
                 close(norm, norms_of(its, every).get(key, 0 * norm), f"{what}, norm of {key}")
-            assert flags(report) == flags(its), what
+            assert own == flags(its), what
             seen |= {(what, key): norm.numpy().tobytes() for key, norm in norms.items()}
-            seen |= {(what, "flags"): flags(report)}
+            seen |= {(what, "flags"): own}
     alike(seen, name)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,35 +80,48 @@ def _like_local(like: Any, local: Any) -> Any:
     )
 
 
+class Owners(NamedTuple):
+    """The processes of some dimensions of a mesh, which hold parts of distributed tensors."""
+
+    mesh: Any
+    dimensions: tuple[int, ...]
+
+    def processes(self) -> frozenset[int]:
+        """Return the ranks of the processes of the whole mesh."""
+        return frozenset(self.mesh.mesh.flatten().tolist())
+
+    def reduce(self, array: Any, op: Op) -> Any:
+        """Return the sum or maximum over these dimensions."""
+        mesh = self.mesh
+        if tracing() or recorded(array):  # with derivatives if they are recorded
+            from torch.distributed.tensor import DTensor, Partial, Replicate
+
+            places = [Partial(op) if n in self.dimensions else Replicate() for n in range(mesh.ndim)]
+            return DTensor.from_local(array, mesh, places, run_check=False).full_tensor()
+        groups = [mesh.get_group(n) for n in self.dimensions]
+        return _all_reduce([group for group in groups if group.size() > 1], array, op)
+
+
 class Part:
     """The part of a distributed tensor that this process holds; equal parts are one object."""
 
-    def __init__(self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-        self.owner, self._placements, self.shape = mesh, placements, shape
-
-    @cached_property
-    def copies(self) -> int:
+    def __init__(self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], local: tuple[int, ...]) -> None:
+        self.mesh, self.placements, self.shape, self.local = mesh, placements, shape, local
+        self.copies = math.prod([n for n, p in zip(mesh.shape, placements, strict=True) if p.is_replicate()])
         """How many processes of the mesh hold the same entries."""
-        return math.prod(n for n, p in zip(self.owner.shape, self._placements, strict=True) if p.is_replicate())
 
-    @cached_property
-    def _along(self) -> dict[int, Any]:
-        """The indices along each sharded axis, as a slice if they are consecutive."""
-        axes = {p.dim for p in self._placements if not p.is_replicate()}
-        return {axis: _indices(self.owner, self._placements, axis, self.shape[axis]) for axis in sorted(axes)}
+    def divided(self, axes: tuple[int, ...] | None) -> tuple[Any, dict[int, Any]] | None:
+        """Return the mesh and those of its dimensions that divide an axis which norms along ``axes`` keep."""
+        if axes is None:
+            return None
+        places = {n: one for n, one in enumerate(self.placements) if not one.is_replicate() and one.dim not in axes}
+        return (self.mesh, places) if places else None
 
-    def processes(self) -> frozenset[int]:
-        """Return the ranks of the processes of the mesh."""
-        return frozenset(self.owner.mesh.flatten().tolist())
-
-    def reduce(self, array: Any, op: Op) -> Any:
-        """Return the sum or maximum over the mesh."""
-        if tracing() or recorded(array):
-            from torch.distributed.tensor import DTensor, Partial
-
-            mesh = self.owner  # with derivatives if they are recorded
-            return DTensor.from_local(array, mesh, [Partial(op)] * mesh.ndim, run_check=False).full_tensor()
-        return _all_reduce([group for group in self.owner.get_all_groups() if group.size() > 1], array, op)
+    def owners(self, axes: tuple[int, ...] | None = None) -> Owners | None:
+        """Return the processes over which norms along ``axes`` are joined, ``None`` if each norm lies in one."""
+        _, apart = self.divided(axes) or (None, {})
+        some = [n for n in range(self.mesh.ndim) if n not in apart]
+        return Owners(self.mesh, tuple(some)) if some else None
 
     def whole(self, like: Any, local: Any) -> Any:
         """Return a local tensor as a distributed one like another."""
@@ -129,28 +142,6 @@ class Part:
             local, like.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
         )
 
-    def embedded(self, xp: Any, norms: Any, axes: tuple[int, ...] | None) -> Any:
-        """Return norms along ``axes``, ``(k, *kept)``, as norms of the whole tensor, 0 for other entries."""
-        for place, indices, size in self._places(axes):
-            shape = (*norms.shape[:place], size, *norms.shape[place + 1 :])
-            wide = norms.new_zeros(shape) if hasattr(norms, "new_zeros") else xp.zeros(shape, dtype=norms.dtype)
-            wide[(slice(None),) * place + (indices,)] = norms
-            norms = wide
-        return norms
-
-    def own(self, values: Any, axes: tuple[int, ...] | None) -> Any:
-        """Return the values for norms along ``axes``, of shape ``kept``, that belong to the entries here."""
-        for place, indices, size in self._places(axes):
-            if values.shape[place - 1] == size:  # else it is one for all
-                values = values[(slice(None),) * (place - 1) + (indices,)]
-        return values
-
-    def _places(self, axes: tuple[int, ...] | None) -> list[tuple[int, Any, int]]:
-        """Return, for each kept axis that is sharded, its place after the rows, its indices and its length."""
-        kept = [] if axes is None else [axis for axis in range(len(self.shape)) if axis not in axes]
-        along = self._along if kept else {}
-        return [(kept.index(axis) + 1, along[axis], self.shape[axis]) for axis in kept if axis in along]
-
 
 _parts: dict[Any, Part] = {}
 
@@ -158,7 +149,7 @@ _parts: dict[Any, Part] = {}
 def _part_of(tensor: Any) -> Part:
     """Return the part of a distributed tensor that this process holds."""
     mesh = tensor.device_mesh
-    what = mesh, tuple(tensor.placements), tuple(tensor.shape)
+    what = mesh, tuple(tensor.placements), tuple(tensor.shape), tuple(_local_of(tensor).shape)
     if torch.compiler.is_compiling():
         return Part(*what)
     key = (*what, tuple(mesh._dim_group_names))  # meshes of another initialization are equal, but have other groups
@@ -170,35 +161,17 @@ def _part_of(tensor: Any) -> Part:
     return part
 
 
-def _indices(mesh: Any, placements: Sequence[Any], axis: int, size: int) -> Any:
-    """Return the indices along an axis that this process holds, as the library shards them."""
+def _replicated(mesh: Any, array: Any) -> Any:
+    """Return a plain tensor, the same in every process, as a distributed one on a mesh."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    def alone(placement: Any) -> Any:
-        if placement.is_replicate() or placement.dim != axis:
-            return Replicate()
-        more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
-        return type(placement)(0, **more)
-
-    every = DTensor.from_local(
-        torch.arange(size, device=mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
-    here = every.redistribute(placements=list(map(alone, placements))).to_local().tolist()
-    one_by_one = here == list(range(here[0], here[0] + len(here))) if here else True
-    return slice(here[0] if here else 0, here[-1] + 1 if here else 0) if one_by_one else here
-
-
-def _replicated(like: Any, array: Any) -> Any:
-    """Return a plain tensor, the same in every process, as a distributed one to combine with another."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(array, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(array, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def own_operand(like: Any, operand: Any) -> Any:
     """Return the part of an operand that this process needs to change its part of a tensor."""
     if not is_dtensor(operand):
-        operand = _replicated(like, operand)
+        operand = _replicated(like.device_mesh, operand)
     if operand.ndim == 0:
         return operand.to_local()
     return operand.expand(like.shape).redistribute(placements=like.placements).to_local()
@@ -236,12 +209,19 @@ class Distributed(Processes):
         parts = [_part_of(array) if array is not None and is_dtensor(array) else None for array in arrays]
         return [_local_of(array) if part else array for array, part in zip(arrays, parts, strict=True)], parts
 
+    def divided_as(self, leaf: Any, part: Part | None) -> Any:
+        if part is None:
+            return leaf.full_tensor()
+        if not is_dtensor(leaf) or leaf.device_mesh != part.mesh:
+            leaf = _replicated(part.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
+        return leaf.redistribute(part.mesh, part.placements).to_local()
+
     def replicated(self, array: Any, operand: Any) -> Any:
         if is_dtensor(operand):
             return operand
         if operand.ndim or array.is_meta:  # every other device accepts 0-d CPU tensors
             operand = operand.to(array.device)
-        return _replicated(array, operand) if is_dtensor(array) else operand
+        return _replicated(array.device_mesh, operand) if is_dtensor(array) else operand
 
     def reducer(self, all_reduce: Any) -> Reduce | None:
         groups = _groups_of(all_reduce)

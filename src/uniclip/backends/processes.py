@@ -26,6 +26,10 @@ class Processes:
         """
         return arrays, None
 
+    def divided_as(self, leaf: Any, part: Any) -> Any:
+        """Return what this process holds of a leaf that is divided as a part of another is; for ``None`` all of it."""
+        return leaf
+
     def varied(self, array: Any, all_reduce: Any) -> Any:
         """Return a value as one that may differ along all axes of ``all_reduce``, so that one reduction joins many."""
         return array

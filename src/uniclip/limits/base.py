@@ -66,10 +66,19 @@ class Context:
     threshold: Array | None = None
     """The norms above which a limit clips, if it then clips to less; set by the limit, and broadcast as limits are."""
 
-    def __init__(
-        self, backend: Backend, blocks: Sequence[Rows], number: int, needs: Collection[str] = (), loss: Any = None
+    def __init__(  # noqa: PLR0913 - made by one function, which has these
+        self,
+        backend: Backend,
+        blocks: Sequence[Rows],
+        number: int,
+        needs: Collection[str] = (),
+        loss: Any = None,
+        *,
+        cut: bool = False,
     ) -> None:
         self._backend, self._blocks, self._number, self._needs, self._loss = backend, blocks, number, needs, loss
+        self._cut = cut
+        """Whether some norms lie in other processes."""
 
     @property
     def xp(self) -> Any:
@@ -99,6 +108,7 @@ class Context:
     @property
     def count(self) -> Any:
         """How many groups have gradients, in all blocks and processes; a 0-d array where these are joined."""
+        self._refuse_if_cut("count")
         known = sum(len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None)
         there = [self.xp.sum(self.xp.astype(b.present, b.norms.dtype)) for b in self._blocks if b.present is not None]
         return sum(there, known) if there else known
@@ -123,10 +133,12 @@ class Context:
 
     def total(self, function: Callable[[Context], Array]) -> Array:
         """Return the sum of all entries of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
+        self._refuse_if_cut("total")
         return self._reduced(self.xp.sum, function)
 
     def largest(self, function: Callable[[Context], Array]) -> Array:
         """Return the largest entry of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
+        self._refuse_if_cut("largest")
         return self._reduced(self.xp.max, function)
 
     def asarray(self, value: Any, dtype: Any = None) -> Array:
@@ -140,7 +152,7 @@ class Context:
         params, sizes = (one if one is None else one[here, ...] for one in (block.params, block.sizes))
         there = None if block.present is None else block.present[here]
         alone = Rows(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here], there)
-        return Context(self._backend, [alone], 0, self._needs, self._loss)
+        return Context(self._backend, [alone], 0, self._needs, self._loss, cut=self._cut)
 
     def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
         each = [Context(self._backend, self._blocks, n, self._needs, self._loss) for n in range(len(self._blocks))]
@@ -149,6 +161,14 @@ class Context:
             return values[0]
         dtype = self.xp.result_type(*[value.dtype for value in values])
         return reduce(self.xp.stack([self.asarray(value, dtype) for value in values]))
+
+    def _refuse_if_cut(self, name: str) -> None:
+        if self._cut:
+            msg = (
+                f"context.{name} looks at all norms, and of norms along axes that are divided among processes each "
+                "process has its own: take a scope of whole leaves, such as uc.scopes.each_leaf"
+            )
+            raise ValueError(msg)
 
     def _refuse_unless_needed(self, name: str) -> None:
         if name not in self._needs:
