@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.joined import CHECKED, REFUSALS, SAVED
+from kit.joined import CHECKED, COUNTED, LEARNS, REFUSALS, SAVED
 from kit.layouts import LAYOUTS, table
 from kit.pool import Pool, launched
 
@@ -51,23 +51,37 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
     pool.run("placements", ranks=2, spoilt=spoilt)
 
 
-@pytest.mark.parametrize(
-    "check", ["other_values", "one_reduction", "drop_ins", "drop_in_of_parts", "drop_in_without_a_gradient"]
-)
+@pytest.mark.parametrize("check", ["other_values", "drop_ins", "drop_in_of_parts", "drop_in_without_a_gradient"])
 def test_in_two(pool: Pool, check: str) -> None:
     """Two processes do together what one does."""
     pool.run(check, ranks=2)
 
 
+@pytest.mark.parametrize("case", COUNTED)
+def test_collectives(pool: Pool, case: str) -> None:
+    """A step sends once for each dimension of a mesh and once for a group, and the first one of a group once more."""
+    pool.run("counted", ranks=4 if case.startswith("two") else 2, name=case)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "case", ["a group: global", "a group: skip", "a group: relative", "FSDP2: global", "FSDP2: rows"]
+)
+def test_compiled(pool: Pool, case: str) -> None:
+    """A joined step is compiled as one graph."""
+    pool.run("compiled", ranks=2, name=case)
+
+
 def test_one_has_nothing(pool: Pool) -> None:
-    """A process that has no gradients, or no leaves, takes part."""
-    pool.run("one_has_nothing", ranks=2, names=["global", "largest", "zclip", "skip"])
+    """A process that has no gradients, or no leaves, takes part, and reports what the others do."""
+    pool.run("one_has_nothing", ranks=2, names=["global", "largest", "groups", "zclip", "skip"])
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="it compares other names, and gloo ends the process")
-def test_named_groups_of_nothing(pool: Pool) -> None:
-    """A process without leaves has a row for each group that a rule names."""
-    pool.run("one_has_nothing", ranks=2, names=["groups"])
+@pytest.mark.parametrize("divided", [False, True], ids=["a group", "FSDP2"])
+@pytest.mark.parametrize("rule", LEARNS)
+def test_remembered(pool: Pool, rule: str, divided: bool) -> None:
+    """What is remembered is the same bits in all processes, whatever one of them has."""
+    pool.run("remembered", name=rule, divided=divided)
 
 
 def test_losses(pool: Pool) -> None:

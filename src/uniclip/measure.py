@@ -52,13 +52,18 @@ class Measured(NamedTuple):
 
 
 def norms_of(
-    plan: Plan, trees: list[Opened], norm: Norm, scalars: list[Any], more: list[Any]
+    plan: Plan,
+    trees: list[Opened],
+    norm: Norm,
+    scalars: list[Any],
+    more: list[Any],
+    presence: bool,  # noqa: FBT001
 ) -> tuple[list[list[Any]], list[Any]]:
     """Return the norms of each tree by block, before they are divided by sizes; and what stands beside, joined.
 
     This is the only place that knows of range and of processes. Sums of entries up to float32 are float64; others that
-    may have overflowed or underflowed are made again in units of the largest modulus of each norm. ``scalars`` are
-    joined over all processes, ``more`` over those of ``all_reduce``.
+    may have overflowed or underflowed are made again in units of the largest modulus of each norm. ``presence``, how
+    many gradients each norm has, and ``scalars`` are joined over all processes, ``more`` over those of ``all_reduce``.
     """
     p = math.inf if plan.entries else norm.ord
     backend, join, here = plan.backend, plan.join, len(trees) * len(plan.blocks)
@@ -67,8 +72,9 @@ def norms_of(
 
     def rows(p: float, units: list[Any] | None = None) -> list[Any]:
         op: Op = "max" if p == math.inf else "sum"
-        beside, rest = (scalars, more) if op == "sum" and not joined else ([], [])
-        found = [*plan.rows(trees, modes, p, units, beside), *rest]
+        first = op == "sum" and not joined
+        beside, rest = (scalars, more) if first else ([], [])
+        found = [*plan.rows(trees, modes, p, units, beside, presence and first), *rest]
         found = found if join is None else packed(plan, found, op, join)
         joined.extend(found[here:])
         return found[:here]
@@ -94,8 +100,8 @@ def norms_of(
         fits = [((t > least) | (t == zero)) & (t <= most) for t in totals]
         ok = all([bool(one.all()) for one in fits]) if plan.reads else plan.all([backend.xp.all(one) for one in fits])
         found = plan.cond(ok, lambda: roots(totals), in_units)
-    if not joined and (scalars or more):
-        joined = [*plan.rows([], [], 1, None, scalars), *more]
+    if not joined and (scalars or more or presence):
+        joined = [*plan.rows([], [], 1, None, scalars, presence), *more]
         joined = joined if join is None else packed(plan, joined, "sum", join)
     count = len(plan.blocks)
     return [found[number * count : (number + 1) * count] for number in range(len(trees))], joined
@@ -133,26 +139,25 @@ def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened |
 
 def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
-    losses = "loss" in needs and not isinstance(step.loss, Loss) and (join is not None or bool(plan.meshes))
     looks = rule.nonfinite == "zero" and not (plan.reads and not plan.meshes)
-    sized, presence = "sizes" in needs or bool(power), join is not None and (rule.memory or not plan.single)
+    sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.meshes)
+    losses = "loss" in needs and not isinstance(step.loss, Loss) and joins
+    presence = joins and not plan.cut and (rule.memory or not plan.single)
     scalars = _as_sums(plan, step.loss) if losses else []
     scalars += [_unsound(plan, given)] if looks else []
     more = plan.sizes(given) if sized else []
-    if presence:
-        more = [*more, *[np.asarray([float(bool(group)) for group in block.groups]) for block in plan.blocks]]
     trees = [given] if params is None else [given, params]
     known = step.norm is not None
-    if known and params is None and not scalars and join is None:
+    if known and params is None and not scalars and not joins:
         found: list[list[Any]] = [[]]
         joined = more
     else:
-        found, joined = norms_of(plan, trees, rule.norm, scalars, more)
+        found, joined = norms_of(plan, trees, rule.norm, scalars, more, presence)
     left = iter(joined)
+    present = [next(left) > 0 for _ in plan.blocks] if presence else None
     loss = _loss(plan, step.loss, [next(left), next(left)] if losses else None) if "loss" in needs else None
     entries_finite = next(left) < 1 if looks else None
     counts, by = plan.counts([next(left) for _ in plan.blocks], power) if sized else (None, [])
-    present = [there > 0 for there in left] if presence else None
     if power:
         found = [[n / d for n, d in zip(norms, by, strict=False)] for norms in found]
     norms = _known(given, plan, step) if known else found[0]

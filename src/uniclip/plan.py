@@ -123,9 +123,9 @@ class Plan:
         self.owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
         """For each leaf of the gradients, and of the parameters, the processes that join its norms."""
         whole = {part.owners(): None for some in parts for part in some if part is not None}
-        self.meshes: list[Any] = []
+        self.meshes: list[Any] = list(whole) if len(whole) < 2 or self.mode == TRACED else []
         """As few groups of processes as cover all that hold parts, which join what is not of a leaf."""
-        for one in sorted(whole, key=lambda one: -len(one.processes())):
+        for one in [] if self.meshes else sorted(whole, key=lambda one: -len(one.processes())):
             if not any([one.processes() <= other.processes() for other in self.meshes]):
                 self.meshes.append(one)
         found = {one: None for some in self.owners for one in some if one is not None}
@@ -212,24 +212,33 @@ class Plan:
     # Rows from the sums of leaves.
 
     def rows(
-        self, trees: list[Opened], modes: list[int], p: float, units: list[Any] | None = None, scalars: Any = ()
+        self,
+        trees: list[Opened],
+        modes: list[int],
+        p: float,
+        units: list[Any] | None = None,
+        scalars: Sequence[Any] = (),
+        presence: bool = False,  # noqa: FBT001, FBT002
     ) -> list[Any]:
         """Return ``Σ|x/unit|ᵖ`` of each norm (the largest modulus for p = ∞), one array for each block of each tree.
 
-        In float64, joined over the processes that own distributed leaves; and behind them scalars that are joined, too.
+        In float64, joined over the processes that own distributed leaves; and behind them how many gradients each norm
+        has, if asked, and scalars.
         """
+        there = [dict.fromkeys(self.order, np.ones(()))] if presence else []
         op: Op = "max" if p == math.inf else "sum"
         if self.plain and self.order and p == 2 and units is None and trees:
             each = [(mode, tree.to_measure()) for tree, mode in zip(trees, modes, strict=True)]
             vectors = [self.backend.squares(mode, [one[n] for n in self.order], self.lengths) for mode, one in each]
             if all([vector is not None for vector in vectors]):
-                return [*[row for vector in vectors for row in self._cut(vector)], *scalars]
+                rows = [row for vector in vectors for row in self._cut(vector)]
+                return [*rows, *self._joined([], there, op, list(scalars))]
         count = len(self.blocks)
         sums = [
             self._sums(tree, mode, p, op, None if units is None else units[number * count : (number + 1) * count])
             for number, (tree, mode) in enumerate(zip(trees, modes, strict=True))
         ]
-        return self._joined(trees, sums, op, list(scalars))
+        return self._joined(trees, [*sums, *there], op, list(scalars))
 
     def _cut(self, vector: Any) -> list[Any]:
         """Return the rows of each block from those of all."""
@@ -267,20 +276,24 @@ class Plan:
         return spread(self.backend, value, array, axes)
 
     def _joined(self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]) -> list[Any]:
-        """Return the rows of all blocks of all trees from the sums of leaves, and scalars, joined over owners."""
+        """Return the rows of all blocks from the sums of the leaves of trees, and scalars, joined over owners.
+
+        More sums than trees are there of numbers for each leaf.
+        """
         rows: list[list[Any]] = [[] for _ in sums for _ in self.members]
-        every = [(number, some) for number in range(len(trees)) for some in self.members]
+        every = [(number, some) for number in range(len(sums)) for some in self.members]
         # Which norms form a block may differ from process to process, the order of leaves does not.
         order = sorted(range(len(every)), key=lambda row: (every[row][0], every[row][1][:1]))
         for owners in (None, *self.joins):
             joined, sent = [], []
             for row in order:
                 number, some = every[row]
-                mine = [n for n in some if self.owners[number][n] == owners]
+                tree = trees[number] if number < len(trees) else None
+                mine = [n for n in some if self.owners[number if tree else 0][n] == owners]
                 here = [sums[number][n] for n in mine if n in sums[number]]
                 if here or (mine and owners is not None):
                     joined.append(row)
-                    sent.append(self._one(here, op) if here else self._nothing(trees[number], mine[0]))
+                    sent.append(self._one(here, op) if here else self._nothing(tree, mine[0]))
             if owners is not None:
                 sent = packed(self, [*sent, *(scalars if owners in self.meshes else ())], op, owners)
                 scalars = sent[len(joined) :] or scalars
@@ -289,10 +302,10 @@ class Plan:
         each = iter([self._one(some, op) for some in rows])
         return [*[self._stacked([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
 
-    def _nothing(self, tree: Opened, number: int) -> Any:
-        """Return the sums of an absent part of a distributed leaf."""
-        axes, part = self.axes[number], tree.part(number)
-        kept = () if axes is None else [n for axis, n in enumerate(part.local) if axis not in axes]
+    def _nothing(self, tree: Opened | None, number: int) -> Any:
+        """Return the sums of an absent part of a distributed leaf, or how many gradients that is."""
+        axes, shape = self.axes[number], tree.part(number).local if tree else ()
+        kept = () if axes is None else [n for axis, n in enumerate(shape) if axis not in axes]
         return self.to_library(np.zeros(kept, self._wide))
 
     def everywhere(self, flags: list[Any]) -> list[Any]:
@@ -456,11 +469,12 @@ class Plan:
         return self.spec.unflatten([rows.get(number) for number in range(len(self.axes))])
 
     def by_label(self, blocks: Sequence[Any]) -> dict[Any, Any]:
-        """Return a value for each group that is present."""
+        """Return a value for each group that is present; processes that are joined have all named ones."""
         rows: dict[Any, Any] = {}
+        everywhere = self.join is not None and self.scope.label is not None
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
-                if group:
+                if group or everywhere:
                     rows[label] = array[row] if len(array.shape) == 1 else array[row, ...]
         return rows
 

@@ -154,18 +154,62 @@ def reductions(run: Callable[[], Any]) -> int:
     return int(counted.get_total_counts())
 
 
-def one_reduction() -> None:
-    """Require a step to send once for each dimension of a mesh, twice at order 3, whatever the gradients."""
-    rules = PLACED | {"units": KEPT["units"], "learns": uc.autoclip(50, window=4), "loss": uc.skip_spikes()}
-    for shape, places in (((2,), [Shard(0)]), ((1, 2), [Replicate(), Shard(0)])):
-        grads = [distribute_tensor(value, init_device_mesh("cpu", shape), places) for value in drawn((5, 3), (4, 6))]
-        for name, rule in rules.items():
-            step = partial(rule.update, grads, rule.init(grads), grads, loss=1.0)
-            step()  # how they are divided is found out once
-            found, most = reductions(step), {"order 3": 2, "largest": 2, "units": 0}.get(name, 1)
-            assert min(1, most) <= found <= most * len(shape), (
-                f"{name}: {found} reductions, not {most} on a mesh of {shape}"
-            )
+def meshed(shape: tuple[int, ...], *places: Any, rows: bool = True) -> list[Any]:
+    """Return matrices, and a vector if not only ``rows``, divided on a mesh."""
+    mesh = init_device_mesh("cpu", shape)
+    return [distribute_tensor(one, mesh, places) for one in drawn((5, 3), (4, 6), *([] if rows else [(7,)]))]
+
+
+def plain(dtype: Any = torch.float32, by: float = 1.0) -> list[Any]:
+    """Return tensors of this process alone."""
+    return [one.to(dtype) * by for one in drawn((5, 3), (4,))]
+
+
+SHARDED = lambda rows=True: meshed((2,), Shard(0), rows=rows)
+TWICE = lambda: meshed((2, 2), Replicate(), Shard(0))
+SKIPS = uc.by_norm(0.3, axis=-1, nonfinite="skip")
+COUNTED: dict[str, tuple[Callable[[], list[Any]], Any, int, int]] = {
+    **{f"a group: {name}": (plain, rule, 2, 1) for name, rule in PLACED.items() if name != "zero"},
+    "a group: learns": (plain, uc.autoclip(50, window=4), 2, 1),
+    "a group: learns of each leaf": (plain, uc.adagc(), 2, 1),
+    "a group: loss": (plain, uc.skip_spikes(), 2, 1),
+    "a group: zero, NaN": (partial(plain, by=math.nan), PLACED["zero"], 3, 2),
+    "a group: float64": (partial(plain, torch.float64), PLACED["global"], 2, 1),
+    "a group: float64 out of range": (partial(plain, torch.float64, 1e-200), PLACED["global"], 4, 3),
+    "a group: float64 zeros": (partial(plain, torch.float64, 0.0), PLACED["global"], 2, 1),
+    **{f"FSDP2: {name}": (SHARDED, rule, 1, 1) for name, rule in PLACED.items()},
+    "FSDP2: rows": (partial(SHARDED, rows=False), KEPT["rows"], 1, 1),
+    "FSDP2: rows of matrices alone": (SHARDED, KEPT["rows"], 0, 0),
+    "FSDP2: rows, all skipped": (SHARDED, SKIPS, 1, 1),
+    "FSDP2: columns": (SHARDED, uc.by_norm(0.3, axis=0), 1, 1),
+    "FSDP2: learns": (SHARDED, uc.autoclip(50, window=4), 1, 1),
+    "FSDP2: loss": (SHARDED, uc.skip_spikes(), 1, 1),
+    **{f"two dimensions: {name}": (TWICE, rule, 2, 2) for name, rule in PLACED.items()},
+    "two meshes and a plain one": (lambda: [*meshed((4,), Shard(0)), *TWICE(), *plain()], PLACED["global"], 3, 3),
+}
+"""Gradients, a rule, and how many collectives its first step may take, and each other one."""
+
+
+def counted(name: str) -> None:
+    """Require a step to send as often as is said, whatever the gradients."""
+    made, rule, *most = COUNTED[name]
+    grads = made()
+    joins: dict[str, Any] = {"all_reduce": world()} if name.startswith("a group") else {}
+    step = partial(rule.update, grads, rule.init(grads), grads, loss=1.0, **joins)
+    assert [reductions(step), reductions(step)] == most
+
+
+def compiled(name: str) -> None:
+    """Compile a joined step as one graph: it does what it does eagerly."""
+    made, rule, *_ = COUNTED[name]
+    grads, joins = made(), {"all_reduce": world()} if name.startswith("a group") else {}
+    wanted, report = uc.clip(grads, rule, grads, **joins)
+    step = torch.compile(
+        lambda *some: uc.clip(list(some), rule, list(some), **joins), fullgraph=True, backend="aot_eager"
+    )
+    found, seen = step(*grads)
+    same(whole(found), whole(wanted))
+    same(leaves(seen.norms), leaves(report.norms))
 
 
 # Drop-ins.
@@ -239,6 +283,42 @@ def one_has_nothing(names: list[str]) -> None:
             same(clipped, wanted if rank() == 0 else empty[0], msg=lambda text, name=name: f"{name}: {text}")
             same(leaves(seen.norms), leaves(report.norms))
             assert flags(seen) == flags(report), name
+
+
+LEARNS = {
+    "autoclip": uc.autoclip(50, window=8),
+    "all norms": uc.autoclip(50, window=None),
+    "zclip": uc.zclip(),
+    "adagc": uc.adagc(warmup=3),
+    "skip_spikes": uc.skip_spikes(window=8, warmup=3),
+    "groups": uc.Rule(uc.limits.Ema(1.5, 0.9), scope=uc.scopes.Scope(label=lambda path, leaf: path[-1] < 1)),
+}
+
+
+def remembered(name: str, divided: bool) -> None:
+    """Take thirty steps with a spike, a NaN and no gradients in one process: all remember the same, to the bit."""
+    rule, mesh = LEARNS[name], init_device_mesh("cpu", (RANKS,))
+    params = drawn((RANKS, 3), (2 * RANKS,))
+    here = [distribute_tensor(one, mesh, [Shard(0)]) for one in params] if divided else params
+    joins: dict[str, Any] = {} if divided else {"all_reduce": world()}
+    state, alone = rule.init(here), rule.init(params)
+    for step in range(30):
+        full = [one * (9 if step == 20 else 1) for one in drawn((RANKS, 3), (2 * RANKS,), seed=step)]
+        if step == 10:
+            full[0][-1, 0] = math.nan
+        if step % 7 == 3:  # one process has nothing
+            for one in full:
+                one.chunk(RANKS)[1].zero_()
+        loss = float(full[1].abs().sum())
+        mine = [one.chunk(RANKS)[rank()] for one in full]
+        grads = [distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None) for one in full] if divided else mine
+        if step % 7 == 3 and rank() == 1:
+            grads = [None, None]
+        _, state, report = rule.update(grads, state, here, loss=loss, **joins)
+        _, alone, its = rule.update(full, alone, params, loss=loss)
+        assert flags(report) == flags(its), step
+        same(leaves(state), leaves(alone))
+        alike({number: one.numpy().tobytes() for number, one in enumerate(leaves(state))}, f"step {step}")
 
 
 def losses() -> None:
