@@ -37,7 +37,7 @@ def limits_of(
         value = rule.number if max_norm is None else max_norm
         return [_checked(plan, value, n) for n in seen], state, None
     if limit.memory:
-        if not given.kinds.present and plan.join is None and not plan.meshes:
+        if not given.kinds.present and plan.join is None and not plan.covering:
             return [math.inf] * len(seen), state, None  # a step without gradients changes no state
         _check_state(rule, plan, state)
     states = [state] if len(seen) == 1 else state if limit.memory else [state] * len(seen)

@@ -139,8 +139,8 @@ def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened |
 
 def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
-    looks = rule.nonfinite == "zero" and not (plan.reads and not plan.meshes)
-    sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.meshes)
+    looks = rule.nonfinite == "zero" and not (plan.reads and not plan.covering)
+    sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
     losses = "loss" in needs and not isinstance(step.loss, Loss) and joins
     presence = joins and not plan.cut and (rule.memory or not plan.single)
     scalars = _as_sums(plan, step.loss) if losses else []

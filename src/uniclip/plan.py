@@ -106,7 +106,7 @@ class Plan:
         self._divide(rule, given)
         self.copies = None if join is None else copies_of(self, given, join)
         self._own(rule, parts)
-        self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.meshes
+        self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.covering
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
         self.fast = self.host and rule.simple and join is None and self.plain and self.low
         """Whether a step is one Euclidean norm and one constant limit."""
@@ -123,14 +123,14 @@ class Plan:
         self.owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
         """For each leaf of the gradients, and of the parameters, the processes that join its norms."""
         whole = {part.owners(): None for some in parts for part in some if part is not None}
-        self.meshes: list[Any] = list(whole) if len(whole) < 2 or self.mode == TRACED else []
+        self.covering: list[Any] = list(whole) if len(whole) < 2 or self.mode == TRACED else []
         """As few groups of processes as cover all that hold parts, which join what is not of a leaf."""
-        for one in [] if self.meshes else sorted(whole, key=lambda one: -len(one.processes())):
-            if not any([one.processes() <= other.processes() for other in self.meshes]):
-                self.meshes.append(one)
+        for one in [] if self.covering else sorted(whole, key=lambda one: -len(one.processes())):
+            if not any([one.processes() <= other.processes() for other in self.covering]):
+                self.covering.append(one)
         found = {one: None for some in self.owners for one in some if one is not None}
-        self.joins = list(found | dict.fromkeys(self.meshes))
-        """All groups of processes, in the same order in each of them."""
+        self.owner_groups = list(found | dict.fromkeys(self.covering))
+        """All groups of owners, in the same order in each process."""
         self.cut = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
         if self.cut and rule.memory:
@@ -232,7 +232,7 @@ class Plan:
             vectors = [self.backend.squares(mode, [one[n] for n in self.order], self.lengths) for mode, one in each]
             if all([vector is not None for vector in vectors]):
                 rows = [row for vector in vectors for row in self._cut(vector)]
-                return [*rows, *self._joined([], there, op, list(scalars))]
+                return [*rows, *(self._joined([], there, op, list(scalars)) if there else scalars)]
         count = len(self.blocks)
         sums = [
             self._sums(tree, mode, p, op, None if units is None else units[number * count : (number + 1) * count])
@@ -280,11 +280,22 @@ class Plan:
 
         More sums than trees are there of numbers for each leaf.
         """
-        rows: list[list[Any]] = [[] for _ in sums for _ in self.members]
+        if self.owner_groups:
+            rows, scalars = self._over_owners(trees, sums, op, scalars)
+        else:
+            rows = [[found[n] for n in some if n in found] for found in sums for some in self.members]
+        each = iter([self._one(some, op) for some in rows])
+        return [*[self._stacked([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
+
+    def _over_owners(
+        self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]
+    ) -> tuple[list[list[Any]], list[Any]]:
+        """Return the addends of each row, those of each group of owners joined, and scalars that are joined, too."""
         every = [(number, some) for number in range(len(sums)) for some in self.members]
+        rows: list[list[Any]] = [[] for _ in every]
         # Which norms form a block may differ from process to process, the order of leaves does not.
         order = sorted(range(len(every)), key=lambda row: (every[row][0], every[row][1][:1]))
-        for owners in (None, *self.joins):
+        for owners in (None, *self.owner_groups):
             joined, sent = [], []
             for row in order:
                 number, some = every[row]
@@ -295,12 +306,11 @@ class Plan:
                     joined.append(row)
                     sent.append(self._one(here, op) if here else self._nothing(tree, mine[0]))
             if owners is not None:
-                sent = packed(self, [*sent, *(scalars if owners in self.meshes else ())], op, owners)
+                sent = packed(self, [*sent, *(scalars if owners in self.covering else ())], op, owners)
                 scalars = sent[len(joined) :] or scalars
             for row, value in zip(joined, sent, strict=False):
                 rows[row].append(value)
-        each = iter([self._one(some, op) for some in rows])
-        return [*[self._stacked([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
+        return rows, scalars
 
     def _nothing(self, tree: Opened | None, number: int) -> Any:
         """Return the sums of an absent part of a distributed leaf, or how many gradients that is."""
@@ -310,7 +320,7 @@ class Plan:
 
     def everywhere(self, flags: list[Any]) -> list[Any]:
         """Return flags of the norms, each true only if it is in all processes that have norms of their own."""
-        for owners in self.meshes if self.cut else ():
+        for owners in self.covering if self.cut else ():
             xp = self.xp
             own = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
             flags = self.as_norms([one < 1 for one in packed(self, own, "max", owners)])

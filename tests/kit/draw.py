@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kit.oracle import BITS, Path, Plan, Scope
+from kit.trees import walk
 
 Rng: TypeAlias = np.random.Generator
 Made: TypeAlias = tuple[Any, Plan]
@@ -508,6 +509,10 @@ def drawn_case(
         other = drawn_tree(rng, plan, own, layouts, few=few)
         case.aside = Case(rule, plan, *other)
         _values_of(rng, case.aside, kind, power, 2 if plan.remembers else 1)
+    if case.way == "parts" and case.plan.limit[0] == "per group":  # processes have all named groups, this run its own
+        named = {case.plan.scope.label(path, slot) for path, slot in walk(tree)}
+        limits = {name: limit for name, limit in rule.limit.limits if name in named}
+        case.rule = replace(rule, limit=uc.limits.PerGroup(limits))
     if case.way == "parts":
         case.processes = [-2 if slot.shape and chance(rng, 0.8) else -1 for slot in slots]
         if plan.scope.kind == "all" and len(slots) > 1:

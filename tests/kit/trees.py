@@ -20,7 +20,7 @@ EPS = {
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves with their paths."""
     if isinstance(tree, dict):
-        for key in sorted(tree):
+        for key in sorted(tree, key=lambda one: (type(one).__name__, one)):
             yield from walk(tree[key], (*path, key))
     elif isinstance(tree, (list, tuple)):
         for number, inner in enumerate(tree):
