@@ -39,7 +39,7 @@ class EachArray(BaseRule):
             return place("grads", spec.paths()[number])
 
         present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-        if step.in_place and not backend.in_place.writes:
+        if step.in_place and not backend.writes:
             same_memory(backend, leaves, where)  # which says what to write instead
         new, arrays, changes = list(leaves), {}, {}
         with backend.quiet(leaves[present[0]] if present else None):
@@ -66,9 +66,9 @@ def _put(backend: Backend, leaf: Any, single: Any, stored: Stored, change: tuple
     """Return a leaf with its array changed, the leaf itself if it is changed in place."""
     (function, *operands), array, xp = change, stored.array, backend.xp
     if in_place:
-        backend.in_place.write(array, function, *operands)
+        backend.write(array, function, *operands)
         if single is not leaf:
-            backend.in_place.copy(leaf, single)
+            backend.overwrite(leaf, single)
         elif not stored.view:
             stored.back(array)
         return leaf
@@ -146,7 +146,7 @@ class ByValue(EachArray):
                 raise ValueError(msg)
         if backend.readable(low) and backend.readable(high) and not bool(xp.all(low <= high)):
             raise ValueError(self._wrong_way())
-        low, high = (backend.processes.replicated(array, bound) for bound in (low, high))
+        low, high = (backend.replicated(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.arrays import refuse_shape
-from uniclip.backends.base import FITS, HOST, OWN, TRACED, Stored, finite_or_zero
-from uniclip.backends.processes import Op
+from uniclip.backends.base import FITS, HOST, OWN, TRACED, Op, Stored, finite_or_zero
 from uniclip.norms import Norm
 from uniclip.plan import Plan
 from uniclip.processes import Loss, packed
@@ -244,7 +243,7 @@ def _zeroed(given: Opened, plan: Plan) -> Opened:
             target = given.arrays[number]
 
             def back(new: Any, target: Any = target, leaf: Any = given.leaves[number]) -> Any:
-                plan.backend.in_place.write(target, lambda _, x: x, new)
+                plan.backend.write(target, lambda _, x: x, new)
                 return leaf
 
             way = Stored(target, back) if way is None else way._replace(array=target, back=back)

@@ -98,5 +98,5 @@ def _divided_alike(rule: Rule, given: Opened, theirs: Opened, arrays: list[Any])
         axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
         rows = [one and one.divided(axes) for one in (part, parts[number])]
         if rows[0] != rows[1]:
-            arrays[number], parts[number] = given.backend.processes.divided_as(leaf, part), part
+            arrays[number], parts[number] = given.backend.divided_as(leaf, part), part
     return arrays, parts

@@ -19,8 +19,7 @@ from uniclip._checks import check
 from uniclip._repr import short, stable
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
-from uniclip.backends.base import HOST, OWN, TRACED, Axes, cast, norm_dtype
-from uniclip.backends.processes import Op
+from uniclip.backends.base import HOST, OWN, TRACED, Axes, Op, cast, norm_dtype
 from uniclip.limits import PerGroup
 from uniclip.processes import Join, copies_of, packed
 from uniclip.scopes import Path, Scope, everything
@@ -115,7 +114,7 @@ class Plan:
         self._wide = np.float64 if self.double else np.float32
         if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
             some = kinds.present
-            backend.processes.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
+            backend.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
 
     def _own(self, rule: Rule, parts: Sequence[Sequence[Any]]) -> None:
         """Find out which processes join the norms of distributed leaves."""
@@ -193,7 +192,7 @@ class Plan:
             elif self.one_by_one:
                 kind = number
             elif not everywhere:
-                kind = self.backend.processes.varying([given.arrays[n] for n in group])
+                kind = self.backend.varying([given.arrays[n] for n in group])
             alike.setdefault(kind, []).append(label)
         return [
             Block(tuple([tuple(groups[label]) for label in some]), tuple(some), self._kept_axes(given, groups[some[0]]))
@@ -256,7 +255,7 @@ class Plan:
             by = [self._beside(*one) for one in zip(rows, self.order, some, strict=True)]
         found = backend.sums(mode, some, p, [self.axes[n] for n in self.order], by, self.ordered)
         if self.join is not None and self.join.named:
-            found = [backend.processes.varied(x, self.join.all_reduce) for x in found]
+            found = [backend.varied(x, self.join.all_reduce) for x in found]
         sums = dict(zip(self.order, found, strict=True))
         for number, value in (
             sums.items() if op == "sum" and (self.copies is not None or tree.parts is not None) else ()
@@ -378,7 +377,7 @@ class Plan:
             if not (block.kept and group):
                 return self.to_library(np.zeros((), self.dtypes[1]))
             array, axes = given.arrays[group[0]], self.axes[group[0]] or ()
-            if given.parts is None and not backend.processes.unsharded(array):  # they are sharded as it is
+            if given.parts is None and not backend.unsharded(array):  # they are sharded as it is
                 return xp.sum(xp.zeros_like(array, dtype=self.dtypes[0]), axis=axes)
             kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
             return backend.to_device_of(array, xp.zeros(kept, dtype=self.dtypes[0]))
@@ -574,7 +573,7 @@ def _stacking_key(given: Opened, number: int, axes: Axes, seen: list[tuple[int, 
     ``seen`` are the shapes of norms that were met before.
     """
     backend, array, part = given.backend, given.arrays[number], given.part(number)
-    if axes is None or not (all([type(n) is int for n in array.shape]) and backend.processes.unsharded(array)):
+    if axes is None or not (all([type(n) is int for n in array.shape]) and backend.unsharded(array)):
         return None
     kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
     covered = math.prod([array.shape[axis] for axis in axes])
@@ -583,7 +582,7 @@ def _stacking_key(given: Opened, number: int, axes: Axes, seen: list[tuple[int, 
     alike = [n for n, one in enumerate(seen) if len(one) == len(kept) and all(map(backend.certain, map(eq, one, kept)))]
     if not alike:
         seen.append(kept)
-    return (alike or [len(seen) - 1])[0], backend.device(array), part, backend.processes.varying([array])
+    return (alike or [len(seen) - 1])[0], backend.device(array), part, backend.varying([array])
 
 
 def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:

@@ -16,8 +16,7 @@ import numpy as np
 
 from uniclip._checks import check
 from uniclip._repr import holds_arrays, short, stable
-from uniclip.backends.base import TRACED, cast
-from uniclip.backends.processes import Op, Reduce
+from uniclip.backends.base import TRACED, Op, Reduce, cast
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -142,7 +141,7 @@ def copies_of(plan: Plan, given: Any, join: Join) -> list[int] | None:
     present = given.kinds.present
     arrays = [given.arrays[number] for number in present]
     marked = None if join.shared is None else [bool(answers[number]) for number in present]
-    found = backend.processes.copies(arrays, join.all_reduce, marked, lambda n: given.place(present[n]))
+    found = backend.copies(arrays, join.all_reduce, marked, lambda n: given.place(present[n]))
     if found is not None:
         known = dict(zip(present, found, strict=True))
         return [known.get(number, 1) for number in range(len(given.leaves))]
@@ -206,13 +205,12 @@ def reducer_of(backend: Backend, all_reduce: Any) -> Reduce:
     TypeError
         If ``all_reduce`` is neither a function nor what the library of the backend joins by.
     """
-    processes = backend.processes
-    reduce: Reduce | None = processes.reducer(all_reduce)
+    reduce: Reduce | None = backend.reducer(all_reduce)
     if reduce is not None:
         return reduce
     if callable(all_reduce):
         return all_reduce
-    msg = f"all_reduce must be {processes.joins_by} for gradients of this library, got {short(all_reduce)}"
+    msg = f"all_reduce must be {backend.joins_by} for gradients of this library, got {short(all_reduce)}"
     raise TypeError(msg)
 
 

@@ -88,7 +88,7 @@ class Decision(NamedTuple):
             return given.arrays
         arrays, order = list(given.arrays), self.plan.order
         some = arrays if len(order) == len(arrays) else [arrays[n] for n in order]
-        if given.in_place and (given.stored or given.kinds.records or not backend.in_place.disjoint_dense(some)):
+        if given.in_place and (given.stored or given.kinds.records or not backend.disjoint_dense(some)):
             self._write(arrays, order, [factor] * len(order), zero=False)
             return arrays
         new = backend.scaled_alike(some, factor, given.kinds, in_place=given.in_place)

@@ -18,8 +18,8 @@ import optree
 
 from uniclip._repr import describe, printed
 from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling
+from uniclip.backends.arrays import overlaps_itself, sharing
 from uniclip.backends.base import Kinds, Stored, unchanged
-from uniclip.backends.memory import overlaps_itself, sharing
 from uniclip.scopes import Path
 
 _KEPT = 256
@@ -149,7 +149,7 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False) -> Open
         opened = Opened(kinds, leaves, arrays, spec, name, in_place, ways, parts)
     else:
         opened = Opened(kinds, leaves, leaves, spec, name, in_place)
-    if in_place and not opened.kinds.backend.in_place.writes:
+    if in_place and not opened.kinds.backend.writes:
         same_memory(opened.backend, leaves, opened.place)  # which says what to write instead
     return opened
 
@@ -184,7 +184,7 @@ def _dense(backend: Backend, numbers: Sequence[int], leaves: list[Any], spec: An
         if array is not leaf:
             ways[number] = (stored or Stored(leaf, unchanged))._replace(array=array)
             arrays[number] = array
-    local, parts = backend.processes.local(arrays)
+    local, parts = backend.local(arrays)
     for number, part in enumerate(parts or ()):
         if part is not None:
             way = ways.get(number) or Stored(leaves[number], unchanged)
@@ -236,13 +236,13 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
         If two leaves overlap in memory, and are not the same.
     """
     some = [(number, leaf) for number, leaf in enumerate(leaves) if leaf is not None]
-    if some and not backend.traced(some[0][1]) and backend.in_place.disjoint([leaf for _, leaf in some]):
+    if some and not backend.traced(some[0][1]) and backend.disjoint([leaf for _, leaf in some]):
         return set()
     first: dict[int, int] = {}
     again = {number for number, leaf in some if first.setdefault(id(leaf), number) != number}
     views: list[Any] = [None] * len(leaves)
     for number, leaf in some:
-        view, why = backend.in_place.memory(leaf)
+        view, why = backend.memory(leaf)
         views[number] = None if number in again else view
         if view is not None and overlaps_itself(view):
             why = why or "several of its entries may lie in one place"

@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.exceptions import TooHardError
+from numpy.lib.array_utils import byte_bounds
 
 from uniclip.backends.base import Array, cast
 
 if TYPE_CHECKING:
     from uniclip.backends.base import Backend
+
+
+View: TypeAlias = np.ndarray[Any, Any]
+"""An array of NumPy that stands for the memory of one of any framework."""
 
 
 def stacked(backend: Backend, arrays: list[Array]) -> Array:
@@ -71,3 +78,36 @@ def refuse_shape(name: str, array: Any, norms: Any) -> None:
         shapes = f"{tuple(array.shape)} does not fit norms of shape {tuple(norms.shape)}"
         msg = f"a {name} of shape {shapes}; give one number"
         raise ValueError(msg)
+
+
+def overlaps_itself(view: View) -> bool:
+    """Whether several entries may share memory, as those of a broadcast array do."""
+    end = view.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(view.strides, view.shape, strict=True) if n > 1):
+        if stride < end:
+            return view.size > 0
+        end += stride * (n - 1)
+    return False
+
+
+def sharing(views: list[View | None]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the pairs of arrays that share memory, by their numbers, and whether they are the same."""
+    known = {number: view for number, view in enumerate(views) if view is not None and view.size}
+    bounds = {number: byte_bounds(view) for number, view in known.items()}
+    near: list[int] = []
+    for number in sorted(known, key=bounds.__getitem__):
+        near = [other for other in near if bounds[other][1] > bounds[number][0]]
+        for other in near:
+            first, second = sorted((number, other))
+            if _share(known[first], known[second]):
+                alike = known[first].__array_interface__ == known[second].__array_interface__
+                yield first, second, alike
+        near.append(number)
+
+
+def _share(view: View, other: View) -> bool:
+    try:
+        work: Any = 100_000  # NumPy's own type for it is too narrow
+        return bool(np.shares_memory(view, other, max_work=work))
+    except TooHardError:
+        return True  # not known to be disjoint

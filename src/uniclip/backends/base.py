@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip.backends.memory import InPlace
-from uniclip.backends.processes import Op, Processes
-
 Array: TypeAlias = Any
 Rebuild: TypeAlias = Callable[[Array], Any]
+Op: TypeAlias = Literal["sum", "max"]
+Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
 Blocks: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """Blocks of norms, each with the numbers of the arrays of each of its norms."""
@@ -88,8 +87,10 @@ class Backend:
         The array API namespace.
     """
 
-    in_place = InPlace()
-    processes = Processes()
+    writes = False
+    """Whether arrays can be changed in place."""
+    joins_by = "a function of (array, op)"
+    """The kinds of ``all_reduce`` that are taken."""
     output_axis = -1
     """The axis of a weight along which its output units lie."""
 
@@ -291,7 +292,7 @@ class Backend:
         """
         if in_place:
             for array, factor in zip(arrays, factors, strict=True):
-                self.in_place.write(array, lambda x, f: times(self.xp, x, f, zero), self._operand(array, factor))
+                self.write(array, lambda x, f: times(self.xp, x, f, zero), self._operand(array, factor))
             return arrays
         return [times(self.xp, a, self._operand(a, f), zero) for a, f in zip(arrays, factors, strict=True)]
 
@@ -304,6 +305,78 @@ class Backend:
         if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
             factor = self.from_host(np.asarray(factor), self.device(array))
         return cast(self.xp, self.to_device_of(array, factor), self.xp.result_type(array.dtype, self.xp.float32))
+
+    # Arrays that are changed in place; by default they never are.
+
+    def disjoint(self, leaves: list[Any]) -> bool:
+        """Whether a quick check shows that the leaves are writable and share no memory."""
+        return False
+
+    def disjoint_dense(self, leaves: list[Any]) -> bool:
+        """Do as `disjoint`, for dense arrays that record no derivatives."""
+        return self.disjoint(leaves)
+
+    def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
+        """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""
+        return None, "arrays of this kind never change"
+
+    def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
+        """Put ``function(array, *operands)`` in place of ``array``, piece by piece.
+
+        The function is elementwise, and the operands, at least one, broadcast against the array.
+        """
+        raise NotImplementedError
+
+    def overwrite(self, leaf: Any, new: Any) -> None:
+        """Put the entries of a sparse leaf in the place of those of another one."""
+        raise NotImplementedError
+
+    # Arrays of which several processes or devices hold parts; by default they lie in one process, on one device.
+
+    def local(self, arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
+        """Return what this process holds of each array (or ``None``), and which part that is; ``None`` for all.
+
+        A part has the attributes and methods of `uniclip.backends.dtensor.Part`.
+        """
+        return arrays, None
+
+    def divided_as(self, leaf: Any, part: Any) -> Any:
+        """Return what this process holds of a leaf that is divided as a part of another is; for ``None`` all of it."""
+        return leaf
+
+    def varied(self, array: Any, all_reduce: Any) -> Any:
+        """Return a value as one that may differ along all axes of ``all_reduce``, so that one reduction joins many."""
+        return array
+
+    def replicated(self, array: Any, operand: Any) -> Any:
+        """Return an operand, the same in all processes, as one that can be combined with a distributed ``array``."""
+        return operand
+
+    def reducer(self, all_reduce: Any) -> Reduce | None:
+        """Return a function that reduces over the parts of a tree, ``None`` if ``all_reduce`` is not of these kinds."""
+        return None
+
+    def copies(
+        self,
+        arrays: list[Any],
+        all_reduce: Any,
+        shared: list[bool] | None,
+        place: Callable[[int], str],
+    ) -> list[int] | None:
+        """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell; ``None`` for one."""
+        return None
+
+    def varying(self, arrays: list[Any]) -> Hashable:
+        """Return the named axes along which arrays vary from device to device: norms that differ are not stacked."""
+        return None
+
+    def unsharded(self, array: Any) -> bool:
+        """Whether an array is known to be whole on each of its devices, so that others may be copied into it."""
+        return True
+
+    def rank(self) -> int:
+        """Return the number of this process in a run over several."""
+        return 0
 
     # For code that is compiled.
 

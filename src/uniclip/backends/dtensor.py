@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from uniclip.backends.processes import Op, Processes, Reduce
+from uniclip.backends.base import Backend, Op, Reduce
 from uniclip.backends.torch_modes import recorded, tracing
 
 _KEPT = 4096
@@ -198,7 +198,7 @@ def _all_reduce(groups: Sequence[Any], array: Any, op: Op) -> Any:
     return array
 
 
-class Distributed(Processes):
+class Distributed(Backend):
     """Distributed tensors, and process groups."""
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"

@@ -1,18 +1,222 @@
 # SPDX-License-Identifier: MIT
-"""NumPy arrays and scalars."""
+"""NumPy arrays and scalars; and sums on the memory of other frameworks' CPU arrays.
+
+There calling the framework takes longer than adding. Sums are float64. Squares of float64 numbers may underflow; a sum
+is 0 only if all of its entries are.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from operator import mul
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip.backends.base import HOST, PIECE, Array, Axes, Backend, Blocks, Kinds
-from uniclip.backends.host import UNDERFLOWN, WIDE, squares, squares_along, squares_of, walk
-from uniclip.backends.memory import InPlace
+from uniclip.backends.base import FITS, HOST, PIECE, Array, Axes, Backend, Blocks, Kinds, in_groups, row_slices
+
+View: TypeAlias = np.ndarray[Any, Any]
+
+WIDE = 4
+"""The bytes of an entry that is precise enough to add and multiply in."""
+_ROW = 512
+"""How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
+processors keep few partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
+_JOINED, _COPIED, _TINY = 2**14, 2**12, 2**6
+"""The largest number of entries of arrays that are copied: for one sum, for many, or for each of many. The memory of
+larger copies may be new at every step, and the system takes longer to provide it than the copy takes."""
+_PART = 2**13
+"""How many numbers BLAS adds in one thread."""
+_FEW = 64
+_FEW_ROWS = 16
+"""How many squares are added sequentially: the errors of so few are small, even with one sign."""
+LOW, HIGH = FITS
+UNDERFLOWN = 5e-324
+"""The sum of squares of float64 entries that are not 0 and whose squares are."""
+
+
+def few(arrays: Sequence[Any], size: int) -> bool:
+    """Whether calls take longer than arithmetic for these numbers of arrays and entries."""
+    return len(arrays) <= _FEW and size <= PIECE
+
+
+def small(sizes: list[int], lengths: list[int]) -> bool:
+    """Whether copying arrays of these sizes into one is faster than processing each; none of a group is empty."""
+    if len(lengths) == 1:
+        return sum(sizes) <= _JOINED
+    return sum(sizes) <= max(_COPIED, _TINY * len(sizes)) and all(sizes)
+
+
+def squares(arrays: list[View], lengths: list[int]) -> View:
+    """Return ``Σ|x|²`` over the arrays of each group."""
+    sizes = [array.size for array in arrays]
+    if len(arrays) > 1 and small(sizes, lengths) and {array.dtype.char for array in arrays} <= {"f", "d"}:
+        return squares_of_joined(np.concatenate(arrays, axis=None), sizes, lengths)
+    wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
+    return np.array(sums_of([squares_of(array, wide) for array in arrays], lengths), _kind(arrays))
+
+
+def _kind(arrays: list[View]) -> Any:
+    return np.longdouble if any(array.dtype.char in "gG" for array in arrays) else np.float64
+
+
+def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
+    """Return the sum of the values of each group; no group is empty."""
+    return values if len(lengths) == len(values) else [sum(some) for some in in_groups(values, lengths)]
+
+
+def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
+    """Return ``Σx²`` of groups of arrays of few entries that were joined, whose sizes are given."""
+    exact = flat.dtype.char == "f"
+    if len(lengths) == 1:
+        total = _exact(flat)
+        return np.array([total if total or exact else _or_underflown(flat)])
+    wide = flat.astype(np.float64, copy=False)
+    starts = list(accumulate(sums_of(sizes, lengths)[:-1], initial=0))
+    totals: View = np.add.reduceat(wide * wide, starts)
+    if not (exact or totals.all()):
+        totals[(totals == 0) & (np.add.reduceat(wide != 0, starts) > 0)] = UNDERFLOWN
+    return totals
+
+
+def squares_of(array: View, wide: bool = False) -> float:
+    """Return ``Σ|x|²`` over all entries of an array, exactly in float64 if ``wide``."""
+    if array.dtype.kind == "c":
+        return squares_of(array.real, wide) + squares_of(array.imag, wide)
+    if (
+        array.dtype.char in "fd"
+        and (array.size <= PIECE or array.flags.forc)
+        and not (wide and array.dtype.char == "f")
+    ):
+        return _of_vector(array.ravel("K"))
+    with walk([array], "readonly", [np.result_type(array.dtype, np.float64 if wide else np.float32)]) as pieces:
+        return sum(_of_vector(np.ascontiguousarray(piece)) for piece in pieces)
+
+
+def _of_vector(flat: View) -> float:
+    if flat.size <= _COPIED:
+        return _of_wide(flat.astype(np.result_type(flat.dtype, np.float64), copy=False))
+    over = flat.size % _ROW
+    if flat.dtype.char not in "fd":
+        return _of_wide(flat)
+    rows = (flat[:-over] if over else flat).reshape(-1, _ROW)
+    with np.errstate(all="ignore"):
+        total = float(np.vecdot(rows, rows).sum(dtype=np.float64))
+        total = total + float(flat[-over:].dot(flat[-over:])) if over else total
+    if flat.dtype.char == "d":
+        return total or _or_underflown(flat)
+    if LOW < total < HIGH or (total == 0 and flat.max() == 0 == flat.min()):
+        return total
+    return sum(_of_wide(flat[rows].astype(np.float64)) for rows in row_slices(flat.shape))
+
+
+def _exact(flat: View) -> float:
+    """Return ``Σx²`` added in float64, in parts that BLAS does not divide among threads, which takes longer."""
+    if flat.size <= _PART:
+        wide = flat.astype(np.float64, copy=False)
+        return float(wide.dot(wide))
+    return sum([_exact(flat[start : start + _PART]) for start in range(0, flat.size, _PART)])
+
+
+def _of_wide(flat: View) -> float:
+    total = flat.dot(flat)
+    return total or (_or_underflown(flat) if flat.size else 0.0)
+
+
+def _or_underflown(flat: View) -> float:
+    return UNDERFLOWN if flat.any() else 0.0
+
+
+def squares_along(arrays: list[View], axes: list[Any]) -> list[View | None]:
+    """Return ``Σx²`` of each array along its axes; ``None`` if these are not first or last axes of numbers in a row."""
+    found = [_along(*pair) if pair[1] else None for pair in zip(arrays, axes, strict=True)]
+    totals = [one[0] for one in found if one is not None]
+    if totals:
+        every = np.concatenate(totals, axis=None)
+        if not (every.min() > LOW and every.max() < HIGH):
+            found = [one and _in_range(array, *one) for one, array in zip(found, arrays, strict=True)]
+    return [one and np.asarray(one[0], np.float64).reshape(one[2]) for one in found]
+
+
+def _along(array: View, axes: tuple[int, ...]) -> tuple[View, View, tuple[int, ...]] | None:
+    """Return ``Σx²`` in a row, the array with a row for each of them, and their shape."""
+    way = _way_along(array.shape, axes) if array.dtype.char in "fd" else None
+    if way is None:
+        return None
+    shape, rows, columns, count, length = way
+    in_rows = array if rows is None else array.transpose(rows)
+    if in_rows.flags.c_contiguous:
+        flat = in_rows.reshape(count, -1)
+        return np.vecdot(flat, flat) if flat.shape[1] <= _ROW else _of_long_rows(flat, length), flat, shape
+    in_columns = array.transpose(columns)
+    if not in_columns.flags.c_contiguous:
+        return None
+    columned = in_columns.reshape(-1, count)
+    whole = len(columned) - len(columned) % _FEW_ROWS
+    blocks = columned[:whole].reshape(-1, _FEW_ROWS, count)
+    total = np.einsum("bij,bij->bj", blocks, blocks).sum(0, dtype=np.float64)
+    return total + np.einsum("ij,ij->j", columned[whole:], columned[whole:]), columned.T, shape
+
+
+def _in_range(array: View, total: View, flat: View, shape: tuple[int, ...]) -> tuple[View, View, tuple[int, ...]]:
+    """Return the same, with sums that may not be accurate made again."""
+    low = 0.0 if array.dtype.char == "d" else LOW
+    fine = (total > low) & (total < HIGH)
+    return total if fine.all() else _again(array, flat, np.asarray(total, np.float64), fine), flat, shape
+
+
+def _again(array: View, flat: View, total: View, fine: View) -> View:
+    """Return sums of rows, those that may not be accurate made again in float64."""
+    if not total.any() and array.max() == 0 == array.min():
+        return total
+    odd = np.flatnonzero(~fine)
+    for start in range(0, len(odd), step := max(1, PIECE // flat.shape[1])):
+        rows = odd[start : start + step]
+        some = flat[rows].astype(np.float64)
+        found = np.vecdot(some, some)
+        found[(found == 0) & some.any(axis=1)] = UNDERFLOWN
+        total[rows] = found
+    return total
+
+
+@lru_cache(maxsize=1024)
+def _way_along(
+    shape: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...], int, int] | None:
+    """Return the kept shape, the axis orders with it first (``None`` if it is) and last, its size, a length to add."""
+    kept = tuple(axis for axis in range(len(shape)) if axis not in axes)
+    if not axes or not kept or 0 in shape:
+        return None
+    lengths = tuple([shape[axis] for axis in kept])
+    count, covered = math.prod(lengths), math.prod([shape[axis] for axis in axes])
+    length = next((n for n in range(_ROW, _ROW // 4, -1) if covered % n == 0), _ROW)  # a length without a remainder
+    rows = (*kept, *axes)
+    return lengths, None if rows == tuple(range(len(shape))) else rows, (*axes, *kept), count, length
+
+
+def _of_long_rows(rows: View, length: int) -> View:
+    whole = rows.shape[1] - rows.shape[1] % length
+    parts, rest = rows[:, :whole].reshape(len(rows), -1, length), rows[:, whole:]
+    total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
+    return total + np.vecdot(rest, rest) if rest.size else total
+
+
+def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:
+    """Iterate over arrays that broadcast together, in pieces; one that is not contiguous goes through a buffer."""
+    # Memory that an operand shares with the array to change is copied first, unless entries coincide.
+    operands = [
+        [access, "overlap_assume_elementwise"],
+        *[["readonly", "overlap_assume_elementwise"]] * (len(arrays) - 1),
+    ]
+    flags = ["external_loop", "buffered", "zerosize_ok", "copy_if_overlap"]
+    return np.nditer(  # type: ignore[call-overload]
+        arrays, flags, operands, dtypes, order="K", casting="same_kind", buffersize=PIECE
+    )
+
 
 _NOT_NUMPYS = 2
 """The value of ``dtype.isbuiltin`` for other packages' types, some of whose kinds are NumPy's."""
@@ -26,29 +230,8 @@ def _isdtype(dtype: Any, kind: str) -> bool:
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
-class _InPlace(InPlace):
-    writes = True
-
-    def memory(self, leaf: Any) -> tuple[Any, str | None]:
-        if not isinstance(leaf, np.ndarray):
-            return None, "a scalar never changes"
-        return leaf, None if leaf.flags.writeable else "it is read-only"
-
-    def disjoint(self, leaves: list[Any]) -> bool:
-        # Arrays that own their memory do not share it.
-        owners = all(
-            [type(a) is np.ndarray and a.base is None and a.flags.owndata and a.flags.writeable for a in leaves]
-        )
-        return owners and len(set(map(id, leaves))) == len(leaves)
-
-    def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
-        with walk([array, *operands], "readwrite") as pieces:
-            for piece, *others in pieces:
-                piece[...] = function(piece, *others)
-
-
 class _NumPy(Backend):
-    in_place = _InPlace()
+    writes = True
 
     def kinds(self, leaves: list[Any]) -> Any:
         return tuple([
@@ -125,6 +308,23 @@ class _NumPy(Backend):
             return np.multiply(array, factor, out=array, casting="same_kind")
         new = array * factor  # a Python number keeps the dtype
         return new if new.dtype == array.dtype else new.astype(array.dtype)
+
+    def memory(self, leaf: Any) -> tuple[Any, str | None]:
+        if not isinstance(leaf, np.ndarray):
+            return None, "a scalar never changes"
+        return leaf, None if leaf.flags.writeable else "it is read-only"
+
+    def disjoint(self, leaves: list[Any]) -> bool:
+        # Arrays that own their memory do not share it.
+        owners = all(
+            [type(a) is np.ndarray and a.base is None and a.flags.owndata and a.flags.writeable for a in leaves]
+        )
+        return owners and len(set(map(id, leaves))) == len(leaves)
+
+    def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+        with walk([array, *operands], "readwrite") as pieces:
+            for piece, *others in pieces:
+                piece[...] = function(piece, *others)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return walk([array], "readonly") if array.size > PIECE else None

@@ -36,8 +36,8 @@ from uniclip.backends.base import (
     row_slices,
     sum_dtype,
 )
-from uniclip.backends.host import squares
 from uniclip.backends.numpy import BACKEND as DEFAULT
+from uniclip.backends.numpy import squares
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda dtype: dtype.is_bool,

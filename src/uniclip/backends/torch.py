@@ -5,28 +5,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from array_api_compat import torch as compat
-from torch.autograd import forward_ad
 
 from uniclip.backends import dtensor
-from uniclip.backends.base import HOST, OWN, PIECE, RECORDED, TRACED, Array, Axes, Backend, Blocks, Kinds, Stored, both
+from uniclip.backends.base import (
+    HOST,
+    OWN,
+    PIECE,
+    RECORDED,
+    TRACED,
+    Array,
+    Axes,
+    Blocks,
+    Kinds,
+    Rebuild,
+    Stored,
+    both,
+    in_groups,
+    row_slices,
+    unchanged,
+)
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.torch_in_place import TensorsInPlace
-from uniclip.backends.torch_kinds import coalesced, pieces_of, stored, why_unfit
-from uniclip.backends.torch_modes import at_home, in_transform, recorded, tracing, valueless
-from uniclip.backends.torch_sums import (
-    FOREIGN,
-    squares_along_elsewhere,
-    squares_elsewhere,
-    squares_here,
-    view_of,
+from uniclip.backends.numpy import HIGH, LOW, few, small, squares, squares_of, squares_of_joined
+from uniclip.backends.torch_modes import (
+    at_home,
+    in_forward_mode,
+    in_transform,
+    one_for_all,
+    recorded,
+    tracing,
+    valueless,
 )
 
 
@@ -99,10 +115,243 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     return wide if same else list(wide.unbind())
 
 
-class _Torch(Backend):
+SINGLE = {torch.float16, torch.bfloat16, torch.float32}
+FOREIGN = {torch.bfloat16, torch.complex32}
+"""The dtypes that NumPy does not have."""
+REAL = {torch.float32, torch.float64}
+
+_ROW = 256
+"""How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
+_SHORT = 2**13
+"""The number of entries up to which a float64 copy takes no longer than norms of rows."""
+
+
+def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a NumPy array of the same memory, detached; of the values where that is negated or conjugated."""
+    return array.numpy(force=True)
+
+
+def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
+    """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
+    if len(arrays) == 1 and arrays[0].dtype in REAL and arrays[0].numel() <= PIECE:
+        return np.array([squares_of(arrays[0].numpy(force=True))])
+    kinds = {array.dtype for array in arrays}
+    sizes = [array.numel() for array in arrays]
+    if len(kinds) == 1 and not kinds.isdisjoint(REAL) and small(sizes, lengths):
+        flat = torch._utils._flatten_dense_tensors(arrays)
+        return squares_of_joined(flat.numpy(force=True), sizes, lengths)
+    if kinds.isdisjoint(FOREIGN) and (len(kinds) > 1 or few(arrays, sum(sizes))):
+        return squares(list(map(view_of, arrays)), lengths)
+    if not kinds <= {*REAL, torch.bfloat16} or len(kinds) > 1 or any([array.is_neg() for array in arrays]):
+        return None
+    totals = list(map(_total, in_groups(arrays, lengths)))
+    return None if None in totals else np.array(totals)
+
+
+def _total(arrays: Sequence[torch.Tensor]) -> float | None:
+    """Return the sum of squares of arrays by PyTorch's threads, ``None`` if one of them is not contiguous."""
+    parts: list[torch.Tensor] = []
+    for array in arrays:
+        ordered = array if array.is_contiguous() else in_order(array)
+        if not ordered.is_contiguous():
+            return None
+        narrow = array.dtype is torch.bfloat16
+        for flat in ordered.view(-1).split(PIECE) if narrow else (ordered.view(-1),):
+            parts += _rows(flat.float() if narrow else flat)
+    rows = torch.cat(parts).double()
+    total = float(rows.dot(rows))
+    if LOW < total < HIGH or (total and arrays[0].dtype is torch.float64):
+        return total
+    return sum([squares_of(view_of(p.double())) for array in arrays for p in in_order(array).view(-1).split(PIECE)])
+
+
+def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
+    """Return short vectors with the same joint norm: the norms of rows, and the remaining entries."""
+    if flat.numel() < _SHORT:
+        return [flat]
+    whole = flat.numel() - flat.numel() % _ROW
+    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
+    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
+
+
+def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    """Return the sums of squares on an accelerator in float64, so that nothing overflows and needs a second pass."""
+    narrow = arrays[0].device.type == "mps"  # has no float64
+    norms = torch._foreach_norm(arrays, 2, dtype=torch.float32 if narrow else torch.float64)
+    if len(lengths) == 1:
+        norms = torch.stack(norms)
+        return torch.dot(norms, norms).unsqueeze(0)
+    total = torch.stack(norms).square()
+    return total if len(lengths) == len(arrays) else _by_group(list(total.unbind()), lengths)
+
+
+def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
+    """Return the sums of squares along axes on an accelerator in float64; ``None`` for norms of entries."""
+    if arrays[0].device.type == "mps" or not all(axes):
+        return [None] * len(arrays)
+    norms = [torch.linalg.vector_norm(a, dim=some, dtype=torch.float64) for a, some in zip(arrays, axes, strict=True)]
+    if len({norm.shape for norm in norms}) > 1:
+        return torch._foreach_mul(norms, norms)
+    return list(torch.stack(norms).square().unbind())
+
+
+def _by_group(totals: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    """Return the totals of groups from those of arrays."""
+    if len(totals) == len(lengths):
+        return torch.stack(totals)
+    return torch.stack([torch.stack(list(some)).sum() for some in in_groups(totals, lengths)])
+
+
+def in_order(array: torch.Tensor) -> torch.Tensor:
+    """Return the array with its axes in memory order."""
+    return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
+
+
+FLOATS = {*SINGLE, torch.float64, torch.complex64, torch.complex128}
+"""The dtypes in which PyTorch computes."""
+STORAGE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+"""Storage formats, with which PyTorch does not compute: they are converted to float32."""
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES = {*FLOATS, *STORAGE, *_INTEGERS, torch.complex32}
+_COMPRESSED = {
+    torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+_LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
+_UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (lambda x: isinstance(x, torch.nn.parameter.UninitializedTensorMixin), "it has no shape yet; run the model once"),
+    (lambda x: isinstance(x, torch.masked.MaskedTensor), "what masked entries count is not known; use to_tensor(0.0)"),
+    (lambda x: x.layout is torch.jagged, "it holds rows of several lengths; use values()"),
+    (lambda x: x.is_nested, "it holds tensors of several shapes; use unbind()"),
+    (lambda x: x.layout is torch._mkldnn, "its layout is opaque; use to_dense()"),
+    (
+        lambda x: x.layout not in _LAYOUTS,
+        "its layout, {0.layout}, cannot be clipped; use to_sparse_csr() or to_sparse()",
+    ),
+    (lambda x: x.is_quantized, "it is quantized; use dequantize()"),
+    (lambda x: x.dtype not in _DTYPES, "PyTorch does not calculate with {0.dtype}; use to(torch.float32)"),
+]
+"""Kinds of tensors that cannot be clipped, why, and what to convert them to."""
+
+
+def why_unfit(leaf: Any) -> str | None:
+    """Return why a tensor cannot be measured, and what to pass instead; ``None`` if it can."""
+    return next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
+
+
+def stored(leaf: Any, *, in_place: bool) -> Stored | None:
+    """Return what a tensor stores, ``None`` if it is a dense one that PyTorch calculates with."""
+    if leaf.dtype in STORAGE:
+        inner = leaf.to(torch.float32)
+        whole = stored(inner, in_place=False) or Stored(inner, unchanged)
+        return whole._replace(back=partial(_narrowed, leaf, whole.back, in_place), view=False)
+    if leaf.layout is torch.sparse_coo:
+        return _coo(coalesced(leaf) if leaf.requires_grad else leaf)
+    if leaf.layout in _COMPRESSED:
+        make, outer, inner = _COMPRESSED[leaf.layout]
+        return Stored(
+            leaf.values(),
+            lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False),
+            view=True,
+        )
+    if is_dtensor(leaf) and dtensor.is_partial(leaf):
+        back = dtensor.written if in_place else dtensor.unsummed
+        return Stored(dtensor.summed(leaf), partial(back, leaf))
+    return None
+
+
+def coalesced(leaf: Any) -> Any:
+    """Return a sparse tensor whose repeated entries are summed, in float32 or wider; any other one as it is."""
+    if leaf.layout is not torch.sparse_coo or leaf.is_coalesced():
+        return leaf
+    wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
+    return leaf.to(wide).coalesce()
+
+
+def _narrowed(leaf: Any, back: Rebuild, in_place: bool, new: Array) -> Any:
+    """Return changed values in a storage format, written into the leaf if it is changed in place."""
+    found = back(new).to(leaf.dtype)
+    return leaf.copy_(found) if in_place else found
+
+
+def _coo(leaf: Any) -> Stored:
+    single = leaf.is_coalesced()
+    indices, values = (leaf.indices(), leaf.values()) if single else (leaf._indices(), leaf._values())
+
+    def of(new: Array) -> Any:
+        return torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=single, check_invariants=False)
+
+    def merged(new: Array) -> Array:
+        return coalesced(of(new)).values()
+
+    def rows(factors: Array) -> Array:
+        return factors[torch.unique(indices, dim=1, return_inverse=True)[1]]
+
+    return Stored(values, of, view=True) if single else Stored(values, of, True, merged, rows)
+
+
+def pieces_of(array: Array) -> Iterable[Array] | None:
+    """Split a large tensor, in any order of its entries; ``None`` if it is measured as a whole."""
+    if type(array) is not torch.Tensor or tracing() or valueless(array):  # whose size may be symbolic
+        return None
+    if array.numel() <= PIECE or recorded(array):  # derivatives would keep every piece anyway
+        return None
+    ordered = in_order(array)
+    flat = ordered.view(-1) if ordered.is_contiguous() else ordered
+    return (flat[rows] for rows in row_slices(flat.shape))
+
+
+class _Memory:
+    """A tensor's memory as NumPy sees it, for its address only; the contents are never read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr() or 1, True),  # an empty one has no address, which NumPy up to 2.1 does not take
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+        }
+
+
+def _copied_if_shared(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+    """Return the operand, copied if it is another view of the array to change."""
+    if torch.compiler.is_compiling():  # it reads before it writes
+        return operand
+    # The memory of subclasses and of traced tensors is unknown.
+    unknown = type(array) is not torch.Tensor or type(operand) is not torch.Tensor or tracing()
+    same = unknown or operand.untyped_storage().data_ptr() == array.untyped_storage().data_ptr()
+    return operand.clone() if same else operand
+
+
+def _why_fixed(leaf: Any) -> str | None:
+    """Return why a tensor's values cannot be written, ``None`` if they can."""
+    if leaf.requires_grad and leaf.is_leaf:
+        return "a leaf that requires a gradient is a weight (pass w.grad, or w.detach() to clip the weights)"
+    if torch.compiler.is_compiling():  # which knows neither of the following
+        return None
+    if leaf.is_inference() and not torch.is_inference_mode_enabled():
+        return "a tensor made in inference mode can be changed only there"
+    if in_transform() and one_for_all(leaf):
+        return "torch.func.vmap maps over many examples, and it is one for all of them"
+    return None
+
+
+def _view(leaf: Any) -> Any:
+    """Return a NumPy array of a tensor's memory, ``None`` if it is unknown."""
+    if is_dtensor(leaf):
+        leaf = leaf.to_local()
+    if type(leaf) is not torch.Tensor or tracing() or valueless(leaf):
+        return None
+    if leaf.layout is torch.strided:
+        return np.asarray(_Memory(leaf))
+    return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))
+
+
+class _Torch(dtensor.Distributed):
     output_axis = 0
-    in_place = TensorsInPlace()
-    processes = dtensor.Distributed()
+    writes = True
 
     def kinds(self, leaves: list[Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -120,7 +369,7 @@ class _Torch(Backend):
     def mode(self, kinds: Kinds) -> int:
         if kinds.traced or tracing():
             return TRACED
-        if (kinds.records and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+        if (kinds.records and torch.is_grad_enabled()) or in_forward_mode():
             return RECORDED
         return HOST if kinds.reads else OWN
 
@@ -249,6 +498,40 @@ class _Torch(Backend):
 
     def coalesced(self, leaf: Any) -> Any:
         return coalesced(leaf)
+
+    def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
+        return _view(leaf), _why_fixed(leaf)
+
+    def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
+        with torch.no_grad():
+            if is_dtensor(array):  # a function of the whole tensor
+                self.write(array.to_local(), function, *[dtensor.own_operand(array, one) for one in operands])
+                return
+            pieces = pieces_of(array)
+            if pieces is not None and not any(operand.ndim for operand in operands):
+                for piece in pieces:
+                    piece.copy_(function(piece, *operands))
+            else:
+                operands = tuple(_copied_if_shared(operand, array).expand(array.shape) for operand in operands)
+                for rows in row_slices(array.shape) if pieces is not None else [...]:
+                    array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
+
+    def overwrite(self, leaf: Any, new: Any) -> None:
+        leaf.copy_(new.to(leaf.dtype))
+
+    def disjoint(self, leaves: list[Any]) -> bool:
+        own = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
+        if not all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in own]):
+            return False
+        return self.disjoint_dense(own)
+
+    def disjoint_dense(self, leaves: list[Any]) -> bool:
+        spans = sorted(
+            [(x.data_ptr(), x.nbytes) for x in leaves if x.is_contiguous() and not (x.is_inference() or x.is_neg())]
+        )
+        if len(spans) < len(leaves):
+            return False
+        return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
 
     def certain(self, flag: Any) -> bool:
         if not tracing():

@@ -240,7 +240,7 @@ class Recorder:
         if self._writes is None:
             if library is None:
                 return True
-            self._writes = library.processes.rank() == 0
+            self._writes = library.rank() == 0
         return self._writes
 
     def resume(self, step: int) -> None:

@@ -21,7 +21,7 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.backends.jax_axes import names_of, varying
+from uniclip.backends.jax import names_of, varying
 from uniclip.labels import identity, labels_of, leaves_of, shown
 from uniclip.report import Report
 from uniclip.rules import AnyRule
