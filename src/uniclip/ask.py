@@ -15,8 +15,8 @@ from uniclip._repr import short
 from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import TRACED, cast
 from uniclip.curves import RejectAbove, hard, within
-from uniclip.limits import Constant, Context, NoState, PerGroup
-from uniclip.limits.base import Rows, Vectorized
+from uniclip.limits import Context, NoState, PerGroup
+from uniclip.limits.base import BuiltIn, Rows
 from uniclip.measure import Measured
 from uniclip.plan import Plan
 from uniclip.tree import Opened
@@ -29,13 +29,12 @@ NUMBERS = (float, int, np.float32, np.bool_)
 
 
 def limits_of(
-    rule: Rule, plan: Plan, given: Opened, seen: list[Any], state: Any, found: Measured, max_norm: Any
+    rule: Rule, plan: Plan, given: Opened, seen: list[Any], state: Any, found: Measured, constant: Any
 ) -> tuple[list[Any], Any, list[Any] | None]:
     """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
     limit = rule.limit
-    if type(limit) is Constant or max_norm is not None:  # which needs no context
-        value = rule.number if max_norm is None else max_norm
-        return [_checked(plan, value, n) for n in seen], state, None
+    if constant is not None:  # which needs no context
+        return [_checked(plan, constant, n) for n in seen], state, None
     if limit.memory:
         if not given.kinds.present and plan.join is None and not plan.covering:
             return [math.inf] * len(seen), state, None  # a step without gradients changes no state
@@ -67,7 +66,7 @@ def _contexts(rule: Rule, plan: Plan, seen: list[Any], found: Measured) -> list[
         for n, p, size, there, block in zip(seen, *columns, plan.blocks, strict=True)
     ]
     each = range(len(seen))
-    return [Context(plan.norms_backend, rows, n, rule.limit.needs, found.loss, cut=plan.cut) for n in each]
+    return [Context(plan.norms_backend, rows, n, rule.limit.needs, found.loss, apart=plan.norms_apart) for n in each]
 
 
 def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -> tuple[Any, Any]:
@@ -176,7 +175,7 @@ def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, step
         unlimited = None if within(rule.curve) else limits >= largest
         if rule.curve is not hard:  # which turns NaN into NaN itself
             fault = fault + (limits - limits)
-        own = isinstance(rule.limit, Vectorized) and constant is None and plan.mode != TRACED
+        own = isinstance(rule.limit, BuiltIn) and constant is None and plan.mode != TRACED
         if not (own and rule.limit.host):  # whose limits are 0 or more; a compiler does not see `host`
             # 0, or NaN for what is refused where it can be read.
             fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))

@@ -10,7 +10,7 @@ import numpy as np
 
 from uniclip._repr import short
 from uniclip.backends.arrays import refuse_shape
-from uniclip.backends.base import FITS, HOST, OWN, TRACED, Op, Stored, finite_or_zero
+from uniclip.backends.base import FITS, HOST, LIBRARY, TRACED, Op, Stored, finite_or_zero
 from uniclip.norms import Norm
 from uniclip.plan import Plan
 from uniclip.processes import Loss, packed
@@ -60,13 +60,13 @@ def norms_of(
 ) -> tuple[list[list[Any]], list[Any]]:
     """Return the norms of each tree by block, before they are divided by sizes; and what stands beside, joined.
 
-    This is the only place that knows of range and of processes. Sums of entries up to float32 are float64; others that
+    It decides whether sums are made again, and what is joined. Sums of entries up to float32 are float64; others that
     may have overflowed or underflowed are made again in units of the largest modulus of each norm. ``presence``, how
     many gradients each norm has, and ``scalars`` are joined over all processes, ``more`` over those of ``all_reduce``.
     """
     p = math.inf if plan.entries else norm.ord
     backend, join, here = plan.backend, plan.join, len(trees) * len(plan.blocks)
-    modes = [plan.mode] + [plan.mode if plan.mode in {HOST, TRACED} else OWN for _ in trees[1:]]
+    modes = [plan.mode] + [plan.mode if plan.mode in {HOST, TRACED} else LIBRARY for _ in trees[1:]]
     joined: list[Any] = []
 
     def rows(p: float, units: list[Any] | None = None) -> list[Any]:
@@ -85,7 +85,7 @@ def norms_of(
         units = [_unit(plan, top) for top in rows(math.inf)]
         return [plan.rounded(u * _root(plan, norm, s)) for u, s in zip(units, rows(p, units), strict=True)]
 
-    low = plan.low and plan.double and all([tree.kinds.low and tree.kinds.double for tree in trees])
+    low = plan.narrow and plan.double and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
     if p in {1, math.inf}:
         found = [plan.rounded(total) for total in rows(p)]
     elif low and p <= _EXACT_POWER:
@@ -110,7 +110,7 @@ def _root(plan: Plan, norm: Norm, total: Any) -> Any:
     """Return the root of sums, with derivatives where they are wanted."""
     if _on_host(total):
         return np.sqrt(total) if norm.ord == 2 else total ** (1 / norm.ord)
-    if plan.mode == OWN and norm.ord == 2:
+    if plan.mode == LIBRARY and norm.ord == 2:
         return plan.backend.xp.sqrt(total)
     return norm.root(plan.backend.xp, total)
 
@@ -132,7 +132,7 @@ def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened |
     """Measure what a step needs, joined over processes."""
     if plan.mode == HOST and plan.join is None:
         return _measured(rule, given, plan, step, params)
-    with plan.backend.double():
+    with plan.backend.allow_float64():
         return _measured(rule, given, plan, step, params)
 
 
@@ -141,7 +141,7 @@ def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened 
     looks = rule.nonfinite == "zero" and not (plan.reads and not plan.covering)
     sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
     losses = "loss" in needs and not isinstance(step.loss, Loss) and joins
-    presence = joins and not plan.cut and (rule.memory or not plan.single)
+    presence = joins and not plan.norms_apart and (rule.memory or not plan.one_norm)
     scalars = _as_sums(plan, step.loss) if losses else []
     scalars += [_unsound(plan, given)] if looks else []
     more = plan.sizes(given) if sized else []
@@ -225,10 +225,10 @@ def cleaned(
     if plan.reads:  # read twice only in a step in which it happens
         flag = found.entries_finite  # where processes hold parts, all of them measure again, or none
         if bool(flag) if flag is not None else all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms]):
-            return given, norms, plan.flag(True)  # noqa: FBT003
+            return given, norms, plan.view(np.asarray(True))  # noqa: FBT003
         given = _zeroed(given, plan)
         norms = plan.as_norms(measured(rule, given, plan, step, params).norms)
-        return given, norms, plan.flag(False)  # noqa: FBT003
+        return given, norms, plan.view(np.asarray(False))  # noqa: FBT003
     given = _zeroed(given, plan)
     again = measured(rule, given, plan, step._replace(loss=None), None) if step.norm is None else found
     return given, plan.as_norms(again.norms), found.entries_finite

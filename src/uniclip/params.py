@@ -62,9 +62,9 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
         If the parameters belong to another framework, or a gradient stores only some rows.
     """
     present, backend = given.kinds.present, given.backend
-    for number in given.stored if rule.scope.axes is not None else ():
+    for number, way in given.stored.items() if rule.scope.axes is not None else ():
         axes = rule.scope.covered(len(given.leaves[number].shape), backend.output_axis)
-        if axes is not None and 0 not in axes and backend.sparse(given.leaves[number]):
+        if axes is not None and 0 not in axes and way.sparse:
             msg = (
                 f"{given.place(number)} is sparse: {short(rule)} would compare the rows that it stores with all "
                 "rows of the parameter; make the gradient dense, or take a norm of whole leaves"

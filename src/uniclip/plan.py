@@ -19,7 +19,7 @@ from uniclip._checks import check
 from uniclip._repr import short, stable
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
-from uniclip.backends.base import HOST, OWN, TRACED, Axes, Op, cast, norm_dtype
+from uniclip.backends.base import HOST, LIBRARY, TRACED, Axes, Op, cast, norm_dtype
 from uniclip.limits import PerGroup
 from uniclip.processes import Join, copies_of, packed
 from uniclip.scopes import Path, Scope, everything
@@ -32,7 +32,6 @@ _KEPT = 64
 """The number of plans that a rule keeps."""
 _STACKED = 2**16
 """The largest number of norms with kept axes that are stacked into one array."""
-_DTYPES = {"float32": np.float32, "float64": np.float64}
 
 
 class Block(NamedTuple):
@@ -59,7 +58,7 @@ def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, para
     """
     parts = tuple(given.parts or ()), tuple(params.parts or ()) if params is not None else ()
     shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
-    key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.low, join.checked)
+    key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.narrow, join.checked)
     plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
     if plan is not None:
         return plan
@@ -88,10 +87,10 @@ class Plan:
         self.xp = self.norms_backend.xp
         self.device = kinds.device if given.first is None else backend.device(given.first)
         self.double = kinds.double
-        self.low = kinds.low and (join is None or join.low)
+        self.narrow = kinds.narrow and (join is None or join.narrow)
         """Whether all squares fit into float64."""
-        own = kinds.dtype if self.low or not kinds.low else backend.xp.float64
-        self.dtypes = own, np.float32 if own == backend.xp.float32 else _host_dtype(backend, own)
+        own = kinds.dtype if self.narrow or not kinds.narrow else backend.xp.float64
+        self.dtypes = own, np.float32 if own == backend.xp.float32 else np.float64 if own == backend.xp.float64 else own
         """The dtypes of norms, of the library and of NumPy."""
         self.largest_norm = float(np.finfo(self.dtypes[1]).max)
         """The largest number of their dtype."""
@@ -107,8 +106,8 @@ class Plan:
         self._own(rule, parts)
         self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.covering
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
-        self.fast = self.host and rule.simple and join is None and self.plain and self.low
-        """Whether a step is one Euclidean norm and one constant limit."""
+        self.fast = self.host and rule.simple and join is None and self.plain and self.narrow
+        """Whether a step takes the fast path: one Euclidean norm, float32, a constant limit, one process."""
         self._on_host: Plan | None = None
         self._counts: tuple[list[Any], list[Any]] | None = None
         self._wide = np.float64 if self.double else np.float32
@@ -130,9 +129,9 @@ class Plan:
         found = {one: None for some in self.owners for one in some if one is not None}
         self.owner_groups = list(found | dict.fromkeys(self.covering))
         """All groups of owners, in the same order in each process."""
-        self.cut = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
+        self.norms_apart = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
         """Whether some norms lie in this process alone, as an axis that they keep is divided."""
-        if self.cut and rule.memory:
+        if self.norms_apart and rule.memory:
             msg = (
                 f"{short(rule)} remembers norms along axes, and some of these axes are divided among processes, so "
                 "that its state would differ from process to process: take a scope of whole leaves, such as "
@@ -147,7 +146,7 @@ class Plan:
         everywhere = rule.memory or self.join is not None or missing
         members = _groups(given, scope, named_by(rule) if everywhere else (), everywhere=everywhere)
         groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
-        self.single = scope.label is everything and scope.axes is None
+        self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
         self.one_by_one = (
             self.mode == TRACED and self.backend.one_by_one() and not rule.memory and scope.label is not everything
@@ -230,7 +229,7 @@ class Plan:
             each = [(mode, tree.to_measure()) for tree, mode in zip(trees, modes, strict=True)]
             vectors = [self.backend.squares(mode, [one[n] for n in self.order], self.lengths) for mode, one in each]
             if all([vector is not None for vector in vectors]):
-                rows = [row for vector in vectors for row in self._cut(vector)]
+                rows = [row for vector in vectors for row in self._split(vector)]
                 return [*rows, *(self._joined([], there, op, list(scalars)) if there else scalars)]
         count = len(self.blocks)
         sums = [
@@ -239,7 +238,7 @@ class Plan:
         ]
         return self._joined(trees, [*sums, *there], op, list(scalars))
 
-    def _cut(self, vector: Any) -> list[Any]:
+    def _split(self, vector: Any) -> list[Any]:
         """Return the rows of each block from those of all."""
         if len(self.blocks) == 1:
             return [vector]
@@ -319,7 +318,7 @@ class Plan:
 
     def everywhere(self, flags: list[Any]) -> list[Any]:
         """Return flags of the norms, each true only if it is in all processes that have norms of their own."""
-        for owners in self.covering if self.cut else ():
+        for owners in self.covering if self.norms_apart else ():
             xp = self.xp
             own = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
             flags = self.as_norms([one < 1 for one in packed(self, own, "max", owners)])
@@ -422,10 +421,6 @@ class Plan:
         """Return whether all of some 0-d flags are true, of the norms' world or of sums that cannot be read."""
         return all_of(self.norms_backend, flags)
 
-    def flag(self, value: bool) -> Any:  # noqa: FBT001
-        """Return a flag in the norms' world."""
-        return np.asarray(value) if self.host else self.to_library(np.asarray(value))
-
     def on_host(self) -> Plan:
         """Return the plan of the same norms in NumPy's arrays, as they are recorded."""
         if self._on_host is not None:
@@ -438,7 +433,7 @@ class Plan:
 
     def cond(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
         """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
-        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (self.mode == OWN and self.backend.readable(ok)):
+        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (self.mode == LIBRARY and self.backend.readable(ok)):
             return usual() if bool(ok) else rare()
         return self.backend.cond(ok, usual, rare)
 
@@ -499,10 +494,6 @@ class Plan:
         """The labels of all groups in their order."""
         labels = [label for block in self.blocks for label in block.labels]
         return labels if self.scope.label in {None, everything} else sorted(labels, key=_text)
-
-
-def _host_dtype(backend: Any, dtype: Any) -> Any:
-    return np.float64 if dtype == backend.xp.float64 else dtype
 
 
 def _text(label: Any) -> str:

@@ -37,13 +37,13 @@ Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 class Join:
     """How the processes of an ``all_reduce`` join the rows of a rule; Python values only, as traces read them."""
 
-    __slots__ = ("_held", "checked", "low", "shared", "size")
+    __slots__ = ("_held", "checked", "narrow", "shared", "size")
 
     def __init__(self, held: Any, shared: Shared | None) -> None:
         self._held, self.shared = held, shared
         self.checked = False
         """Whether the processes have compared their rules and rows."""
-        self.low = True
+        self.narrow = True
         """Whether no process has float64 gradients."""
         self.size = 0
         """How many processes there are; 0 if unknown."""
@@ -105,10 +105,10 @@ def compare(join: Join, rule: Any, plan: Plan) -> None:
     ValueError
         In every process, if they differ.
     """
-    rows: Any = 1 if plan.single else plan.names
+    rows: Any = 1 if plan.one_norm else plan.names
     words = _digest(f"{stable(repr(rule))} {join.shared is not None} {rows}")
-    with plan.backend.double():
-        [found] = packed(plan, [np.asarray([1.0, not plan.kinds.low, *words, *[w * w for w in words]])], "sum", join)
+    with plan.backend.allow_float64():
+        [found] = packed(plan, [np.asarray([1.0, not plan.kinds.narrow, *words, *[w * w for w in words]])], "sum", join)
     values = np.asarray(plan.backend.to_host([found])[0] if not isinstance(found, np.ndarray) else found, np.float64)
     count, wide, sums, squares = values[0], values[1], values[2 : 2 + _BYTES], values[2 + _BYTES :]
     if not np.allclose(count * squares, sums**2, rtol=1e-6 if values.dtype != np.float64 else 1e-12):
@@ -119,7 +119,7 @@ def compare(join: Join, rule: Any, plan: Plan) -> None:
             "(uc.by_group_norm) may be empty in some"
         )
         raise ValueError(msg)
-    join.size, join.low, join.checked = round(float(count)), bool(wide == 0), True
+    join.size, join.narrow, join.checked = round(float(count)), bool(wide == 0), True
 
 
 def _digest(text: str) -> list[float]:

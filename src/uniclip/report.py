@@ -69,7 +69,7 @@ class Raw(NamedTuple):
     def scalars(self) -> dict[str, Any] | None:
         """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
         plan = self.plan
-        some_absent = any([block.absent for block in plan.blocks]) and not plan.single
+        some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not self.norms or some_absent or any([0 in n.shape for n in self.norms]):
             return None
         with plan.backend.quiet():

@@ -85,7 +85,7 @@ class Rule(BaseRule):
     """Whether the rule has memory, a state that changes from step to step."""
     simple: ClassVar[bool]
     """Whether it is one Euclidean norm with a constant limit and nothing else."""
-    number: ClassVar[Any]
+    constant: ClassVar[Any]
     """Its constant limit, ``None`` if it has another one."""
     host: ClassVar[bool]
     """Whether NumPy can compute its limits and factors."""
@@ -132,12 +132,12 @@ class Rule(BaseRule):
 
     def _find_out(self) -> None:
         limit, scope = self.limit, self.scope
-        number = limit.value if type(limit) is Constant else None
+        constant = limit.value if type(limit) is Constant else None
         settle(
             self,
             memory=bool(limit.memory),
-            number=number,
-            simple=number is not None
+            constant=constant,
+            simple=constant is not None
             and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
             and self.curve is hard,
             host=_on_host(limit) and bool(getattr(self.curve, "host", False)),
@@ -218,7 +218,7 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     array([1., 5.])
     """
     decision = decide(_LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
-    plan, rows = decision.plan, flatten(decision.total())[0]
+    plan, rows = decision.plan, flatten(decision.norms())[0]
     if not rows:
         return plan.to_library(np.zeros(0))
     zero = plan.to_library(np.zeros((), plan.dtypes[1]))

@@ -13,7 +13,7 @@ from uniclip._checks import refuse_in_step
 from uniclip._repr import short
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.backends.base import HOST, OWN, TRACED, cast
+from uniclip.backends.base import HOST, LIBRARY, TRACED, cast
 from uniclip.curves import rejects
 from uniclip.measure import Measured, Step, cleaned, measured
 from uniclip.nonfinite import refuse
@@ -75,7 +75,7 @@ class Decision(NamedTuple):
             if given.in_place:
                 self._write(arrays, numbers, by, zero=zero)
                 return given.closed(arrays)
-            one = plan.single and not given.stored and not plan.reads
+            one = plan.one_norm and not given.stored and not plan.reads
             new = backend.unless_one(factors[0], [given.arrays[n] for n in numbers], change) if one else change()
             for number, array in zip(numbers, new, strict=True):
                 arrays[number] = array
@@ -131,7 +131,7 @@ class Decision(NamedTuple):
                 leaves[number] = total if part is None else part.summed(leaf, total)
             return given.spec.unflatten(leaves)
 
-    def total(self) -> Any:
+    def norms(self) -> Any:
         """Return the norms of the report."""
         if not isinstance(self.found, Raw):
             return self.plan.to_library(self.found.norm)
@@ -170,21 +170,21 @@ def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: An
     mode = kinds.backend.mode(kinds)
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
-    number = rule.number if max_norm is None else max_norm
-    plain = type(number) is float and step.norm is None
-    numbers = () if plain or mode != HOST else (number, step.norm, step.loss)
+    constant = rule.constant if max_norm is None else max_norm
+    plain = type(constant) is float and step.norm is None
+    numbers = () if plain or mode != HOST else (constant, step.norm, step.loss)
     if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(kinds, n) for n in numbers])):
-        mode = OWN
+        mode = LIBRARY
     plan = plan_of(rule, given, mode, join, params)
     if plain and plan.fast:
-        decision = _fast_path(rule, given, plan, state, number)
+        decision = _fast_path(rule, given, plan, state, constant)
         if decision is not None:
             return decision
     with kinds.backend.quiet(given.first):
         if join is not None and not join.checked and mode != TRACED:
             compare(join, rule, plan)
             plan = plan_of(rule, given, mode, join, params)
-        return _decided(rule, given, plan, state, step, params, max_norm)
+        return _decided(rule, given, plan, state, step, params, constant)
 
 
 def _viewable(kinds: Any, value: Any) -> bool:
@@ -208,7 +208,7 @@ def _fast_path(rule: Rule, given: Opened, plan: Plan, state: Any, number: float)
 
 
 def _decided(
-    rule: Rule, given: Opened, plan: Plan, state: Any, step: Step, params: Opened | None, max_norm: Any
+    rule: Rule, given: Opened, plan: Plan, state: Any, step: Step, params: Opened | None, constant: Any
 ) -> Decision:
     """Decide on any norms."""
     policy = rule.nonfinite
@@ -218,15 +218,14 @@ def _decided(
         given, norms, entries_finite = cleaned(rule, given, plan, step, params, found, norms)
     faults = [n - n for n in norms]
     # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
-    seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
+    nan_norms = [n + fault for n, fault in zip(norms, faults, strict=True)]
     step_finite = None
     if rule.decides:
         flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
         [step_finite] = plan.everywhere([plan.all(flags if entries_finite is None else [entries_finite, *flags])])
     if policy == "raise":
         refuse(given, plan, step_finite)
-    limits, new, thresholds = limits_of(rule, plan, given, seen, state, found, max_norm)
-    constant = rule.number if max_norm is None else max_norm
+    limits, new, thresholds = limits_of(rule, plan, given, nan_norms, state, found, constant)
     factors = [factors_of(rule, plan, *some, step_finite, constant) for some in zip(norms, limits, faults, strict=True)]
     if rule.memory:  # NaN never enters a state
         new = state_where(step_finite, new, state)

@@ -2,7 +2,8 @@
 """Trees of gradients: open them into dense arrays, close them again, and name a leaf in an error.
 
 A tree is opened once: sparse and distributed leaves, integers and storage formats become floating-point arrays here,
-and `Opened.closed` makes them what they were. Nothing else knows of them. ``None``, an absent gradient, keeps its row.
+each beside the `Stored` or the part that it is of, and `Opened.closed` makes them what they were. ``None``, an absent
+gradient, keeps its row.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
            [0.3, 0.4]])
     """
     rule = (_known(_EACH, ord) if axis is None else None) or by_norm(1.0, axis=axis, ord=ord)
-    return decide(rule, grads, NoState(), max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clipped()
+    return decide(rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clipped()
 
 
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
@@ -266,7 +266,7 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    return clip(grads, by_average_norm(nonnegatives("max_norm", max_norm, LIMIT)))[0]
+    return decide(_AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clipped()
 
 
 def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Number | None = None) -> tuple[T, Any]:
@@ -311,7 +311,7 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     rule = _known(_ALL, ord) or by_global_norm(1.0, ord=ord)
     step = _USUAL if norm is None else Step(norm=real("norm", norm, "a number or a 0-d array"))
     decision = decide(rule, grads, _NOTHING, step, nonnegatives("max_norm", max_norm, LIMIT))
-    return decision.clipped(), decision.total()
+    return decision.clipped(), decision.norms()
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
@@ -342,12 +342,13 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     13.0
     """
     rule = _known(_ALL, ord) or by_global_norm(1.0, ord=ord)
-    return decide(rule, grads, _NOTHING, max_norm=math.inf).total()
+    return decide(rule, grads, _NOTHING, max_norm=math.inf).norms()
 
 
 _USUAL, _NOTHING = Step(), NoState()
 _ALL = {p: by_global_norm(1.0, ord=p) for p in (1, 2, math.inf)}
 _EACH = {p: by_norm(1.0, ord=p) for p in _ALL}
+_AVERAGE = by_average_norm(1.0)
 """Rules for the usual orders of norms; the limit is an argument of a step."""
 
 
@@ -360,7 +361,7 @@ def _clip(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
     rule = as_rule(rule)
     where = ", in_place=True" if step.in_place else ""
     _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{where})")
-    clipped, _, report = taken(rule, grads, NoState(), step)
+    clipped, _, report = taken(rule, grads, _NOTHING, step)
     return clipped, report
 
 

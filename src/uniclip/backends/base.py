@@ -24,8 +24,8 @@ NODES: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 """Classes of uniclip that pytree libraries open, with how to take them apart and rebuild them."""
 PIECE = 2**17
 """How many entries of a large array are processed at a time, to fit a cache."""
-HOST, OWN, RECORDED, TRACED = range(4)
-"""The modes of a step: the host reads values at no cost; it does not; derivatives are recorded; nothing has a value."""
+HOST, LIBRARY, RECORDED, TRACED = range(4)
+"""The modes of a step: the host reads values at no cost; the library does; it records derivatives; none has any."""
 FITS = (1e-24, 3.4e38)
 """Between smallest normal number / eps² and the largest number a sum of squares in float32 is accurate."""
 
@@ -33,7 +33,19 @@ FITS = (1e-24, 3.4e38)
 class Kinds:
     """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
 
-    __slots__ = ("backend", "device", "double", "dtype", "low", "odd", "only", "present", "reads", "records", "traced")
+    __slots__ = (
+        "backend",
+        "device",
+        "double",
+        "dtype",
+        "narrow",
+        "odd",
+        "only",
+        "present",
+        "reads",
+        "records",
+        "traced",
+    )
 
     def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
         some = [array for array in arrays if array is not None]
@@ -43,22 +55,22 @@ class Kinds:
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
         self.dtype = norm_dtype(backend.xp, some)
         """The dtype of their norms: float32, or the widest real one."""
-        self.low = self.dtype == backend.xp.float32
+        self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
-        self.traced, self.reads, self.records = backend.state(some)
+        self.traced, self.reads, self.records = backend.facts(some)
         """Whether they have no values; whether the host reads them at no cost; whether derivatives may be recorded."""
         self.device = backend.device(some[0] if some else None)
         """The device of the first."""
         self.only = some[0].dtype if some and all([array.dtype == some[0].dtype for array in some]) else None
         """Their dtype, if they have one."""
-        self.double = backend.doubles(some)
+        self.double = backend.has_float64(some)
         """Whether their sums can be float64."""
 
     def without_leaves(self, backend: Backend | None = None) -> Kinds:
         """Return the facts about a tree without gradients, of a library if one is given."""
         kinds = Kinds(backend or self.backend, [], ())
         if backend is None:
-            kinds.dtype, kinds.low, kinds.reads, kinds.double = self.dtype, self.low, self.reads, self.double
+            kinds.dtype, kinds.narrow, kinds.reads, kinds.double = self.dtype, self.narrow, self.reads, self.double
             kinds.device, kinds.traced, kinds.records = self.device, self.traced, self.records
         return kinds
 
@@ -75,7 +87,9 @@ class Stored(NamedTuple):
     merged: Rebuild | None = None
     """Returns the values with those of entries that occur twice summed, to measure them; ``None`` if none does."""
     rows: Callable[[Array], Array] | None = None
-    """Returns for each stored row the value of its row after summing; ``None`` if these are the same."""
+    """Spreads values of the rows after summing over the stored rows; ``None`` if each is stored once."""
+    sparse: bool = False
+    """Whether the leaf stores only some of its entries or rows."""
 
 
 class Backend:
@@ -124,10 +138,6 @@ class Backend:
         """Return a leaf whose entries that are stored twice are summed, in float32 or wider; else the leaf itself."""
         return leaf
 
-    def sparse(self, leaf: Any) -> bool:
-        """Whether the leaf stores only some of its entries or rows."""
-        return False
-
     def size(self, leaf: Any, axes: Axes) -> Any:
         """Return the number of entries of the leaf along ``axes``, including those that are not stored."""
         shape = leaf.shape
@@ -137,13 +147,13 @@ class Backend:
 
     def mode(self, kinds: Kinds) -> int:
         """Return the mode of a step on leaves of these kinds."""
-        return TRACED if kinds.traced else HOST if kinds.reads else RECORDED if kinds.records else OWN
+        return TRACED if kinds.traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
 
-    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         """Return whether arrays have no values, the host reads them at no cost, and derivatives may be recorded."""
         return any(map(self.traced, arrays)), all(map(self.readable, arrays)), True
 
-    def doubles(self, arrays: list[Array]) -> bool:
+    def has_float64(self, arrays: list[Array]) -> bool:
         """Whether sums of these arrays can be float64."""
         info = getattr(self.xp, "__array_namespace_info__", None)
         return info is not None and "float64" in info().dtypes()
@@ -192,7 +202,7 @@ class Backend:
         """Silence NumPy's floating-point warnings, and create arrays on the device of the first gradient."""
         return np.errstate(all="ignore")
 
-    def double(self) -> AbstractContextManager[Any]:
+    def allow_float64(self) -> AbstractContextManager[Any]:
         """Return a context in which float64 is allowed."""
         return nullcontext()
 
@@ -200,7 +210,7 @@ class Backend:
         """Whether a debugger stops at ∞, so that not even squares may overflow."""
         return False
 
-    # Sums and products, for speed and memory.
+    # Sums and products, for speed and memory. `squares` is asked first, then `sums`, whose default calls `total`.
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         """Return ``Σ|x|²`` of each group of whole arrays, ``(k,)`` in float64; ``None`` if there is no fast path.
@@ -228,14 +238,14 @@ class Backend:
         if pieces is None:
             return of(array, unit)
         if axes is None:
-            return self.joined([of(piece, unit) for piece in pieces], "max" if p == math.inf else "sum")
+            return self.combined([of(piece, unit) for piece in pieces], "max" if p == math.inf else "sum")
         rows = row_slices(array.shape)
         if 0 in axes:
-            return self.joined([of(array[some, ...], unit) for some in rows], "max" if p == math.inf else "sum")
+            return self.combined([of(array[some, ...], unit) for some in rows], "max" if p == math.inf else "sum")
         parts = [of(array[some, ...], unit if unit is None else unit[some, ...]) for some in rows]
         return self.xp.concat(parts, axis=0)
 
-    def joined(self, parts: list[Array], op: Op) -> Array:
+    def combined(self, parts: list[Array], op: Op) -> Array:
         """Return the sum or the maximum of arrays of one shape."""
         xp = self.xp
         if op == "sum":
@@ -267,7 +277,7 @@ class Backend:
     def wide(self, array: Array) -> Array:
         """Return real numbers in the precision in which they are added: float64 if the library has it."""
         xp = self.xp
-        dtype = xp.result_type(array.dtype, xp.float64 if self.doubles([array]) else xp.float32)
+        dtype = xp.result_type(array.dtype, xp.float64 if self.has_float64([array]) else xp.float32)
         return cast(xp, array, dtype)
 
     def sum(self, array: Array, axes: Axes) -> Array:
@@ -414,7 +424,7 @@ class Backend:
             some = [number for group in block for number in group if number in long]
             if not some:
                 continue
-            totals = [self.joined([xp.astype(found[n], xp.float32) for n in g], "sum") for g in block if long & {*g}]
+            totals = [self.combined([xp.astype(found[n], xp.float32) for n in g], "sum") for g in block if long & {*g}]
             ok = reduce(lambda a, b: a & b, [(total > low) & (total < high) for total in totals])
             sums = [found[number] for number in some]
 

@@ -307,14 +307,14 @@ class _JAX(Backend):
         place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
         return type(leaf), type(array), getattr(leaf, "dtype", None), place
 
-    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
-        return *super().state(arrays)[:2], False  # derivatives are traced
+    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+        return *super().facts(arrays)[:2], False  # derivatives are traced
 
-    def doubles(self, arrays: list[Array]) -> bool:
+    def has_float64(self, arrays: list[Array]) -> bool:
         return jax.default_backend() != "tpu"  # whose float64 has the exponents of float32
 
-    def double(self) -> AbstractContextManager[Any]:
-        return jax.enable_x64(True) if self.doubles([]) else nullcontext()
+    def allow_float64(self) -> AbstractContextManager[Any]:
+        return jax.enable_x64(True) if self.has_float64([]) else nullcontext()
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array) if self.readable(array) else None
@@ -461,15 +461,12 @@ class _JAX(Backend):
             return sparse.BCOO((new, leaf.indices), shape=leaf.shape)
 
         # Repeated entries are summed in float32; the number of stored entries stays the same, as jit needs.
-        return Stored(leaf.data, of, False, lambda new: self.coalesced(of(new)).data, partial(_rows, leaf))
+        return Stored(leaf.data, of, False, lambda new: self.coalesced(of(new)).data, partial(_rows, leaf), True)
 
     def coalesced(self, leaf: Any) -> Any:
         if not isinstance(leaf, sparse.BCOO):
             return leaf
         return sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
-
-    def sparse(self, leaf: Any) -> bool:
-        return isinstance(leaf, sparse.BCOO)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call

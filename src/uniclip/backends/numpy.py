@@ -253,7 +253,7 @@ class _NumPy(Backend):
     def mode(self, kinds: Kinds) -> int:
         return HOST
 
-    def doubles(self, arrays: list[Array]) -> bool:
+    def has_float64(self, arrays: list[Array]) -> bool:
         return True
 
     def readable(self, array: Array) -> bool:

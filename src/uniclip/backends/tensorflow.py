@@ -22,7 +22,7 @@ from tensorflow.python.ops import control_flow_util
 
 from uniclip.backends.base import (
     HOST,
-    OWN,
+    LIBRARY,
     PIECE,
     RECORDED,
     TRACED,
@@ -191,16 +191,16 @@ class _TensorFlow(Backend):
         values = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
         return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
-    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
         return traced, not traced and all(["CPU" in array.device for array in arrays]), True
 
     def mode(self, kinds: Kinds) -> int:
         if kinds.traced or not tf.executing_eagerly():
             return TRACED
-        return RECORDED if record.could_possibly_record() else HOST if kinds.reads else OWN
+        return RECORDED if record.could_possibly_record() else HOST if kinds.reads else LIBRARY
 
-    def doubles(self, arrays: list[Array]) -> bool:
+    def has_float64(self, arrays: list[Array]) -> bool:
         return True
 
     def is_array(self, leaf: Any) -> bool:
@@ -290,15 +290,13 @@ class _TensorFlow(Backend):
             lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape),
             merged=lambda new: _merged(leaf, new),
             rows=lambda factors: tf.gather(factors, _firsts(leaf)),
+            sparse=True,
         )
 
     def coalesced(self, leaf: Any) -> Any:
         if not isinstance(leaf, tf.IndexedSlices):
             return leaf
         return tf.IndexedSlices(_merged(leaf, leaf.values), leaf.indices, leaf.dense_shape)
-
-    def sparse(self, leaf: Any) -> bool:
-        return isinstance(leaf, tf.IndexedSlices)
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
         if isinstance(leaf, tf.IndexedSlices):

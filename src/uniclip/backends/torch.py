@@ -17,7 +17,7 @@ from array_api_compat import torch as compat
 from uniclip.backends import dtensor
 from uniclip.backends.base import (
     HOST,
-    OWN,
+    LIBRARY,
     PIECE,
     RECORDED,
     TRACED,
@@ -86,10 +86,13 @@ namespace = SimpleNamespace(
     )
 )
 
+SINGLE = {torch.float16, torch.bfloat16, torch.float32}
+FOREIGN = {torch.bfloat16, torch.complex32}
+"""The dtypes that NumPy does not have."""
+REAL = {torch.float32, torch.float64}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _HALVES = {torch.float16, torch.bfloat16}
 _CPU = torch.device("cpu")
-_REAL = {torch.float32, torch.float64}
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 _VIEWED = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes of values computed from norms."""
@@ -104,7 +107,7 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     same, kinds = factors.count(first) == len(factors), {array.dtype for array in arrays}
     if not _HALVES.isdisjoint(kinds):  # for which numbers are narrowed first
         kinds = {torch.float64}
-    elif not (len(kinds) == 1 and kinds <= _REAL and all([array.is_cpu for array in arrays])):
+    elif not (len(kinds) == 1 and kinds <= REAL and all([array.is_cpu for array in arrays])):
         return first if same else list(factors)
     # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
     wide = (
@@ -114,11 +117,6 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     )
     return wide if same else list(wide.unbind())
 
-
-SINGLE = {torch.float16, torch.bfloat16, torch.float32}
-FOREIGN = {torch.bfloat16, torch.complex32}
-"""The dtypes that NumPy does not have."""
-REAL = {torch.float32, torch.float64}
 
 _ROW = 256
 """How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
@@ -182,24 +180,17 @@ def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
         norms = torch.stack(norms)
         return torch.dot(norms, norms).unsqueeze(0)
     total = torch.stack(norms).square()
-    return total if len(lengths) == len(arrays) else _by_group(list(total.unbind()), lengths)
+    if len(lengths) == len(arrays):
+        return total
+    return torch.stack([torch.stack(list(some)).sum() for some in in_groups(list(total.unbind()), lengths)])
 
 
 def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
-    """Return the sums of squares along axes on an accelerator in float64; ``None`` for norms of entries."""
-    if arrays[0].device.type == "mps" or not all(axes):
-        return [None] * len(arrays)
+    """Return the sums of squares along axes on an accelerator, in float64."""
     norms = [torch.linalg.vector_norm(a, dim=some, dtype=torch.float64) for a, some in zip(arrays, axes, strict=True)]
     if len({norm.shape for norm in norms}) > 1:
         return torch._foreach_mul(norms, norms)
     return list(torch.stack(norms).square().unbind())
-
-
-def _by_group(totals: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Return the totals of groups from those of arrays."""
-    if len(totals) == len(lengths):
-        return torch.stack(totals)
-    return torch.stack([torch.stack(list(some)).sum() for some in in_groups(totals, lengths)])
 
 
 def in_order(array: torch.Tensor) -> torch.Tensor:
@@ -234,71 +225,10 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 """Kinds of tensors that cannot be clipped, why, and what to convert them to."""
 
 
-def why_unfit(leaf: Any) -> str | None:
-    """Return why a tensor cannot be measured, and what to pass instead; ``None`` if it can."""
-    return next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
-
-
-def stored(leaf: Any, *, in_place: bool) -> Stored | None:
-    """Return what a tensor stores, ``None`` if it is a dense one that PyTorch calculates with."""
-    if leaf.dtype in STORAGE:
-        inner = leaf.to(torch.float32)
-        whole = stored(inner, in_place=False) or Stored(inner, unchanged)
-        return whole._replace(back=partial(_narrowed, leaf, whole.back, in_place), view=False)
-    if leaf.layout is torch.sparse_coo:
-        return _coo(coalesced(leaf) if leaf.requires_grad else leaf)
-    if leaf.layout in _COMPRESSED:
-        make, outer, inner = _COMPRESSED[leaf.layout]
-        return Stored(
-            leaf.values(),
-            lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False),
-            view=True,
-        )
-    if is_dtensor(leaf) and dtensor.is_partial(leaf):
-        back = dtensor.written if in_place else dtensor.unsummed
-        return Stored(dtensor.summed(leaf), partial(back, leaf))
-    return None
-
-
-def coalesced(leaf: Any) -> Any:
-    """Return a sparse tensor whose repeated entries are summed, in float32 or wider; any other one as it is."""
-    if leaf.layout is not torch.sparse_coo or leaf.is_coalesced():
-        return leaf
-    wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
-    return leaf.to(wide).coalesce()
-
-
 def _narrowed(leaf: Any, back: Rebuild, in_place: bool, new: Array) -> Any:
     """Return changed values in a storage format, written into the leaf if it is changed in place."""
     found = back(new).to(leaf.dtype)
     return leaf.copy_(found) if in_place else found
-
-
-def _coo(leaf: Any) -> Stored:
-    single = leaf.is_coalesced()
-    indices, values = (leaf.indices(), leaf.values()) if single else (leaf._indices(), leaf._values())
-
-    def of(new: Array) -> Any:
-        return torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=single, check_invariants=False)
-
-    def merged(new: Array) -> Array:
-        return coalesced(of(new)).values()
-
-    def rows(factors: Array) -> Array:
-        return factors[torch.unique(indices, dim=1, return_inverse=True)[1]]
-
-    return Stored(values, of, view=True) if single else Stored(values, of, True, merged, rows)
-
-
-def pieces_of(array: Array) -> Iterable[Array] | None:
-    """Split a large tensor, in any order of its entries; ``None`` if it is measured as a whole."""
-    if type(array) is not torch.Tensor or tracing() or valueless(array):  # whose size may be symbolic
-        return None
-    if array.numel() <= PIECE or recorded(array):  # derivatives would keep every piece anyway
-        return None
-    ordered = in_order(array)
-    flat = ordered.view(-1) if ordered.is_contiguous() else ordered
-    return (flat[rows] for rows in row_slices(flat.shape))
 
 
 class _Memory:
@@ -362,7 +292,7 @@ class _Torch(dtensor.Distributed):
             for leaf in leaves
         ])  # fmt: skip
 
-    def state(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
         return any(map(valueless, arrays)), reads, any([array.requires_grad for array in arrays])
 
@@ -371,9 +301,9 @@ class _Torch(dtensor.Distributed):
             return TRACED
         if (kinds.records and torch.is_grad_enabled()) or in_forward_mode():
             return RECORDED
-        return HOST if kinds.reads else OWN
+        return HOST if kinds.reads else LIBRARY
 
-    def doubles(self, arrays: list[Array]) -> bool:
+    def has_float64(self, arrays: list[Array]) -> bool:
         return all([array.device.type != "mps" for array in arrays])  # which has no float64
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
@@ -411,7 +341,7 @@ class _Torch(dtensor.Distributed):
             return squares_here(arrays, lengths)
         first = arrays[0]
         alike = all([array.dtype is first.dtype and array.device == first.device for array in arrays])
-        if mode != OWN or not alike or first.is_complex():
+        if mode != LIBRARY or not alike or first.is_complex():
             return None
         return squares_elsewhere(arrays, lengths)
 
@@ -424,8 +354,8 @@ class _Torch(dtensor.Distributed):
             with torch.no_grad():
                 pairs = enumerate(zip(arrays, axes, units, strict=True))
                 return [found[n] if n in found else view_of(self.total(a, p, *some)) for n, (a, *some) in pairs]
-        real = self.doubles(arrays) and not any([array.is_complex() for array in arrays])
-        if mode == OWN and p == 2 and units is None and all(axes) and real:
+        real = self.has_float64(arrays) and not any([array.is_complex() for array in arrays])
+        if mode == LIBRARY and p == 2 and units is None and arrays and all(axes) and real:
             return squares_along_elsewhere(arrays, list(axes))
         return super().sums(mode, arrays, p, axes, units, blocks)
 
@@ -435,7 +365,7 @@ class _Torch(dtensor.Distributed):
         return super().scaled(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
 
     def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
-        if kinds.only not in _REAL:
+        if kinds.only not in REAL:
             return super().scaled_alike(arrays, factor, kinds, in_place=in_place)
         # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
         by = torch.scalar_tensor(factor, dtype=kinds.only, device=_CPU)
@@ -450,7 +380,7 @@ class _Torch(dtensor.Distributed):
             if torch.is_grad_enabled() and any([array.requires_grad for array in arrays]):
                 return None
             if any([isinstance(factor, np.ndarray) for factor in factors]):
-                if not all([array.is_cpu and array.dtype in _REAL for array in arrays]):
+                if not all([array.is_cpu and array.dtype in REAL for array in arrays]):
                     return None
                 factors = [
                     self.from_host(np.asarray(f, _NUMPYS[a.dtype]), _CPU) for f, a in zip(factors, arrays, strict=True)
@@ -476,7 +406,7 @@ class _Torch(dtensor.Distributed):
         return isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.bool
 
     def unfit(self, leaf: Any, *, gradient: bool) -> str | None:
-        why = why_unfit(leaf)
+        why = next((why.format(leaf) for holds, why in _UNFIT if holds(leaf)), None)
         if why or not (gradient and isinstance(leaf, torch.nn.Parameter)):
             return why
         return "not a gradient; pass the gradients, [p.grad for p in parameters] (to clip the weights, p.detach())"
@@ -488,16 +418,54 @@ class _Torch(dtensor.Distributed):
         return not self.traced(array) and bool(array.is_cpu)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
-        return pieces_of(array)
-
-    def sparse(self, leaf: Any) -> bool:
-        return leaf.layout is not torch.strided
+        if type(array) is not torch.Tensor or tracing() or valueless(array):  # whose size may be symbolic
+            return None
+        if array.numel() <= PIECE or recorded(array):  # derivatives would keep every piece anyway
+            return None
+        ordered = in_order(array)
+        flat = ordered.view(-1) if ordered.is_contiguous() else ordered
+        return (flat[rows] for rows in row_slices(flat.shape))
 
     def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
-        return stored(leaf, in_place=in_place)
+        if leaf.dtype in STORAGE:
+            inner = leaf.to(torch.float32)
+            whole = self.stored(inner, in_place=False) or Stored(inner, unchanged)
+            return whole._replace(back=partial(_narrowed, leaf, whole.back, in_place), view=False)
+        if leaf.layout is torch.sparse_coo:
+            return self._coo(self.coalesced(leaf) if leaf.requires_grad else leaf)
+        if leaf.layout in _COMPRESSED:
+            make, outer, inner = _COMPRESSED[leaf.layout]
+            return Stored(
+                leaf.values(),
+                lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False),
+                view=True,
+                sparse=True,
+            )
+        if is_dtensor(leaf) and dtensor.is_partial(leaf):
+            back = dtensor.written if in_place else dtensor.unsummed
+            return Stored(dtensor.summed(leaf), partial(back, leaf))
+        return None
+
+    def _coo(self, leaf: Any) -> Stored:
+        single = leaf.is_coalesced()
+        indices, values = (leaf.indices(), leaf.values()) if single else (leaf._indices(), leaf._values())
+
+        def of(new: Array) -> Any:
+            return torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=single, check_invariants=False)
+
+        def merged(new: Array) -> Array:
+            return self.coalesced(of(new)).values()
+
+        def rows(factors: Array) -> Array:
+            return factors[torch.unique(indices, dim=1, return_inverse=True)[1]]
+
+        return Stored(values, of, True, None if single else merged, None if single else rows, sparse=True)
 
     def coalesced(self, leaf: Any) -> Any:
-        return coalesced(leaf)
+        if leaf.layout is not torch.sparse_coo or leaf.is_coalesced():
+            return leaf
+        wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
+        return leaf.to(wide).coalesce()
 
     def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
         return _view(leaf), _why_fixed(leaf)
@@ -507,7 +475,7 @@ class _Torch(dtensor.Distributed):
             if is_dtensor(array):  # a function of the whole tensor
                 self.write(array.to_local(), function, *[dtensor.own_operand(array, one) for one in operands])
                 return
-            pieces = pieces_of(array)
+            pieces = self.pieces(array)
             if pieces is not None and not any(operand.ndim for operand in operands):
                 for piece in pieces:
                     piece.copy_(function(piece, *operands))

@@ -74,10 +74,10 @@ class Context:
         needs: Collection[str] = (),
         loss: Any = None,
         *,
-        cut: bool = False,
+        apart: bool = False,
     ) -> None:
         self._backend, self._blocks, self._number, self._needs, self._loss = backend, blocks, number, needs, loss
-        self._cut = cut
+        self._apart = apart
         """Whether some norms lie in other processes."""
 
     @property
@@ -108,7 +108,7 @@ class Context:
     @property
     def count(self) -> Any:
         """How many groups have gradients, in all blocks and processes; a 0-d array where these are joined."""
-        self._refuse_if_cut("count")
+        self._refuse_if_apart("count")
         known = sum(len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None)
         there = [self.xp.sum(self.xp.astype(b.present, b.norms.dtype)) for b in self._blocks if b.present is not None]
         return sum(there, known) if there else known
@@ -133,12 +133,12 @@ class Context:
 
     def total(self, function: Callable[[Context], Array]) -> Array:
         """Return the sum of all entries of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
-        self._refuse_if_cut("total")
+        self._refuse_if_apart("total")
         return self._reduced(self.xp.sum, function)
 
     def largest(self, function: Callable[[Context], Array]) -> Array:
         """Return the largest entry of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
-        self._refuse_if_cut("largest")
+        self._refuse_if_apart("largest")
         return self._reduced(self.xp.max, function)
 
     def asarray(self, value: Any, dtype: Any = None) -> Array:
@@ -152,7 +152,7 @@ class Context:
         params, sizes = (one if one is None else one[here, ...] for one in (block.params, block.sizes))
         there = None if block.present is None else block.present[here]
         alone = Rows(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here], there)
-        return Context(self._backend, [alone], 0, self._needs, self._loss, cut=self._cut)
+        return Context(self._backend, [alone], 0, self._needs, self._loss, apart=self._apart)
 
     def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
         each = [Context(self._backend, self._blocks, n, self._needs, self._loss) for n in range(len(self._blocks))]
@@ -162,8 +162,8 @@ class Context:
         dtype = self.xp.result_type(*[value.dtype for value in values])
         return reduce(self.xp.stack([self.asarray(value, dtype) for value in values]))
 
-    def _refuse_if_cut(self, name: str) -> None:
-        if self._cut:
+    def _refuse_if_apart(self, name: str) -> None:
+        if self._apart:
             msg = (
                 f"context.{name} looks at all norms, and of norms along axes that are divided among processes each "
                 "process has its own: take a scope of whole leaves, such as uc.scopes.each_leaf"
@@ -249,7 +249,7 @@ MaxNorm: TypeAlias = Number | Limit
 """The type of arguments that are limits."""
 
 
-class Vectorized(Printed, Limit):
+class BuiltIn(Printed, Limit):
     """One of uniclip's limits, which accepts NumPy arrays unless it holds arrays of a framework."""
 
     @cached_property
@@ -258,7 +258,7 @@ class Vectorized(Printed, Limit):
         return not any(hasattr(value, "shape") for value in vars(self).values())
 
 
-class Remembers(Vectorized):
+class Remembers(BuiltIn):
     """A limit with memory."""
 
     memory: ClassVar[bool] = True

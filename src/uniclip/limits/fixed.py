@@ -11,14 +11,14 @@ from typing import Any, ClassVar, NamedTuple
 from uniclip._checks import LIMIT, check, flag, nonnegative, nonnegatives, settle
 from uniclip._repr import Printed, short
 from uniclip._types import Number
-from uniclip.limits.base import Array, Context, Limit, NoState, Remembers, State, Vectorized, aligned, unlimited
+from uniclip.limits.base import Array, BuiltIn, Context, Limit, NoState, Remembers, State, aligned, unlimited
 
 _NAMED = 10
 """The number of labels listed in an error."""
 
 
 @dataclass(frozen=True, repr=False)
-class Constant(Vectorized):
+class Constant(BuiltIn):
     """Allow the same norm at every step.
 
     Parameters
@@ -88,7 +88,7 @@ class Schedule(Remembers):
 
 
 @dataclass(frozen=True, repr=False)
-class Relative(Vectorized):
+class Relative(BuiltIn):
     """Allow ``ratio · max(‖parameter‖, eps)``, a limit relative to the norm of the parameter.
 
     Parameters
@@ -134,7 +134,7 @@ class Relative(Vectorized):
 
 
 @dataclass(frozen=True, repr=False)
-class TrustRatio(Vectorized):
+class TrustRatio(BuiltIn):
     """Allow a step of ``trust_coefficient · ‖parameter‖`` at the learning rate ``lr``: LARC's clip.
 
     Parameters
@@ -173,7 +173,7 @@ class TrustRatio(Vectorized):
 
 
 @dataclass(frozen=True, repr=False)
-class Split(Vectorized):
+class Split(BuiltIn):
     """Split a total among K norms, so that their joint norm is at most the total.
 
     Parameters

@@ -118,7 +118,7 @@ def _clipped(rule: Rule, grads: list[Any], step: Step, limit: Any) -> Any:
     """Clip in place, and return the norm."""
     decision = decide(rule, grads, NOTHING, step, limit)
     decision.clipped()
-    return decision.total()
+    return decision.norms()
 
 
 def clip_grad_value_(
@@ -200,7 +200,7 @@ def get_total_norm(
     if not _any(values):
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return decide(rule, values, NoState(), Step(all_reduce=all_reduce, shared=shared), math.inf).total()
+        return decide(rule, values, NoState(), Step(all_reduce=all_reduce, shared=shared), math.inf).norms()
 
 
 def clip_grads_with_norm_(
