@@ -149,15 +149,15 @@ _parts: dict[Any, Part] = {}
 def _part_of(tensor: Any) -> Part:
     """Return the part of a distributed tensor that this process holds."""
     mesh = tensor.device_mesh
-    what = mesh, tuple(tensor.placements), tuple(tensor.shape), tuple(_local_of(tensor).shape)
+    what = mesh, tuple(tensor.placements), tuple(tensor.shape)
     if torch.compiler.is_compiling():
-        return Part(*what)
+        return Part(*what, tuple(_local_of(tensor).shape))
     key = (*what, tuple(mesh._dim_group_names))  # meshes of another initialization are equal, but have other groups
     part = _parts.get(key)
     if part is None:
         if len(_parts) >= _KEPT:
             _parts.clear()
-        part = _parts[key] = Part(*what)
+        part = _parts[key] = Part(*what, tuple(_local_of(tensor).shape))
     return part
 
 
