@@ -125,6 +125,10 @@ def test_nan_in_a_row_that_is_stored_twice(framework: Framework) -> None:
     np.testing.assert_allclose(framework.numpy(report.norms), 6.0)
     np.testing.assert_allclose(framework.dense(clipped), [[1, 0], [0, 0], [0, 0], [0, 0]])
     if framework.name == "torch":
+        one, wide = framework.array([np.nan]), framework.array([1.0, np.nan]).expand(3, 2)
+        with pytest.raises(TypeError, match=r"grads\[1\].*in place"):  # also where only NaN is to be written
+            uc.clip_([one, wide], uc.by_global_norm(9.0, nonfinite="zero"))
+        assert np.isnan(framework.numpy(one)).all()
         np.testing.assert_allclose(framework.numpy(uc.clip_(grads, rule).norms), 6.0)
         np.testing.assert_allclose(framework.dense(grads), framework.dense(clipped))
 
