@@ -105,7 +105,7 @@ def compare(fw: Framework, case: Case, there: Any, here: Any) -> bool:  # noqa: 
     for old, new in views:
         assert [some is None for some in old[:3]] == [some is None for some in new[:3]]
         assert old.thresholds is None or new.thresholds is not None  # also of groups without leaves
-        if old.norms is None:
+        if old.norms is None or not (decided and ordinary):  # what follows in a chain depends on it
             continue
         for norms, limits, factors, *others in zip(old.norms, old.limits, old.factors, *new[:3], strict=True):
             eps = float(np.finfo(norms.dtype).eps)
