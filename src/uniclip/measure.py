@@ -121,7 +121,7 @@ def _on_host(array: Any) -> bool:
 
 def _unit(plan: Plan, top: Any) -> Any:
     """Return the unit in which a norm is measured, given the largest modulus: detached, as no norm depends on it."""
-    xp = np if isinstance(top, (np.ndarray, np.generic)) else plan.backend.xp
+    xp = np if _on_host(top) else plan.backend.xp
     # It stays where its reciprocal is a normal number too; that of zeros is 1, or their second derivative overflows.
     low, high = (2.3e-308, 4e307) if plan.double else (1.2e-38, 8e37)
     unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))

@@ -64,9 +64,8 @@ class Decision(NamedTuple):
             return given.closed(self._at_once(self.found.factor))
         factors = self.found.factors
         numbers, by = plan.by_leaf(given, factors)
-        if not numbers:
-            if given.in_place and any([given.arrays[n] is not way.array for n, way in given.stored.items()]):
-                same_memory(given.backend, given.leaves, given.place)  # before cleaned gradients are written
+        writes_cleaned = given.in_place and any([given.arrays[n] is not way.array for n, way in given.stored.items()])
+        if not (numbers or writes_cleaned):  # which are written by closing, and looked at before
             return given.closed(given.arrays)
         backend, arrays, zero = given.backend, list(given.arrays), self.rule.nonfinite in {"skip", "zero"}
 

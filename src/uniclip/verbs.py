@@ -164,7 +164,7 @@ def clip_and_sum(
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-    decision = decide(rule, grads, NoState(), Step(params, all_reduce, shared=shared))
+    decision = decide(rule, grads, _NOTHING, Step(params, all_reduce, shared=shared))
     return decision.summed(), decision.report()
 
 
@@ -346,9 +346,9 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
 
 
 _USUAL, _NOTHING = Step(), NoState()
+_AVERAGE = by_average_norm(1.0)
 _ALL = {p: by_global_norm(1.0, ord=p) for p in (1, 2, math.inf)}
 _EACH = {p: by_norm(1.0, ord=p) for p in _ALL}
-_AVERAGE = by_average_norm(1.0)
 """Rules for the usual orders of norms; the limit is an argument of a step."""
 
 
