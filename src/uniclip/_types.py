@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Types of arguments, for type checkers and editors; not used at run time.
+"""Types of arguments, for type checkers and editors.
 
 They are protocols, so that checkers find mistakes also where a framework is not installed. Results such as norms are
 ``Any``: they are arrays of the gradients' framework, which no type can express.
@@ -8,7 +8,7 @@ They are protocols, so that checkers find mistakes also where a framework is not
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 """A tree of arrays, which is returned with the same structure."""
@@ -27,3 +27,15 @@ class Array(Protocol):
 
 
 Number: TypeAlias = float | Array
+
+
+class Step(NamedTuple):
+    """The optional arguments of a step."""
+
+    params: Any = None
+    all_reduce: Any = None
+    loss: Any = None
+    norm: Any = None
+    """The norm, if it is given."""
+    in_place: bool = False
+    shared: Any = None

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Rules without a norm: each gradient array is replaced by a function of that array."""
+"""Rules without a norm: each gradient array is replaced by a function of that array; such functions as rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypeAlias
 
 from uniclip._checks import real, settle
-from uniclip._repr import describe, short
-from uniclip._types import Array, Number
-from uniclip.backends import Backend, backend_of
+from uniclip._repr import describe, holds_arrays, short
+from uniclip._types import Array, Number, Step
+from uniclip.backends import Backend, backend_of, compiling
 from uniclip.backends.arrays import broadcasts, same_shape
 from uniclip.backends.base import Stored, cast, unchanged
-from uniclip.base import BaseRule
 from uniclip.limits import NoState
 from uniclip.report import Report
-from uniclip.step import Step
+from uniclip.rules import BaseRule
 from uniclip.tree import backend_for, flatten, place, same_memory
 
 
@@ -175,3 +174,24 @@ def _whole(xp: Any, bound: Any, info: Any) -> Any:
         msg = f"integer gradients need whole bounds, got {short(bound)}"
         raise TypeError(msg)
     return int(inside)
+
+
+AnyRule: TypeAlias = BaseRule | Callable[[Any], Array]
+"""A rule, or a function of one gradient array. A preset that was not called is a function, but returns no array."""
+
+
+def as_rule(rule: AnyRule) -> BaseRule:
+    """Return a rule as it is, a function of one gradient array as a rule."""
+    known: Any = rule
+    if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):
+        return known
+    home = "" if compiling() else getattr(known, "__module__", None) or ""  # compilers know those of classes only
+    if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
+        return Function(rule)
+    advice, hint = "such as uc.by_global_norm(1.0), or a function of one array", ""
+    if home.startswith(("uniclip.combine", "uniclip.presets", "uniclip.rules")):
+        advice = f"and uc.{known.__name__} makes one: call it, uc.{known.__name__}(...), as in uc.by_global_norm(1.0)"
+    elif holds_arrays(known):
+        hint = "; gradients are clipped by uc.clip(grads, rule), or by uc.Clipper(rule)(grads)"
+    msg = f"rule must be a rule, {advice}, got {short(known)}{hint}"
+    raise TypeError(msg)

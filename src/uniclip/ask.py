@@ -13,12 +13,11 @@ import optree
 from uniclip._checks import real
 from uniclip._repr import short
 from uniclip.backends.arrays import broadcasts, refuse_shape
-from uniclip.backends.base import TRACED, cast
+from uniclip.backends.base import NUMPY, TRACED, cast
 from uniclip.curves import RejectAbove, hard, within
 from uniclip.limits import Context, NoState, PerGroup
 from uniclip.limits.base import BuiltIn, Rows
-from uniclip.measure import Measured
-from uniclip.plan import Plan
+from uniclip.plan import Measured, Plan
 from uniclip.tree import Opened
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -
     limit = rule.limit
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
-    old = optree.tree_map(lambda a: plan.view(a if plan.host else plan.backend.detached(a)), state)
+    old = optree.tree_map(lambda a: plan.view(a if plan.limits_on_host else plan.backend.detached(a)), state)
     answer = limit(context.norms, old, context)
     if not (isinstance(answer, tuple) and len(answer) == 2):
         msg = f"{short(limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
@@ -91,7 +90,7 @@ def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -
     if not limit.memory:
         return limits, state
     new = new if gone is None else _restored(plan, limit, new, old, gone)
-    keep = (lambda a: plan.to_library(np.asarray(a))) if plan.host else plan.backend.detached
+    keep = (lambda a: plan.to_library(np.asarray(a))) if plan.limits_on_host else plan.backend.detached
     return limits, optree.tree_map(keep, new)
 
 
@@ -139,7 +138,7 @@ def _checked(plan: Plan, value: Any, norms: Any) -> Any:
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
         value = min(value, largest)  # in the other order NaN would become largest
     else:
-        if plan.host and not isinstance(value, (np.ndarray, np.generic)):
+        if plan.limits_on_host and not isinstance(value, NUMPY):
             value = plan.backend.viewed(plan.backend.xp.asarray(value))
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
@@ -176,7 +175,7 @@ def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, step
         if rule.curve is not hard:  # which turns NaN into NaN itself
             fault = fault + (limits - limits)
         own = isinstance(rule.limit, BuiltIn) and constant is None and plan.mode != TRACED
-        if not (own and rule.limit.host):  # whose limits are 0 or more; a compiler does not see `host`
+        if not (own and rule.limit.takes_numpy):  # whose limits are 0 or more; a compiler does not see `takes_numpy`
             # 0, or NaN for what is refused where it can be read.
             fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
     if unlimited is True:
@@ -189,7 +188,7 @@ def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, step
         factors = xp.where(unlimited, xp.ones_like(factors), factors)
     factors = factors + fault
     if constant is not None and not isinstance(constant, NUMBERS) and not bounded:
-        value = xp.asarray(plan.view(constant) if plan.host else constant)
+        value = xp.asarray(plan.view(constant) if plan.limits_on_host else constant)
         if xp.isdtype(value.dtype, "real floating"):
             factors = xp.where(world.to_device_of(norms, xp.isinf(value)), xp.ones_like(factors), factors)
     return _policy(rule, plan, norms, factors, step_finite)

@@ -9,16 +9,15 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip._types import Number, T
+from uniclip._types import Number, Step, T
 from uniclip._values import to_lists
+from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import backend_of
-from uniclip.base import taken
 from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
 from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
-from uniclip.rules import AnyRule, as_rule
+from uniclip.rules import taken
 from uniclip.saved import Saved, from_saved, restored, to_saved
-from uniclip.step import Step
 from uniclip.tree import flatten, place
 
 _ANEW = "start over with load_state_dict({})"

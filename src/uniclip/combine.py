@@ -12,12 +12,13 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import holds_arrays
-from uniclip.base import BaseRule, taken
+from uniclip._types import Step
+from uniclip.arraywise import AnyRule, as_rule
 from uniclip.limits import NoState
 from uniclip.report import Report, Reports
-from uniclip.rules import AnyRule, as_rule
+from uniclip.rules import BaseRule, taken
 from uniclip.scopes import Path
-from uniclip.step import Step, state_where
+from uniclip.step import state_where
 from uniclip.tree import backend_for, flatten
 
 

@@ -115,7 +115,7 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
 
 
 for _curve in (hard, normalize, reject, soft, smooth, tanh):
-    setattr(_curve, "host", True)  # noqa: B010 - the host's arrays will do
+    setattr(_curve, "takes_numpy", True)  # noqa: B010 - the host's arrays will do
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,7 +135,7 @@ class Regularized(Printed):
     """
 
     gamma: float
-    host: ClassVar[bool] = True
+    takes_numpy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values that would divide by zero."""
@@ -163,7 +163,7 @@ class NonMonotonic(Printed):
     """
 
     r: float
-    host: ClassVar[bool] = True
+    takes_numpy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values that would divide by zero."""
@@ -191,7 +191,7 @@ class RejectAbove(Printed):
     """
 
     bound: float
-    host: ClassVar[bool] = True
+    takes_numpy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse what is no number above 0."""

@@ -13,7 +13,7 @@ from uniclip._repr import stable
 from uniclip.combine import Chain, Masked
 from uniclip.limits import PerGroup
 from uniclip.norms import Norm
-from uniclip.plan import label_of, named_by
+from uniclip.plan import label_of
 from uniclip.rules import Rule
 from uniclip.scopes import FanIn, Scope, everything
 from uniclip.tree import place
@@ -69,7 +69,7 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
         return [[stable(place("", path)) for path in paths]]
     label = rule.scope.label
     labels = [label_of(label, *pair, place("grads", pair[0])) for pair in zip(paths, leaves, strict=True)]
-    return [sorted({stable(repr(one)) for one in [*named_by(rule), *labels]})]
+    return [sorted({stable(repr(one)) for one in [*rule.limit.groups, *labels]})]
 
 
 def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

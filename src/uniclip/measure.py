@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from uniclip._repr import short
+from uniclip._types import Step
 from uniclip.backends.arrays import refuse_shape
-from uniclip.backends.base import FITS, HOST, LIBRARY, TRACED, Op, Stored, finite_or_zero
+from uniclip.backends.base import FITS, HOST, LIBRARY, NUMPY, TRACED, Op, Stored, finite_or_zero
 from uniclip.norms import Norm
-from uniclip.plan import Plan
+from uniclip.plan import Measured, Plan
 from uniclip.processes import Loss, packed
 from uniclip.tree import Opened
 
@@ -23,31 +24,6 @@ _EXACT_POWER = 6
 """The largest power of float32 numbers that float64 holds."""
 _FITS = (4.5e-277, 1.7976931348623157e308)
 """Between smallest normal number / eps² and the largest number a sum of squares in float64 is accurate."""
-
-
-class Step(NamedTuple):
-    """The optional arguments of a step."""
-
-    params: Any = None
-    all_reduce: Any = None
-    loss: Any = None
-    norm: Any = None
-    """The norm, if it is given."""
-    in_place: bool = False
-    shared: Any = None
-
-
-class Measured(NamedTuple):
-    """The measurements of a step, joined over processes: an array for each block."""
-
-    norms: list[Any]
-    params: list[Any] | None = None
-    sizes: list[Any] | None = None
-    present: list[Any] | None = None
-    """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
-    loss: Any = None
-    entries_finite: Any = None
-    """Whether all entries are finite, where that was looked at."""
 
 
 def norms_of(
@@ -95,9 +71,10 @@ def norms_of(
     else:
         totals = rows(2)
         least, most = _FITS if plan.double else FITS
-        zero = 0.0 if plan.reads else -1.0  # where the host reads, the sum of zeros alone is 0
+        zero = 0.0 if plan.sums_on_host else -1.0  # where the host reads, the sum of zeros alone is 0
         fits = [((t > least) | (t == zero)) & (t <= most) for t in totals]
-        ok = all([bool(one.all()) for one in fits]) if plan.reads else plan.all([backend.xp.all(one) for one in fits])
+        flags = [one.all() if plan.sums_on_host else backend.xp.all(one) for one in fits]
+        ok = all(map(bool, flags)) if plan.sums_on_host else plan.all(flags)
         found = plan.cond(ok, lambda: roots(totals), in_units)
     if not joined and (scalars or more or presence):
         joined = [*plan.rows([], [], 1, None, scalars, presence), *more]
@@ -108,20 +85,16 @@ def norms_of(
 
 def _root(plan: Plan, norm: Norm, total: Any) -> Any:
     """Return the root of sums, with derivatives where they are wanted."""
-    if _on_host(total):
-        return np.sqrt(total) if norm.ord == 2 else total ** (1 / norm.ord)
+    if isinstance(total, NUMPY):
+        return np.sqrt(total) if norm.ord == 2 else np.power(total, 1 / norm.ord)
     if plan.mode == LIBRARY and norm.ord == 2:
         return plan.backend.xp.sqrt(total)
     return norm.root(plan.backend.xp, total)
 
 
-def _on_host(array: Any) -> bool:
-    return isinstance(array, (np.ndarray, np.generic))
-
-
 def _unit(plan: Plan, top: Any) -> Any:
     """Return the unit in which a norm is measured, given the largest modulus: detached, as no norm depends on it."""
-    xp = np if _on_host(top) else plan.backend.xp
+    xp = np if isinstance(top, NUMPY) else plan.backend.xp
     # It stays where its reciprocal is a normal number too; that of zeros is 1, or their second derivative overflows.
     low, high = (2.3e-308, 4e307) if plan.double else (1.2e-38, 8e37)
     unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
@@ -138,7 +111,7 @@ def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened |
 
 def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
-    looks = rule.nonfinite == "zero" and not (plan.reads and not plan.covering)
+    looks = rule.nonfinite == "zero" and not (plan.sums_on_host and not plan.covering)
     sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
     losses = "loss" in needs and not isinstance(step.loss, Loss) and joins
     presence = joins and not plan.norms_apart and (rule.memory or not plan.one_norm)
@@ -222,7 +195,7 @@ def cleaned(
     rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None, found: Measured, norms: list[Any]
 ) -> tuple[Opened, list[Any], Any]:
     """Return gradients with 0 for entries that are not finite, their norms, and whether there was none of them."""
-    if plan.reads:  # read twice only in a step in which it happens
+    if plan.sums_on_host:  # read twice only in a step in which it happens
         flag = found.entries_finite  # where processes hold parts, all of them measure again, or none
         if bool(flag) if flag is not None else all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms]):
             return given, norms, plan.view(np.asarray(True))  # noqa: FBT003

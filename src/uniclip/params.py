@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from uniclip._repr import short
+from uniclip._types import Step
 from uniclip.backends import backend_by
 from uniclip.backends.base import HOST
-from uniclip.measure import Step
 from uniclip.tree import Opened, open_tree
 
 if TYPE_CHECKING:

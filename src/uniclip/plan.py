@@ -19,8 +19,7 @@ from uniclip._checks import check
 from uniclip._repr import short, stable
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
-from uniclip.backends.base import HOST, LIBRARY, TRACED, Axes, Op, cast, norm_dtype
-from uniclip.limits import PerGroup
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Axes, Op, cast, norm_dtype
 from uniclip.processes import Join, copies_of, packed
 from uniclip.scopes import Path, Scope, everything
 from uniclip.tree import Nested, Opened, place
@@ -51,6 +50,19 @@ class Block(NamedTuple):
         return gone if any(gone) else ()
 
 
+class Measured(NamedTuple):
+    """The measurements of a step, joined over processes: an array for each block."""
+
+    norms: list[Any]
+    params: list[Any] | None = None
+    sizes: list[Any] | None = None
+    present: list[Any] | None = None
+    """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
+    loss: Any = None
+    entries_finite: Any = None
+    """Whether all entries are finite, where that was looked at."""
+
+
 def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None) -> Plan:
     """Return the plan of a rule for an opened tree, one that was made before if possible; traced code makes it anew.
 
@@ -78,11 +90,11 @@ class Plan:
         kinds, backend, scope = given.kinds, given.backend, rule.scope
         self.backend, self.mode, self.join, self.kinds = backend, mode, join, kinds
         self.scope, self.spec, self.name = scope, given.spec, given.name
-        self.reads = mode == HOST
+        self.sums_on_host = mode == HOST
         """Whether sums come as NumPy arrays."""
-        self.host = self.reads and rule.host
+        self.limits_on_host = self.sums_on_host and rule.takes_numpy
         """Whether limits and factors are computed in NumPy."""
-        self.norms_backend = DEFAULT if self.host else backend
+        self.norms_backend = DEFAULT if self.limits_on_host else backend
         """The backend of norms, limits and factors."""
         self.xp = self.norms_backend.xp
         self.device = kinds.device if given.first is None else backend.device(given.first)
@@ -106,7 +118,7 @@ class Plan:
         self._own(rule, parts)
         self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.covering
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
-        self.fast = self.host and rule.simple and join is None and self.plain and self.narrow
+        self.fast = self.limits_on_host and rule.simple and join is None and self.plain and self.narrow
         """Whether a step takes the fast path: one Euclidean norm, float32, a constant limit, one process."""
         self._on_host: Plan | None = None
         self._counts: tuple[list[Any], list[Any]] | None = None
@@ -144,7 +156,7 @@ class Plan:
         kinds, scope = self.kinds, self.scope
         missing = given.parts is not None and len(kinds.present) < len(given.leaves)
         everywhere = rule.memory or self.join is not None or missing
-        members = _groups(given, scope, named_by(rule) if everywhere else (), everywhere=everywhere)
+        members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
         groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
@@ -327,7 +339,7 @@ class Plan:
     def _one(self, some: list[Any], op: Op) -> Any:
         """Return the sum or the maximum of values, 0 of none."""
         if len(some) < 2:
-            return some[0] if some else np.zeros(()) if self.reads else self.to_library(np.zeros((), self._wide))
+            return some[0] if some else np.zeros(()) if self.sums_on_host else self.to_library(np.zeros((), self._wide))
         rows = self._stacked(some)
         if isinstance(rows, np.ndarray):
             return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
@@ -335,7 +347,7 @@ class Plan:
         return xp.sum(rows, axis=0) if op == "sum" else xp.max(rows, axis=0)
 
     def _stacked(self, rows: list[Any]) -> Any:
-        if self.reads and all([isinstance(row, (np.ndarray, np.generic)) for row in rows]):
+        if self.sums_on_host and all([isinstance(row, NUMPY) for row in rows]):
             return np.array(rows)
         return stacked(self.backend, list(map(self.to_library, rows)))
 
@@ -363,7 +375,7 @@ class Plan:
         for size in sizes:
             xp = np if isinstance(size, np.ndarray) else self.backend.xp
             counts.append(self.rounded(xp.where(size > 0, size, xp.ones_like(size))))
-            by.append(counts[-1] ** power if self.reads else self.to_library(counts[-1] ** power))
+            by.append(counts[-1] ** power if self.sums_on_host else self.to_library(counts[-1] ** power))
         if self.mode != TRACED and self.join is None:
             self._counts = counts, by
         return counts, by
@@ -387,20 +399,20 @@ class Plan:
 
     def rounded(self, array: Any) -> Any:
         """Return an array in the dtype of the norms."""
-        if isinstance(array, (np.ndarray, np.generic)):
+        if isinstance(array, NUMPY):
             return np.asarray(array).astype(self.dtypes[1], copy=False)
         return cast(self.backend.xp, array, self.dtypes[0])
 
     def to_library(self, array: Any) -> Any:
         """Return an array as one of the gradients' library, on their device."""
-        if not isinstance(array, (np.ndarray, np.generic)):
+        if not isinstance(array, NUMPY):
             return array
         make = self.backend.constant if self.mode == TRACED else self.backend.from_host
         return make(np.asarray(array), self.device)
 
     def as_norms(self, arrays: list[Any]) -> list[Any]:
         """Return arrays where the norms are."""
-        return arrays if self.host else list(map(self.to_library, arrays))
+        return arrays if self.limits_on_host else list(map(self.to_library, arrays))
 
     def absent(self, block: Block, present: Any) -> Any:
         """Return for each row of a block whether all its gradients are absent, ``None`` if none is.
@@ -413,9 +425,9 @@ class Plan:
 
     def view(self, array: Any) -> Any:
         """Return an array of the library in the world of the norms."""
-        if isinstance(array, (np.ndarray, np.generic)):
-            return array if self.host else self.to_library(np.asarray(array))
-        return self.backend.viewed(array) if self.host else array
+        if isinstance(array, NUMPY):
+            return array if self.limits_on_host else self.to_library(np.asarray(array))
+        return self.backend.viewed(array) if self.limits_on_host else array
 
     def all(self, flags: list[Any]) -> Any:
         """Return whether all of some 0-d flags are true, of the norms' world or of sums that cannot be read."""
@@ -427,7 +439,7 @@ class Plan:
             return self._on_host
         plan = copy.copy(self)
         plan.backend = plan.norms_backend = DEFAULT
-        plan.xp, plan.host, plan.reads, plan.device = DEFAULT.xp, True, True, None
+        plan.xp, plan.limits_on_host, plan.sums_on_host, plan.device = DEFAULT.xp, True, True, None
         self._on_host = plan
         return plan
 
@@ -439,7 +451,7 @@ class Plan:
 
     def by_leaf(self, given: Opened, factors: list[Any]) -> tuple[list[int], list[Any]]:
         """Return the leaves to multiply, and a factor for each: those known to be 1 change nothing."""
-        if self.reads and not self.host:
+        if self.sums_on_host and not self.limits_on_host:
             views = [self.backend.viewed(some) for some in factors]
             factors = factors if any([view is None for view in views]) else views
         numbers, by = [], []
@@ -498,11 +510,6 @@ class Plan:
 
 def _text(label: Any) -> str:
     return stable(repr(label))
-
-
-def named_by(rule: Rule) -> Sequence[Any]:
-    """Return the labels that a rule names itself, which have a row in every process."""
-    return [label for label, _ in rule.limit.limits] if isinstance(rule.limit, PerGroup) else ()
 
 
 def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bool) -> dict[Hashable, list[int]]:

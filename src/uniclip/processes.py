@@ -176,7 +176,7 @@ def packed(plan: Plan, arrays: list[Any], op: Op, join: Any) -> list[Any]:
         xp.reshape(vector[end - math.prod(array.shape) : end], tuple(array.shape))
         for array, end in zip(own, ends, strict=True)
     ]
-    if plan.reads:
+    if plan.sums_on_host:
         views = [backend.viewed(array) for array in found]
         found = found if any(view is None for view in views) else views
     return found

@@ -3,36 +3,81 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from uniclip._checks import check, one_of, settle
-from uniclip._repr import holds_arrays, short
-from uniclip._types import Array
-from uniclip.arraywise import Function
+from uniclip._checks import check, flag, one_of, settle
+from uniclip._repr import Printed
+from uniclip._types import Number, Step, T
 from uniclip.ask import first_state
-from uniclip.backends import compiling
-from uniclip.backends.arrays import stacked
-from uniclip.base import BaseRule
 from uniclip.curves import Curve, hard
-from uniclip.limits import Constant, Limit, NoState, PerGroup
+from uniclip.limits import Constant, Limit, NoState
 from uniclip.limits.base import MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.nonfinite import POLICIES, NonFinite
-from uniclip.norms import L1, L2, Linf, Norm
+from uniclip.norms import L2, Norm
 from uniclip.plan import Plan, plan_of
-from uniclip.processes import Join
+from uniclip.processes import AllReduce, Join, Shared
 from uniclip.report import Report
-from uniclip.scopes import Scope, all_leaves, each_leaf, everything
-from uniclip.step import Step, decide
-from uniclip.tree import flatten, open_tree
+from uniclip.scopes import Scope, all_leaves, everything
+from uniclip.step import decide
+from uniclip.tree import open_tree
 
-AnyRule: TypeAlias = BaseRule | Callable[[Any], Array]
-"""A rule, or a function of one gradient array. A preset that was not called is a function, but returns no array."""
+
+class BaseRule(Printed):
+    """A rule, which takes a step with validated arguments."""
+
+    memory: ClassVar[Any]
+    """Whether the rule has memory, a state that changes from step to step."""
+
+    def init(self, grads: Any) -> Any:
+        """Return the state before the first step."""
+        raise NotImplementedError
+
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+        """Do as `update`."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        grads: T,
+        state: Any,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        in_place: bool = False,
+        loss: Number | None = None,
+        shared: Shared | None = None,
+    ) -> tuple[T, Any, Report]:
+        """Clip ``grads`` and return the next state: the pure form, for ``jit``, ``scan`` and checkpoints.
+
+        Parameters
+        ----------
+        grads, params, all_reduce, shared
+            As in `uniclip.clip`.
+        state : tree of arrays
+            What `init` or the previous step returned.
+        in_place : bool, default False
+            Write into the given arrays, as `uniclip.clip_` does.
+        loss : float or 0-d array, optional
+            The loss of this step, for limits that use it, such as that of `uniclip.skip_spikes`. Where norms are
+            reduced over processes (by ``all_reduce``, or for distributed arrays), the mean of their losses is used.
+
+        Returns
+        -------
+        clipped : tree
+        state : tree of arrays
+            The next state; the same as ``state`` after a step that is not finite.
+        report : Report
+
+        Raises
+        ------
+        TypeError, ValueError, FloatingPointError
+            As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
+        """
+        step = Step(params, all_reduce, loss, in_place=flag("in_place", in_place), shared=shared)
+        return self._run(grads, state, step)
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +132,7 @@ class Rule(BaseRule):
     """Whether it is one Euclidean norm with a constant limit and nothing else."""
     constant: ClassVar[Any]
     """Its constant limit, ``None`` if it has another one."""
-    host: ClassVar[bool]
+    takes_numpy: ClassVar[bool]
     """Whether NumPy can compute its limits and factors."""
     decides: ClassVar[bool]
     """Whether it has to know that a step is finite."""
@@ -140,7 +185,7 @@ class Rule(BaseRule):
             simple=constant is not None
             and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
             and self.curve is hard,
-            host=_on_host(limit) and bool(getattr(self.curve, "host", False)),
+            takes_numpy=bool(limit.takes_numpy and getattr(self.curve, "takes_numpy", False)),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             by_shape=scope.axes is not None
             or scope.label not in {None, everything}
@@ -188,55 +233,8 @@ class Rule(BaseRule):
         return decision.clipped(), decision.state, decision.report()
 
 
-def _on_host(limit: Any) -> bool:
-    """Whether a limit can be computed in NumPy: none of its parameters is an array of a framework."""
-    if isinstance(limit, PerGroup):
-        return all([_on_host(one) for _, one in limit.limits])
-    return type(limit) is Constant or bool(limit.host)
-
-
-_LEAVES = {norm: Rule(math.inf, scope=each_leaf, norm=norm) for norm in (L1, L2, Linf)}
-
-
-def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
-    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree; the norm of ``None`` is 0.
-
-    Parameters
-    ----------
-    grads : array or tree of k arrays, or ``None``
-    norm : Norm, default L2
-
-    Returns
-    -------
-    (k,) array
-        In the framework of the gradients, in float32 or wider.
-
-    Examples
-    --------
-    >>> from uniclip import insight
-    >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
-    array([1., 5.])
-    """
-    decision = decide(_LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
-    plan, rows = decision.plan, flatten(decision.norms())[0]
-    if not rows:
-        return plan.to_library(np.zeros(0))
-    zero = plan.to_library(np.zeros((), plan.dtypes[1]))
-    return stacked(plan.backend, [zero if row is None else row for row in rows])
-
-
-def as_rule(rule: AnyRule) -> BaseRule:
-    """Return a rule as it is, a function of one gradient array as a rule."""
-    known: Any = rule
-    if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):
-        return known
-    home = "" if compiling() else getattr(known, "__module__", None) or ""  # compilers know those of classes only
-    if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
-        return Function(rule)
-    advice, hint = "such as uc.by_global_norm(1.0), or a function of one array", ""
-    if home.startswith(("uniclip.combine", "uniclip.presets", "uniclip.rules")):
-        advice = f"and uc.{known.__name__} makes one: call it, uc.{known.__name__}(...), as in uc.by_global_norm(1.0)"
-    elif holds_arrays(known):
-        hint = "; gradients are clipped by uc.clip(grads, rule), or by uc.Clipper(rule)(grads)"
-    msg = f"rule must be a rule, {advice}, got {short(known)}{hint}"
-    raise TypeError(msg)
+def taken(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    """Take a step by a rule of any class."""
+    return rule.update(
+        grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss, shared=step.shared
+    )

@@ -26,9 +26,9 @@ from uniclip._checks import check
 from uniclip._repr import short
 from uniclip._values import array_like, array_of, to_lists
 from uniclip._version import version
+from uniclip.arraywise import as_rule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.labels import Leaves, identity, labels_of, leaves_of, parts_of, shown
-from uniclip.rules import as_rule
 from uniclip.tree import flatten
 
 FORMAT = 2

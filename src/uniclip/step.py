@@ -11,14 +11,15 @@ import optree
 
 from uniclip._checks import refuse_in_step
 from uniclip._repr import short
+from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.backends.base import HOST, LIBRARY, TRACED, cast
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, cast
 from uniclip.curves import rejects
-from uniclip.measure import Measured, Step, cleaned, measured
+from uniclip.measure import cleaned, measured
 from uniclip.nonfinite import refuse
 from uniclip.params import beside
-from uniclip.plan import Plan, plan_of
+from uniclip.plan import Measured, Plan, plan_of
 from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
 from uniclip.report import Late, Made, Raw, Report
 from uniclip.tree import Opened, open_tree, same_memory
@@ -26,7 +27,7 @@ from uniclip.tree import Opened, open_tree, same_memory
 if TYPE_CHECKING:
     from uniclip.rules import Rule
 
-__all__ = ["Decision", "Step", "decide", "state_where"]
+__all__ = ["Decision", "decide", "state_where"]
 
 _TINY, _HUGE = 1e-37, 1e76
 """Between them nothing leaves the range of float32: a limit, a factor, the root of a sum."""
@@ -76,7 +77,7 @@ class Decision(NamedTuple):
             if given.in_place:
                 self._write(arrays, numbers, by, zero=zero)
                 return given.closed(arrays)
-            one = plan.one_norm and not given.stored and not plan.reads
+            one = plan.one_norm and not given.stored and not plan.sums_on_host
             new = backend.unless_one(factors[0], [given.arrays[n] for n in numbers], change) if one else change()
             for number, array in zip(numbers, new, strict=True):
                 arrays[number] = array
@@ -190,7 +191,7 @@ def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: An
 
 def _viewable(kinds: Any, value: Any) -> bool:
     """Whether an argument is a number, or an array that the host reads."""
-    if not hasattr(value, "dtype") or isinstance(value, (np.ndarray, np.generic)):
+    if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
     return kinds.backend.viewed(kinds.backend.xp.asarray(value)) is not None
 

@@ -11,15 +11,14 @@ from typing import Any
 
 from uniclip._checks import LIMIT, nonnegatives, real
 from uniclip._repr import short
-from uniclip._types import Number, T
-from uniclip.arraywise import ByValue
-from uniclip.base import taken
+from uniclip._types import Number, Step, T
+from uniclip.arraywise import AnyRule, ByValue, as_rule
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
 from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
-from uniclip.rules import AnyRule, Rule, as_rule
-from uniclip.step import Step, decide
+from uniclip.rules import Rule, taken
+from uniclip.step import decide
 
 __all__ = [
     "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm", "clip_by_value",

@@ -24,6 +24,8 @@ NODES: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 """Classes of uniclip that pytree libraries open, with how to take them apart and rebuild them."""
 PIECE = 2**17
 """How many entries of a large array are processed at a time, to fit a cache."""
+NUMPY = (np.ndarray, np.generic)
+"""The classes of NumPy's arrays."""
 HOST, LIBRARY, RECORDED, TRACED = range(4)
 """The modes of a step: the host reads values at no cost; the library does; it records derivatives; none has any."""
 FITS = (1e-24, 3.4e38)
@@ -210,7 +212,7 @@ class Backend:
         """Whether a debugger stops at ∞, so that not even squares may overflow."""
         return False
 
-    # Sums and products, for speed and memory. `squares` is asked first, then `sums`, whose default calls `total`.
+    # Sums and products, for speed and memory. `squares` is asked first, then `sums`.
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         """Return ``Σ|x|²`` of each group of whole arrays, ``(k,)`` in float64; ``None`` if there is no fast path.
@@ -226,59 +228,7 @@ class Backend:
         NumPy's in the mode `HOST`. Where sums are made again if they were not accurate, those of a block are together.
         """
         units = [None] * len(arrays) if units is None else units
-        return [self.total(array, p, some, unit) for array, some, unit in zip(arrays, axes, units, strict=True)]
-
-    def total(self, array: Array, p: float, axes: Axes, unit: Any = None) -> Array:
-        """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
-
-        def of(piece: Array, unit: Any) -> Array:
-            return self.powers(piece if unit is None else self.modulus(piece) / unit, p, axes)
-
-        pieces = self.pieces(array)
-        if pieces is None:
-            return of(array, unit)
-        if axes is None:
-            return self.combined([of(piece, unit) for piece in pieces], "max" if p == math.inf else "sum")
-        rows = row_slices(array.shape)
-        if 0 in axes:
-            return self.combined([of(array[some, ...], unit) for some in rows], "max" if p == math.inf else "sum")
-        parts = [of(array[some, ...], unit if unit is None else unit[some, ...]) for some in rows]
-        return self.xp.concat(parts, axis=0)
-
-    def combined(self, parts: list[Array], op: Op) -> Array:
-        """Return the sum or the maximum of arrays of one shape."""
-        xp = self.xp
-        if op == "sum":
-            return reduce(lambda a, b: a + b, parts)
-        return reduce(lambda a, b: xp.where(xp.isnan(b) | (b > a), b, a), parts)
-
-    def powers(self, x: Array, p: float, axes: Axes) -> Array:
-        """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
-        xp = self.xp
-        if p == 2:  # without an absolute value, whose derivative at 0 is undefined
-            parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
-            wide = list(map(self.wide, parts))
-            return self.sum(reduce(lambda a, b: a + b, [part * part for part in wide]), axes)
-        size = self.modulus(x) if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating") else xp.abs(x)
-        if p == math.inf:
-            return self.wide(largest(xp, size, axes))
-        return self.sum(self.wide(size) if p == 1 else _power(xp, size, p), axes)
-
-    def modulus(self, x: Array) -> Array:
-        """Return ``|x|`` in the precision in which it is added, of complex numbers without a square out of range."""
-        xp = self.xp
-        if not xp.isdtype(x.dtype, "complex floating"):
-            return xp.abs(self.wide(x))
-        real, imag = (xp.abs(self.wide(part)) for part in (xp.real(x), xp.imag(x)))
-        top, low = xp.where(real > imag, real, imag), xp.where(real > imag, imag, real)
-        ratio = low / xp.where(top > 0, top, xp.ones_like(top))
-        return top * xp.sqrt(1 + ratio * ratio)
-
-    def wide(self, array: Array) -> Array:
-        """Return real numbers in the precision in which they are added: float64 if the library has it."""
-        xp = self.xp
-        dtype = xp.result_type(array.dtype, xp.float64 if self.has_float64([array]) else xp.float32)
-        return cast(xp, array, dtype)
+        return [power_sum(self, array, p, some, unit) for array, some, unit in zip(arrays, axes, units, strict=True)]
 
     def sum(self, array: Array, axes: Axes) -> Array:
         """Return the sum along ``axes``."""
@@ -302,19 +252,13 @@ class Backend:
         """
         if in_place:
             for array, factor in zip(arrays, factors, strict=True):
-                self.write(array, lambda x, f: times(self.xp, x, f, zero), self._operand(array, factor))
+                self.write(array, lambda x, f: times(self.xp, x, f, zero), operand(self, array, factor))
             return arrays
-        return [times(self.xp, a, self._operand(a, f), zero) for a, f in zip(arrays, factors, strict=True)]
+        return [times(self.xp, a, operand(self, a, f), zero) for a, f in zip(arrays, factors, strict=True)]
 
     def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
         """Do as `scaled`, by one number, in the mode `HOST`."""
         return self.scaled(arrays, [factor] * len(arrays), in_place=in_place, zero=False)
-
-    def _operand(self, array: Array, factor: Any) -> Array:
-        """Return a factor as an array on the device of another, wide enough to multiply in."""
-        if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
-            factor = self.from_host(np.asarray(factor), self.device(array))
-        return cast(self.xp, self.to_device_of(array, factor), self.xp.result_type(array.dtype, self.xp.float32))
 
     # Arrays that are changed in place; by default they never are.
 
@@ -406,37 +350,103 @@ class Backend:
         """Return ``change()``, which may be skipped where all of ``factor`` is 1, as it then equals ``arrays``."""
         return change()
 
-    def repaired(
-        self, arrays: list[Array], axes: Sequence[Axes], blocks: Blocks, short: Callable[[Array], Array | None]
-    ) -> list[Array]:
-        """Return ``Σ|x|²`` in float64, of long arrays by float32 sums where these are accurate.
 
-        ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
-        whose rare branch measures its long arrays again.
-        """
-        xp, (low, high) = self.xp, FITS
-        found = [short(array) if some is None else None for array, some in zip(arrays, axes, strict=True)]
-        long = {number for number, one in enumerate(found) if one is not None}
-        for number, array in enumerate(arrays):
-            if number not in long:
-                found[number] = self.total(array, 2, axes[number])
-        for block in blocks:
-            some = [number for group in block for number in group if number in long]
-            if not some:
-                continue
-            totals = [self.combined([xp.astype(found[n], xp.float32) for n in g], "sum") for g in block if long & {*g}]
-            ok = reduce(lambda a, b: a & b, [(total > low) & (total < high) for total in totals])
-            sums = [found[number] for number in some]
+def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = None) -> Array:
+    """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
 
-            def usual(sums: list[Array] = sums) -> list[Array]:
-                return [xp.astype(one, xp.float64) for one in sums]
+    def of(piece: Array, unit: Any) -> Array:
+        return _powers(backend, piece if unit is None else _modulus(backend, piece) / unit, p, axes)
 
-            def rare(some: list[int] = some) -> list[Array]:
-                return [self.total(arrays[number], 2, None) for number in some]
+    pieces = backend.pieces(array)
+    if pieces is None:
+        return of(array, unit)
+    if axes is None:
+        return _combined(backend, [of(piece, unit) for piece in pieces], "max" if p == math.inf else "sum")
+    rows = row_slices(array.shape)
+    if 0 in axes:
+        return _combined(backend, [of(array[some, ...], unit) for some in rows], "max" if p == math.inf else "sum")
+    parts = [of(array[some, ...], unit if unit is None else unit[some, ...]) for some in rows]
+    return backend.xp.concat(parts, axis=0)
 
-            for number, one in zip(some, self.cond(ok, usual, rare), strict=True):
-                found[number] = one
-        return found
+
+def _combined(backend: Backend, parts: list[Array], op: Op) -> Array:
+    """Return the sum or the maximum of arrays of one shape."""
+    xp = backend.xp
+    if op == "sum":
+        return reduce(lambda a, b: a + b, parts)
+    return reduce(lambda a, b: xp.where(xp.isnan(b) | (b > a), b, a), parts)
+
+
+def _powers(backend: Backend, x: Array, p: float, axes: Axes) -> Array:
+    """Return ``Σ|x|ᵖ``, the largest modulus for p = ∞, in float64 if the library has it."""
+    xp = backend.xp
+    if p == 2:  # without an absolute value, whose derivative at 0 is undefined
+        parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
+        floats = [_wide(backend, part) for part in parts]
+        return backend.sum(reduce(lambda a, b: a + b, [part * part for part in floats]), axes)
+    size = _modulus(backend, x) if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating") else xp.abs(x)
+    if p == math.inf:
+        return _wide(backend, largest(xp, size, axes))
+    return backend.sum(_wide(backend, size) if p == 1 else _power(xp, size, p), axes)
+
+
+def _modulus(backend: Backend, x: Array) -> Array:
+    """Return ``|x|`` in the precision in which it is added, of complex numbers without a square out of range."""
+    xp = backend.xp
+    if not xp.isdtype(x.dtype, "complex floating"):
+        return xp.abs(_wide(backend, x))
+    real, imag = (xp.abs(_wide(backend, part)) for part in (xp.real(x), xp.imag(x)))
+    top, low = xp.where(real > imag, real, imag), xp.where(real > imag, imag, real)
+    ratio = low / xp.where(top > 0, top, xp.ones_like(top))
+    return top * xp.sqrt(1 + ratio * ratio)
+
+
+def _wide(backend: Backend, array: Array) -> Array:
+    """Return real numbers in the precision in which they are added: float64 if the library has it."""
+    xp = backend.xp
+    dtype = xp.result_type(array.dtype, xp.float64 if backend.has_float64([array]) else xp.float32)
+    return cast(xp, array, dtype)
+
+
+def operand(backend: Backend, array: Array, factor: Any) -> Array:
+    """Return a factor as an array on the device of another, wide enough to multiply in."""
+    if not hasattr(factor, "shape") or isinstance(factor, np.ndarray):
+        factor = backend.from_host(np.asarray(factor), backend.device(array))
+    xp = backend.xp
+    return cast(xp, backend.to_device_of(array, factor), xp.result_type(array.dtype, xp.float32))
+
+
+def repaired(
+    backend: Backend, arrays: list[Array], axes: Sequence[Axes], blocks: Blocks, short: Callable[[Array], Array | None]
+) -> list[Array]:
+    """Return ``Σ|x|²`` in float64, of long arrays by float32 sums where these are accurate.
+
+    ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
+    whose rare branch measures its long arrays again.
+    """
+    xp, (low, high) = backend.xp, FITS
+    found = [short(array) if some is None else None for array, some in zip(arrays, axes, strict=True)]
+    long = {number for number, one in enumerate(found) if one is not None}
+    for number, array in enumerate(arrays):
+        if number not in long:
+            found[number] = power_sum(backend, array, 2, axes[number])
+    for block in blocks:
+        some = [number for group in block for number in group if number in long]
+        if not some:
+            continue
+        totals = [_combined(backend, [xp.astype(found[n], xp.float32) for n in g], "sum") for g in block if long & {*g}]
+        ok = reduce(lambda a, b: a & b, [(total > low) & (total < high) for total in totals])
+        sums = [found[number] for number in some]
+
+        def usual(sums: list[Array] = sums) -> list[Array]:
+            return [xp.astype(one, xp.float64) for one in sums]
+
+        def rare(some: list[int] = some) -> list[Array]:
+            return [power_sum(backend, arrays[number], 2, None) for number in some]
+
+        for number, one in zip(some, backend.cond(ok, usual, rare), strict=True):
+            found[number] = one
+    return found
 
 
 @contextmanager

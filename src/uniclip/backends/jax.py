@@ -32,6 +32,9 @@ from uniclip.backends.base import (
     Reduce,
     Stored,
     both,
+    operand,
+    power_sum,
+    repaired,
     sum_dtype,
     unchanged,
 )
@@ -161,7 +164,7 @@ def _copied(arrays: list[Array]) -> list[Array]:
 def _totals(arrays: list[Array], p: float, axes: tuple[Axes, ...], units: Any) -> list[Array]:
     """Return ``Σ|x/unit|ᵖ`` of each array along its axes."""
     units = [None] * len(arrays) if units is None else units
-    return [BACKEND.total(array, p, *some) for array, *some in zip(arrays, axes, units, strict=True)]
+    return [power_sum(BACKEND, array, p, *some) for array, *some in zip(arrays, axes, units, strict=True)]
 
 
 @partial(jax.jit, static_argnums=1)
@@ -360,7 +363,7 @@ class _JAX(Backend):
         if mode == HOST:
             return DEFAULT.sums(mode, list(map(np.asarray, arrays)), p, axes, units, blocks)
         if mode == TRACED and p == 2 and units is None:
-            return self.repaired(arrays, axes, blocks, self._short)
+            return repaired(self, arrays, axes, blocks, self._short)
         if mode == TRACED or not _together([*arrays, *(units or ())]):
             return super().sums(mode, arrays, p, axes, units, blocks)
         ends = [slice(start, start + _TOGETHER) for start in range(0, len(arrays), _TOGETHER)]
@@ -388,7 +391,7 @@ class _JAX(Backend):
         if numbers:
             by: Any = np.asarray(factors, np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32)
         else:
-            by = [self._operand(*pair) for pair in zip(arrays, factors, strict=True)]
+            by = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
             if not _together(by) or any([jnp.iscomplexobj(array) for array in arrays]):
                 return super().scaled(arrays, by, in_place=False, zero=zero)
         ends = range(0, len(arrays), _TOGETHER)

@@ -17,7 +17,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip.backends.base import FITS, HOST, PIECE, Array, Axes, Backend, Blocks, Kinds, in_groups, row_slices
+from uniclip.backends.base import (
+    FITS,
+    HOST,
+    NUMPY,
+    PIECE,
+    Array,
+    Axes,
+    Backend,
+    Blocks,
+    Kinds,
+    in_groups,
+    power_sum,
+    row_slices,
+)
 
 View: TypeAlias = np.ndarray[Any, Any]
 
@@ -243,7 +256,7 @@ class _NumPy(Backend):
 
     def is_array(self, leaf: Any) -> bool:
         # A matrix product is not elementwise, and whether masked entries count is undefined.
-        if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, (np.ndarray, np.generic)):
+        if isinstance(leaf, (np.ma.MaskedArray, np.matrix)) or not isinstance(leaf, NUMPY):
             return False
         # A format of exponents alone has neither zero nor negative numbers.
         name = leaf.dtype.name if leaf.dtype.type.__module__ == "ml_dtypes" else ""
@@ -284,9 +297,9 @@ class _NumPy(Backend):
         """Return ``Σ|x/unit|²`` of an array; it is 0 only if all entries are."""
         if unit is None and axes is None:
             return np.asarray(squares_of(array, wide))
-        total = self.total(array, 2, axes, unit)
+        total = power_sum(self, array, 2, axes, unit)
         if unit is None and array.dtype.char in "dD" and not total.all():
-            return np.where((total == 0) & (self.total(array, np.inf, axes) > 0), UNDERFLOWN, total)
+            return np.where((total == 0) & (power_sum(self, array, np.inf, axes) > 0), UNDERFLOWN, total)
         return total
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:

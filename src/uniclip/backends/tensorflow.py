@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ from uniclip.backends.base import (
     Kinds,
     Stored,
     both,
+    operand,
+    repaired,
     row_slices,
     sum_dtype,
 )
@@ -235,7 +238,7 @@ class _TensorFlow(Backend):
         if mode == HOST:
             return DEFAULT.sums(mode, list(map(_viewed, arrays)), p, axes, units, blocks)
         if mode == TRACED and p == 2 and units is None:
-            return self.repaired(arrays, axes, blocks, self._short)
+            return repaired(self, arrays, axes, blocks, self._short)
         return super().sums(mode, arrays, p, axes, units, blocks)
 
     def _short(self, array: Array) -> Array | None:
@@ -256,7 +259,7 @@ class _TensorFlow(Backend):
         if all([isinstance(factor, float) for factor in factors]):
             by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}
             return [tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)]
-        return [tf.multiply(*some) for some in zip(arrays, map(self._operand, arrays, factors), strict=True)]
+        return [tf.multiply(*some) for some in zip(arrays, map(partial(operand, self), arrays, factors), strict=True)]
 
     def debug_infs(self) -> bool:
         return hasattr(check_numerics_callback._state, "check_numerics_callback")

@@ -29,6 +29,7 @@ from uniclip.backends.base import (
     Stored,
     both,
     in_groups,
+    power_sum,
     row_slices,
     unchanged,
 )
@@ -353,7 +354,7 @@ class _Torch(dtensor.Distributed):
             units = [None] * len(arrays) if units is None else list(map(torch.as_tensor, units))
             with torch.no_grad():
                 pairs = enumerate(zip(arrays, axes, units, strict=True))
-                return [found[n] if n in found else view_of(self.total(a, p, *some)) for n, (a, *some) in pairs]
+                return [found[n] if n in found else view_of(power_sum(self, a, p, *some)) for n, (a, *some) in pairs]
         real = self.has_float64(arrays) and not any([array.is_complex() for array in arrays])
         if mode == LIBRARY and p == 2 and units is None and arrays and all(axes) and real:
             return squares_along_elsewhere(arrays, list(axes))

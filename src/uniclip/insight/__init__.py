@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from uniclip.insight.plot import plot
 from uniclip.insight.record import Record, read
-from uniclip.insight.recorder import Recorder
+from uniclip.insight.recorder import Recorder, leaf_norms
 from uniclip.insight.replay import Replay, replay
 from uniclip.insight.spikes import Spike, spikes
 from uniclip.insight.summary import summary
-from uniclip.rules import leaf_norms
 
 __all__ = ["Record", "Recorder", "Replay", "Spike", "leaf_norms", "plot", "read", "replay", "spikes", "summary"]

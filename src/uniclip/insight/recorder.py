@@ -18,12 +18,19 @@ import numpy as np
 
 from uniclip._checks import check, real, whole
 from uniclip._repr import short
+from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import backend_of, compiling
+from uniclip.backends.arrays import stacked
+from uniclip.backends.base import NUMPY
 from uniclip.insight.lines import File
 from uniclip.insight.record import LOGGED, OWN
 from uniclip.insight.spikes import WINDOW, compared
+from uniclip.limits import NoState
+from uniclip.norms import L1, L2, Linf, Norm
 from uniclip.report import NORM, Late, Report, taken_apart
-from uniclip.rules import AnyRule, as_rule
+from uniclip.rules import Rule
+from uniclip.scopes import each_leaf
+from uniclip.step import decide
 from uniclip.tree import flatten
 
 _WAITING: set[Recorder] = set()
@@ -337,7 +344,7 @@ def _one(name: str, value: Any) -> Any:
 
 def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
     """Return arrays as their backends make them by a hook, all of one class together; those of the host as copies."""
-    found = [np.array(array) if isinstance(array, (np.ndarray, np.generic)) else array for array in arrays]
+    found = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
     theirs: dict[type, list[int]] = {}
     for number, array in enumerate(arrays):
         if not isinstance(array, (np.ndarray, np.generic, float, int)):
@@ -357,3 +364,33 @@ def _plain(value: Any) -> float:
     """Return a number as a float, with the digits of its dtype."""
     number = float(value.item() if isinstance(value, np.ndarray) else value)
     return float(f"{number:.9g}") if getattr(value, "dtype", None) == np.float32 else number
+
+
+_LEAVES = {norm: Rule(math.inf, scope=each_leaf, norm=norm) for norm in (L1, L2, Linf)}
+
+
+def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
+    """Return the norms of all leaves as one array, ``(k,)``, in the order of the tree; the norm of ``None`` is 0.
+
+    Parameters
+    ----------
+    grads : array or tree of k arrays, or ``None``
+    norm : Norm, default L2
+
+    Returns
+    -------
+    (k,) array
+        In the framework of the gradients, in float32 or wider.
+
+    Examples
+    --------
+    >>> from uniclip import insight
+    >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
+    array([1., 5.])
+    """
+    decision = decide(_LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
+    plan, rows = decision.plan, flatten(decision.norms())[0]
+    if not rows:
+        return plan.to_library(np.zeros(0))
+    zero = plan.to_library(np.zeros((), plan.dtypes[1]))
+    return stacked(plan.backend, [zero if row is None else row for row in rows])

@@ -10,9 +10,10 @@ import numpy as np
 
 from uniclip._checks import check, needs
 from uniclip._repr import short
+from uniclip.arraywise import AnyRule, as_rule
 from uniclip.insight.record import INSTALL, Record
 from uniclip.report import UNLIMITED
-from uniclip.rules import AnyRule, Rule, as_rule
+from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_leaf
 from uniclip.tree import flatten
 

@@ -6,8 +6,8 @@ from typing import Any
 import uniclip
 from uniclip._checks import check
 from uniclip._repr import short
-from uniclip.base import BaseRule
-from uniclip.rules import AnyRule, as_rule
+from uniclip.arraywise import AnyRule, as_rule
+from uniclip.rules import BaseRule
 from uniclip.scopes import each_example
 
 if not hasattr(uniclip, "Rule"):

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from uniclip._checks import needs
+from uniclip.arraywise import AnyRule
 from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX
-from uniclip.rules import AnyRule
 
 with needs("Lightning", "lightning"):
     from lightning.pytorch import Callback

@@ -21,10 +21,10 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import short
+from uniclip.arraywise import AnyRule
 from uniclip.backends.jax import names_of, varying
 from uniclip.labels import identity, labels_of, leaves_of, shown
 from uniclip.report import Report
-from uniclip.rules import AnyRule
 from uniclip.saved import from_dict as state_from_dict
 from uniclip.saved import to_dict as state_to_dict
 from uniclip.tree import flatten

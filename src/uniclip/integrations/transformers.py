@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from uniclip._checks import check, needs
 from uniclip._repr import short
+from uniclip.arraywise import AnyRule
 from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX
-from uniclip.rules import AnyRule
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback

@@ -197,7 +197,9 @@ class Limit:
     """What it uses beside the norms, of ``"params"``, ``"sizes"`` and ``"loss"``, which take time to compute.
 
     With ``"loss"`` every process takes part in averaging the losses."""
-    host: ClassVar[bool] = False
+    groups: ClassVar[Sequence[Any]] = ()
+    """The labels of groups that it names itself, which have a norm in every process."""
+    takes_numpy: ClassVar[bool] = False
     """Whether it accepts NumPy arrays, which are faster where the host can read the norms at no cost.
 
     If not, it always gets arrays of the gradients' framework."""
@@ -253,7 +255,7 @@ class BuiltIn(Printed, Limit):
     """One of uniclip's limits, which accepts NumPy arrays unless it holds arrays of a framework."""
 
     @cached_property
-    def host(self) -> bool:  # type: ignore[override]
+    def takes_numpy(self) -> bool:  # type: ignore[override]
         """Whether none of its attributes is an array."""
         return not any(hasattr(value, "shape") for value in vars(self).values())
 

@@ -36,6 +36,9 @@ class Constant(BuiltIn):
 
     value: Number
 
+    takes_numpy: ClassVar[bool] = True
+    """Also an array of a framework, which the host reads or the step is no step on the host."""
+
     def __post_init__(self) -> None:
         """Validate the limit."""
         settle(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
@@ -71,7 +74,7 @@ class Schedule(Remembers):
 
     fn: Callable[[Any], Any]
 
-    host: ClassVar[bool] = False
+    takes_numpy: ClassVar[bool] = False
     """The function may use the functions of a framework."""
 
     def __post_init__(self) -> None:
@@ -252,9 +255,14 @@ class PerGroup(Printed, Limit):
         return frozenset().union(*(limit.needs for _, limit in self.limits))
 
     @property
-    def host(self) -> bool:  # type: ignore[override]
+    def groups(self) -> list[Any]:  # type: ignore[override]
+        """The labels."""
+        return [label for label, _ in self.limits]
+
+    @property
+    def takes_numpy(self) -> bool:  # type: ignore[override]
         """Whether all of the limits accept NumPy arrays."""
-        return all(limit.host for _, limit in self.limits)
+        return all(limit.takes_numpy for _, limit in self.limits)
 
     def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002
         """Return the state of each group's limit."""

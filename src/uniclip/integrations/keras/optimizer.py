@@ -14,6 +14,7 @@ import optree
 
 from uniclip._checks import check
 from uniclip._repr import counted, short
+from uniclip.arraywise import AnyRule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.checks import refuse_optimizer
@@ -22,7 +23,6 @@ from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered,
 from uniclip.integrations.keras.variables import parts_of, paths_of, replicated, stand_in, summed, value_of, when
 from uniclip.labels import Leaves, labels_of, leaves_of
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
-from uniclip.rules import AnyRule
 from uniclip.saved import from_saved, names_of, of_others, restored, to_saved
 from uniclip.tree import flatten
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from uniclip._checks import LIMIT, check, nonnegative
 from uniclip._repr import short
 from uniclip._types import Number
-from uniclip.base import BaseRule
+from uniclip.arraywise import AnyRule
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.tensorflow.checks import (
     refuse_optimizer,
@@ -34,7 +34,7 @@ from uniclip.integrations.tensorflow.variables import (
 from uniclip.labels import leaves_of
 from uniclip.presets.fixed import by_global_norm
 from uniclip.report import Report
-from uniclip.rules import AnyRule
+from uniclip.rules import BaseRule
 from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
 

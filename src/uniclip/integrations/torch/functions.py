@@ -15,7 +15,7 @@ import torch
 
 from uniclip._checks import LIMIT, nonnegative, number, within
 from uniclip._repr import article, short
-from uniclip._types import Array
+from uniclip._types import Array, Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.integrations.torch.processes import refuse_parts
@@ -24,7 +24,7 @@ from uniclip.nonfinite import NonFinite
 from uniclip.presets.fixed import by_global_norm, by_value
 from uniclip.processes import AllReduce, Shared, refuse_shared
 from uniclip.rules import Rule
-from uniclip.step import Step, decide
+from uniclip.step import decide
 from uniclip.verbs import clip_
 
 

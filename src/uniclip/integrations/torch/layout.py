@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from uniclip._repr import short
+from uniclip.arraywise import AnyRule
 from uniclip.integrations import inside, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer
 from uniclip.integrations.torch.functions import grad_of
@@ -24,7 +25,6 @@ from uniclip.integrations.torch.layout_report import (
 )
 from uniclip.integrations.torch.optimizer import attach
 from uniclip.integrations.torch.processes import several
-from uniclip.rules import AnyRule
 from uniclip.scopes import Path
 from uniclip.tree import flatten, place
 

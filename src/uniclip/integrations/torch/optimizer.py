@@ -18,9 +18,10 @@ from uniclip._checks import check
 from uniclip._repr import counted, short
 from uniclip._types import Number
 from uniclip._values import to_lists
+from uniclip.arraywise import AnyRule
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.base import BaseRule
+from uniclip.insight.recorder import leaf_norms
 from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import grad_of
@@ -28,7 +29,7 @@ from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, r
 from uniclip.labels import leaves_of
 from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
-from uniclip.rules import AnyRule, leaf_norms
+from uniclip.rules import BaseRule
 from uniclip.saved import from_saved, restored, to_saved
 from uniclip.tree import flatten
 
