@@ -181,6 +181,54 @@ def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
         np.testing.assert_allclose(norm, math.sqrt(2) * np.linalg.norm(leaf), rtol=1e-6)
 
 
+@pytest.mark.only("numpy", "torch", "tensorflow", "array-api-strict")
+def test_one_has_float64(framework: Framework) -> None:
+    """Where one process has float64 gradients, both add in what float64 needs, and find one norm, the same bits."""
+    for factor in (1.0, 1e-200):
+        tree = values(factor)
+        for rule in (JOINT["global"], JOINT["named groups"]):
+
+            def run(number: int, join: Any, tree: Any = tree, rule: Any = rule) -> Any:
+                dtype = ("float32", "float64")[number]
+                grads = {name: framework.array(tree[name], dtype) for name in HELD[number]}
+                clipped, report = uc.clip(grads, rule, None, join)
+                return clipped, report.norms
+
+            (one, norms), (two, norms_too) = together(framework, range(2), run)
+            known = {
+                name: leaf * (factor == 1.0 or name in HELD[1]) for name, leaf in tree.items()
+            }  # float32 underflows
+            wanted, report = uc.clip(known, rule)
+            assert leaves(norms) == leaves(norms_too)
+            np.testing.assert_allclose(leaves(norms), leaves(report.norms), rtol=1e-6)
+            for name, leaf in (one | two).items():
+                np.testing.assert_allclose(leaf, wanted[name], rtol=1e-5)
+                assert leaf.dtype == ("float32" if name in one else "float64")
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+def test_one_is_sparse(framework: Framework) -> None:
+    """A sparse leaf is a part as others are: rows that occur twice are summed, and it stays sparse."""
+    table = [[3.0, 0.0], [0.0, 1.0], [1.0, 0.0]]  # rows 0 and 2 of it, the first one in two parts
+    tree = values() | {"a": np.asarray([[4.0, 0.0], [0.0, 0.0], [0.0, 1.0]])}
+
+    def run(number: int, join: Any) -> Any:
+        grads = arrays(framework, tree, HELD[number])
+        if number == 0:
+            grads["a"] = framework.sparse((3, 2), [0, 2, 0], table)
+        clipped, report = uc.clip(grads, JOINT["global"], None, join)
+        if number == 0:
+            clipped["a"] = framework.array(framework.dense(clipped["a"]))
+        return clipped, report.norms
+
+    (one, norm), (two, norm_too) = together(framework, range(2), run)
+    wanted, report = uc.clip(tree, JOINT["global"])
+    assert norm == norm_too
+    np.testing.assert_allclose(norm, report.norms, rtol=1e-6)
+    for name, leaf in (one | two).items():
+        np.testing.assert_allclose(leaf, wanted[name], rtol=1e-5)
+
+
 def test_a_sum_beyond_the_range(framework: Framework) -> None:
     """A norm is right though each process's sum of squares is in range and their sum is not."""
     dtype, entry = ("float64", 1.1e154) if "float64" in framework.dtypes else ("float32", 1.5e19)

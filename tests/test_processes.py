@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.joined import CHECKED, COUNTED, LEARNS, REFUSALS, SAVED
+from kit.joined import CHECKED, COUNTED, DERIVED, KEPT, LEARNS, REFUSALS, SAVED
 from kit.layouts import LAYOUTS, table
 from kit.pool import Pool, launched
 
@@ -70,6 +70,14 @@ def test_collectives(pool: Pool, case: str) -> None:
 def test_compiled(pool: Pool, case: str) -> None:
     """A joined step is compiled as one graph."""
     pool.run("compiled", ranks=2, name=case)
+
+
+@pytest.mark.parametrize(
+    ("rule", "group"), [(rule, group) for rule in DERIVED for group in (False, True) if not (group and rule in KEPT)]
+)
+def test_derivatives(pool: Pool, rule: str, group: bool) -> None:
+    """Derivatives go through the join, to second order."""
+    pool.run("derived", ranks=2, name=rule, group=group)
 
 
 def test_one_has_nothing(pool: Pool) -> None:

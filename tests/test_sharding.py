@@ -210,6 +210,24 @@ def test_kept_axes_are_refused(name: str) -> None:
         jax.shard_map(run, mesh=mesh_of("Auto"), in_specs=P(None, "x"), out_specs=P(None, "x"))(np.ones((4, 8)))
 
 
+@pytest.mark.parametrize("name", ["global", "largest", "leaf"])
+def test_derivatives(name: str) -> None:
+    """Derivatives go through the join in shard_map, those of copies too."""
+    rule, specs = RULES[name], {"part": P("x"), "copy": P()}
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))
+    grads, weights = (
+        {"part": rng.random((8, 3), "f"), "copy": rng.random(5, "f")} for rng in map(np.random.default_rng, (0, 1))
+    )
+    joined = jax.shard_map(lambda g: uc.clip(g, rule, all_reduce="x")[0], mesh=mesh, in_specs=(specs,), out_specs=specs)
+
+    def slope(clip: Any) -> Any:
+        return jax.grad(lambda g: sum(jax.numpy.sum(clip(g)[name] * weights[name]) for name in g))
+
+    found, wanted = (slope(clip)(grads) for clip in (joined, lambda g: uc.clip(g, rule)[0]))
+    for leaf in grads:
+        np.testing.assert_allclose(found[leaf], wanted[leaf], rtol=1e-5, atol=1e-6)
+
+
 def test_outside_of_jit() -> None:
     """Line by line it is the same, also beyond the range of squares."""
     put = placed(MIXED, mesh_of("Auto"))

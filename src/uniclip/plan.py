@@ -268,12 +268,10 @@ class Plan:
         if self.join is not None and self.join.named:
             found = [backend.varied(x, self.join.all_reduce) for x in found]
         sums = dict(zip(self.order, found, strict=True))
-        for number, value in (
-            sums.items() if op == "sum" and (self.copies is not None or tree.parts is not None) else ()
-        ):
-            part = tree.part(number)
-            held = (1 if self.copies is None else self.copies[number]) * (1 if part is None else part.copies)
-            sums[number] = value / held if held > 1 else value
+        for number, value in sums.items() if self.copies is not None or tree.parts is not None else ():
+            part, held = tree.part(number), 1 if self.copies is None else self.copies[number]
+            own, held = (value, held) if part is None else (part.weighted(value, part.copies), held * part.copies)
+            sums[number] = own / held if held > 1 and op == "sum" else own
         return sums
 
     def _beside(self, value: Any, number: int, array: Any) -> Any:
@@ -471,6 +469,8 @@ class Plan:
     def factor(self, given: Opened, value: Any, number: int) -> Any:
         """Return the factor of a leaf, with its dimensions, and a row for each stored one."""
         array, way, axes = given.arrays[number], given.stored.get(number), self.axes[number]
+        part = given.part(number)
+        value = value if part is None else part.weighted(value, 1 / part.copies)
         if way is None or way.rows is None or axes is None or 0 in axes:
             return self._beside(value, number, array)
         return way.rows(spread(self.backend, self.to_library(value), array, axes))

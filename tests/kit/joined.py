@@ -212,6 +212,41 @@ def compiled(name: str) -> None:
     same(leaves(seen.norms), leaves(report.norms))
 
 
+DERIVED = {
+    "global": uc.by_global_norm(0.5),
+    "largest": PLACED["largest"],
+    "order 3": PLACED["order 3"],
+    "leaf": uc.by_norm(0.5),
+    **{name: KEPT[name] for name in ("rows", "units")},
+}
+"""Rules to differentiate."""
+
+
+def derived(name: str, group: bool) -> None:
+    """Differentiate through a joined clip twice: the derivatives are those of one process."""
+    rule, shapes = DERIVED[name], ((4, 3), (4, 6), (5, 3))
+    mesh, places = init_device_mesh("cpu", (2,)), ([Shard(0)], [Shard(1)], [Replicate()])
+
+    def mine(full: list[torch.Tensor]) -> list[Any]:
+        if group:
+            return [one.tensor_split(2)[rank()] for one in full]
+        return [distribute_tensor(one, mesh, place) for one, place in zip(full, places, strict=True)]
+
+    def slopes(part: Callable[[list[torch.Tensor]], list[Any]], **join: Any) -> list[Any]:
+        grads, one, two = (part(drawn(*shapes, seed=seed)) for seed in range(3))
+        grads = [grad.clone().requires_grad_() for grad in grads]
+        clipped = uc.clip(grads, rule, [one.detach() for one in grads], **join)[0]
+        first = torch.autograd.grad(added(clipped, one), grads, create_graph=True)
+        return [*first, *torch.autograd.grad(added(first, two), grads)]
+
+    def added(some: Any, weights: list[Any]) -> torch.Tensor:
+        return sum(whole((a * b).sum() for a, b in zip(some, weights, strict=True)), torch.zeros(()))
+
+    found, wanted = slopes(mine, all_reduce=world()) if group else slopes(mine), slopes(lambda full: full)
+    parts = [one for some in (wanted[:3], wanted[3:]) for one in mine([x.detach() for x in some])]
+    torch.testing.assert_close(whole(found), whole(parts), rtol=1e-5, atol=1e-6)
+
+
 # Drop-ins.
 
 

@@ -92,13 +92,7 @@ class Owners(NamedTuple):
 
     def reduce(self, array: Any, op: Op) -> Any:
         """Return the sum or maximum over these dimensions."""
-        mesh = self.mesh
-        if tracing() or recorded(array):  # with derivatives if they are recorded
-            from torch.distributed.tensor import DTensor, Partial, Replicate
-
-            places = [Partial(op) if n in self.dimensions else Replicate() for n in range(mesh.ndim)]
-            return DTensor.from_local(array, mesh, places, run_check=False).full_tensor()
-        groups = [mesh.get_group(n) for n in self.dimensions]
+        groups = [self.mesh.get_group(n) for n in self.dimensions]
         return _all_reduce([group for group in groups if group.size() > 1], array, op)
 
 
@@ -122,6 +116,12 @@ class Part:
         _, apart = self.divided(axes) or (None, {})
         some = [n for n in range(self.mesh.ndim) if n not in apart]
         return Owners(self.mesh, tuple(some)) if some else None
+
+    def weighted(self, value: Any, by: float) -> Any:
+        """Return a value, with ``by`` times its derivative: what processes hold alike counts once."""
+        if by == 1 or not isinstance(value, torch.Tensor) or not (tracing() or recorded(value)):
+            return value
+        return _Weighted.apply(value, 1, by)
 
     def whole(self, like: Any, local: Any) -> Any:
         """Return a local tensor as a distributed one like another."""
@@ -191,11 +191,53 @@ def _groups_of(all_reduce: Any) -> list[Any] | None:
 
 def _all_reduce(groups: Sequence[Any], array: Any, op: Op) -> Any:
     """Return a new array, reduced over process groups one after the other."""
-    operation = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
-    array = array.clone()
     for group in groups:
-        torch.distributed.all_reduce(array, operation, group=group)
+        array = _Reduced.apply(array, op, group) if tracing() or recorded(array) else _reduced(array, op, group)
     return array
+
+
+def _reduced(array: Any, op: Op, group: Any) -> Any:
+    found = array.clone()
+    operation = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
+    torch.distributed.all_reduce(found, operation, group=group)
+    return found
+
+
+class _Reduced(torch.autograd.Function):  # type: ignore[misc]
+    """A sum or maximum over a process group, with the derivative of the sum of what all processes make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, array: Any, op: Op, group: Any) -> Any:
+        """Reduce."""
+        found = _reduced(array, op, group)
+        ctx.op, ctx.group = op, group
+        ctx.save_for_backward(array, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, slope: Any) -> Any:
+        """Sum the derivatives of all processes; that of a maximum belongs to those that have it."""
+        slope = _all_reduce([ctx.group], slope, "sum")
+        if ctx.op == "max":
+            array, top = ctx.saved_tensors
+            mine = (array == top).to(slope.dtype)
+            slope = slope * mine / _reduced(mine, "sum", ctx.group)
+        return slope, None, None
+
+
+class _Weighted(torch.autograd.Function):  # type: ignore[misc]
+    """A value times one number, with its derivative times another one."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, by: float, slope_by: float) -> Any:
+        """Multiply."""
+        ctx.by = slope_by, by
+        return value * by
+
+    @staticmethod
+    def backward(ctx: Any, slope: Any) -> Any:
+        """Multiply the derivative; it has the derivative that the value has."""
+        return _Weighted.apply(slope, *ctx.by), None, None
 
 
 class Distributed(Backend):
