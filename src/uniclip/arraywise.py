@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
-from uniclip._checks import real, settle
-from uniclip._repr import describe, holds_arrays, short
+from uniclip._errors import describe, holds_arrays, real, settle, short
 from uniclip._types import Array, Number, Step
 from uniclip.backends import Backend, backend_of, compiling
 from uniclip.backends.arrays import broadcasts, same_shape

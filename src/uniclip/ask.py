@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import optree
 
-from uniclip._checks import real
-from uniclip._repr import short
+from uniclip._errors import real, short
 from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import NUMPY, TRACED, cast
 from uniclip.curves import RejectAbove, hard, within

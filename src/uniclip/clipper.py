@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import optree
 
-from uniclip._checks import check
-from uniclip._repr import short
+from uniclip._errors import check, short
 from uniclip._types import Number, Step, T
 from uniclip._values import to_lists
 from uniclip.arraywise import AnyRule, as_rule

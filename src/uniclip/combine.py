@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import optree
 
-from uniclip._checks import check
-from uniclip._repr import holds_arrays
+from uniclip._errors import check, holds_arrays
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.limits import NoState

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from uniclip import curves, limits, norms, scopes
-from uniclip._repr import public, short, source
+from uniclip._errors import public, short, source
 from uniclip._values import to_lists
 from uniclip.arraywise import ByValue, Function
 from uniclip.backends import backend_of

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from uniclip._checks import positive, settle
-from uniclip._repr import Printed
+from uniclip._errors import Printed, positive, settle
 
 __all__ = ["NonMonotonic", "Regularized", "RejectAbove", "hard", "normalize", "reject", "smooth", "soft", "tanh"]
 

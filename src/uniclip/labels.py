@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip._repr import stable
+from uniclip._errors import stable
 from uniclip.combine import Chain, Masked
 from uniclip.limits import PerGroup
 from uniclip.norms import Norm

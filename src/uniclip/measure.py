@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from uniclip._repr import short
+from uniclip._errors import short
 from uniclip._types import Step
 from uniclip.backends.arrays import refuse_shape
 from uniclip.backends.base import FITS, HOST, LIBRARY, NUMPY, TRACED, Op, Stored, finite_or_zero

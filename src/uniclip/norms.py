@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from uniclip._checks import number, settle
-from uniclip._repr import Printed, short
+from uniclip._errors import Printed, number, settle, short
 
 __all__ = ["L1", "L2", "MEAN", "RMS", "Linf", "Norm"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from uniclip._repr import short
+from uniclip._errors import short
 from uniclip._types import Step
 from uniclip.backends import backend_by
 from uniclip.backends.base import HOST

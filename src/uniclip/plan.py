@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from uniclip._checks import check
-from uniclip._repr import short, stable
+from uniclip._errors import check, short, stable
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Axes, Op, cast, norm_dtype

@@ -14,8 +14,7 @@ from weakref import ref
 
 import numpy as np
 
-from uniclip._checks import check
-from uniclip._repr import holds_arrays, short, stable
+from uniclip._errors import check, holds_arrays, short, stable
 from uniclip.backends.base import TRACED, Op, Reduce, cast
 
 if TYPE_CHECKING:

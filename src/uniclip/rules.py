@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from uniclip._checks import check, flag, one_of, settle
-from uniclip._repr import Printed
+from uniclip._errors import Printed, check, flag, one_of, settle
 from uniclip._types import Number, Step, T
 from uniclip.ask import first_state
 from uniclip.curves import Curve, hard

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 
-from uniclip._checks import check
-from uniclip._repr import short
+from uniclip._errors import check, short
 from uniclip._values import array_like, array_of, to_lists
 from uniclip._version import version
 from uniclip.arraywise import as_rule

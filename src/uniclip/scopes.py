@@ -10,8 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from uniclip._checks import check, settle, whole
-from uniclip._repr import Printed
+from uniclip._errors import Printed, check, settle, whole
 
 __all__ = ["Scope", "all_leaves", "axes", "each_entry", "each_example", "each_leaf", "each_row", "groups", "unit"]
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import optree
 
-from uniclip._checks import refuse_in_step
-from uniclip._repr import short
+from uniclip._errors import refuse_in_step, short
 from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, backend_of

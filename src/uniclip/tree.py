@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import optree
 
-from uniclip._repr import describe, printed
+from uniclip._errors import describe, printed
 from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling
 from uniclip.backends.arrays import overlaps_itself, sharing
 from uniclip.backends.base import Kinds, Stored, unchanged

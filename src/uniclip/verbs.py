@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from uniclip._checks import LIMIT, nonnegatives, real
-from uniclip._repr import short
+from uniclip._errors import LIMIT, nonnegatives, real, short
 from uniclip._types import Number, Step, T
 from uniclip.arraywise import AnyRule, ByValue, as_rule
 from uniclip.limits import NoState

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from uniclip._repr import short
+from uniclip._errors import short
 from uniclip.backends.base import (
     HOST,
     NODES,

@@ -10,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from uniclip._checks import needs
+from uniclip._errors import needs
 from uniclip._version import version
 from uniclip.insight.plot import plot
 from uniclip.insight.record import INSTALL, Record

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from uniclip._checks import check, needs
+from uniclip._errors import check, needs
 from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import largest
 from uniclip.insight.summary import printable

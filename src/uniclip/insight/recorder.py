@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from uniclip._checks import check, real, whole
-from uniclip._repr import short
+from uniclip._errors import check, real, short, whole
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import backend_of, compiling
 from uniclip.backends.arrays import stacked

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from uniclip._checks import check, needs
-from uniclip._repr import short
+from uniclip._errors import check, needs, short
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.insight.record import INSTALL, Record
 from uniclip.report import UNLIMITED

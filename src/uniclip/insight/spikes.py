@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from uniclip._checks import check, positive, whole
+from uniclip._errors import check, positive, whole
 from uniclip.insight.record import Record
 
 Z, WINDOW = 5, 100

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from uniclip._repr import counted
+from uniclip._errors import counted
 from uniclip.insight.record import Record
 from uniclip.insight.spikes import Spike, largest
 

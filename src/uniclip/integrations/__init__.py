@@ -4,8 +4,7 @@
 from typing import Any
 
 import uniclip
-from uniclip._checks import check
-from uniclip._repr import short
+from uniclip._errors import check, short
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.rules import BaseRule
 from uniclip.scopes import each_example

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from uniclip._checks import needs
+from uniclip._errors import needs
 from uniclip.integrations import rule_for_steps
 
 with needs("optax", "optax"):
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 
-from uniclip._checks import check
-from uniclip._repr import short
+from uniclip._errors import check, short
 from uniclip.arraywise import AnyRule
 from uniclip.backends.jax import names_of, varying
 from uniclip.labels import identity, labels_of, leaves_of, shown

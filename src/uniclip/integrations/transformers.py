@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from uniclip._checks import check, needs
-from uniclip._repr import short
+from uniclip._errors import check, needs, short
 from uniclip.arraywise import AnyRule
 from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from uniclip._checks import below_one, nonnegative, settle, whole
+from uniclip._errors import below_one, nonnegative, settle, whole
 from uniclip.backends.base import cast
 from uniclip.limits.base import (
     Array,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from uniclip._repr import Printed
+from uniclip._errors import Printed
 from uniclip._types import Number
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from uniclip._checks import LIMIT, check, flag, nonnegative, nonnegatives, settle
-from uniclip._repr import Printed, short
+from uniclip._errors import LIMIT, Printed, check, flag, nonnegative, nonnegatives, settle, short
 from uniclip._types import Number
 from uniclip.limits.base import Array, BuiltIn, Context, Limit, NoState, Remembers, State, aligned, unlimited
 

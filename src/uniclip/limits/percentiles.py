@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from uniclip._checks import flag, nonnegative, positive, settle, whole, within
+from uniclip._errors import flag, nonnegative, positive, settle, whole, within
 from uniclip.limits.base import Array, Context, Remembers, aligned, counts, empty, pushed
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
-from uniclip._checks import below_one, flag, nonnegative, one_of, settle, whole, within
+from uniclip._errors import below_one, flag, nonnegative, one_of, settle, whole, within
 from uniclip.limits.base import (
     Array,
     Context,

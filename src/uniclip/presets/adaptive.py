@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from numbers import Real
 
-from uniclip._checks import number, whole, within
+from uniclip._errors import number, whole, within
 from uniclip.curves import normalize, reject
 from uniclip.limits import (
     Ema,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from uniclip._checks import check
+from uniclip._errors import check
 from uniclip._types import Number
 from uniclip.arraywise import ByValue
 from uniclip.curves import Curve, RejectAbove, hard, normalize

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Clipping inside Keras' optimizers, on TensorFlow, JAX and PyTorch: `ClippedOptimizer` wraps the optimizer."""
 
-from uniclip._checks import needs
+from uniclip._errors import needs
 
 with needs("Keras 3", "keras"):
     from uniclip.integrations.keras.callback import LogClipping

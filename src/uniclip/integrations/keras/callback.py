@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from uniclip._checks import whole
+from uniclip._errors import whole
 from uniclip.integrations import refuse_record
 from uniclip.integrations.keras.optimizer import ClippedOptimizer
 from uniclip.report import AVERAGED, NORM, NORM_MAX

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from uniclip._repr import short
+from uniclip._errors import short
 
 _INSTEAD = {
     "clipnorm": "uc.by_norm({0!r})",

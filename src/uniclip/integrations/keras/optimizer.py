@@ -12,8 +12,7 @@ import keras
 import numpy as np
 import optree
 
-from uniclip._checks import check
-from uniclip._repr import counted, short
+from uniclip._errors import check, counted, short
 from uniclip.arraywise import AnyRule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from uniclip._repr import short
+from uniclip._errors import short
 from uniclip.labels import Leaves, labels_of
 
 SAVED = "uniclip"

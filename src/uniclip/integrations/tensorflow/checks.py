@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from uniclip._repr import short
+from uniclip._errors import short
 from uniclip.labels import labelled
 
 tf1 = tf.compat.v1

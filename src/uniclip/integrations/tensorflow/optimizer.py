@@ -11,8 +11,7 @@ import numpy as np
 import optree
 import tensorflow as tf
 
-from uniclip._checks import LIMIT, check, nonnegative
-from uniclip._repr import short
+from uniclip._errors import LIMIT, check, nonnegative, short
 from uniclip._types import Number
 from uniclip.arraywise import AnyRule
 from uniclip.integrations import rule_for_steps

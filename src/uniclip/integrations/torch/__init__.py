@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Clipping for PyTorch: `attach` a rule to an optimizer, or use drop-ins for the functions of ``torch.nn.utils``."""
 
-from uniclip._checks import needs
+from uniclip._errors import needs
 
 with needs("PyTorch", "torch"):
     from uniclip.integrations.torch.functions import (

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from uniclip._checks import LIMIT, nonnegative, number, within
-from uniclip._repr import article, short
+from uniclip._errors import LIMIT, article, nonnegative, number, short, within
 from uniclip._types import Array, Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND

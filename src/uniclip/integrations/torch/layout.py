@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from uniclip._repr import short
+from uniclip._errors import short
 from uniclip.arraywise import AnyRule
 from uniclip.integrations import inside, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer

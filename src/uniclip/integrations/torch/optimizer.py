@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from uniclip._checks import check
-from uniclip._repr import counted, short
+from uniclip._errors import check, counted, short
 from uniclip._types import Number
 from uniclip._values import to_lists
 from uniclip.arraywise import AnyRule

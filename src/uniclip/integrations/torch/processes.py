@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from uniclip._checks import refuse_in_step
-from uniclip._repr import short
+from uniclip._errors import refuse_in_step, short
 from uniclip.arraywise import ByValue
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
