@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 import numpy as np
 
 from uniclip._errors import check, holds_arrays, short, stable
-from uniclip.backends.base import TRACED, Op, Reduce, cast
+from uniclip.backends.base import NUMPY, TRACED, Op, Reduce, cast
 
 if TYPE_CHECKING:
     from uniclip.backends import Backend
@@ -164,21 +165,23 @@ def packed(plan: Plan, arrays: list[Any], op: Op, join: Any) -> list[Any]:
     if not arrays:
         return []
     xp = backend.xp
-    own = [plan.to_library(np.asarray(a) if isinstance(a, (float, np.generic)) else a) for a in arrays]
     dtype = xp.float64 if plan.double else xp.float32
-    if plan.mode == TRACED and backend.one_by_one():  # XLA makes one reduction of many
-        return [_reduced(plan, cast(xp, array, dtype), op, join) for array in own]
-    flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
-    vector = _reduced(plan, xp.concat(flat, axis=0), op, join)
-    ends = np.cumsum([math.prod(array.shape) for array in own]).tolist()
-    found = [
-        xp.reshape(vector[end - math.prod(array.shape) : end], tuple(array.shape))
-        for array, end in zip(own, ends, strict=True)
-    ]
-    if plan.sums_on_host:
-        views = [backend.viewed(array) for array in found]
-        found = found if any(view is None for view in views) else views
-    return found
+    if plan.sums_on_host and all([isinstance(array, (float, *NUMPY)) for array in arrays]):
+        own: list[Any] = list(map(np.asarray, arrays))
+        vector = plan.to_library(np.concatenate([array.ravel() for array in own]).astype(np.float64, copy=False))
+    else:
+        own = [plan.to_library(np.asarray(a) if isinstance(a, (float, *NUMPY)) else a) for a in arrays]
+        if plan.mode == TRACED and backend.one_by_one():  # XLA makes one reduction of many
+            return [_reduced(plan, cast(xp, array, dtype), op, join) for array in own]
+        flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
+        vector = xp.concat(flat, axis=0)
+    vector = _reduced(plan, vector, op, join)
+    view = backend.viewed(vector) if plan.sums_on_host else None
+    xp, vector = (xp, vector) if view is None else (np, view)
+    shapes = [tuple(array.shape) for array in own]
+    ends = accumulate(map(math.prod, shapes))
+    pairs = zip(shapes, ends, strict=True)
+    return [xp.reshape(vector[end - math.prod(shape) : end], shape) for shape, end in pairs]
 
 
 def _reduced(plan: Plan, array: Any, op: Op, join: Any) -> Any:
