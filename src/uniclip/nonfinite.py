@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype."""
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype: their names, and ``"raise"``.
+
+``"zero"`` cleans the gradients in `uniclip.measure`; ``"skip"`` makes factors 0 in `uniclip.ask`, as `uniclip.step`
+reports.
+"""
 
 from __future__ import annotations
 

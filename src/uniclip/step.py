@@ -46,23 +46,23 @@ class Decision(NamedTuple):
     rule: Rule
     given: Opened
     plan: Plan
-    found: Raw | Scalars
+    outcome: Raw | Scalars
     state: Any
 
     @property
     def raw(self) -> Raw:
         """The norms, limits and factors of each block."""
-        if isinstance(self.found, Raw):
-            return self.found
+        if isinstance(self.outcome, Raw):
+            return self.outcome
         dtype = self.plan.dtypes[1]
-        return Raw(self.plan, *[[np.array([one], dtype)] for one in self.found])
+        return Raw(self.plan, *[[np.array([one], dtype)] for one in self.outcome])
 
     def clipped(self) -> Any:
         """Return the clipped gradients, like those given."""
         given, plan = self.given, self.plan
-        if not isinstance(self.found, Raw):
-            return given.closed(self._at_once(self.found.factor))
-        factors = self.found.factors
+        if not isinstance(self.outcome, Raw):
+            return given.closed(self._at_once(self.outcome.factor))
+        factors = self.outcome.factors
         numbers, by = plan.by_leaf(given, factors)
         writes_cleaned = given.in_place and any([given.arrays[n] is not way.array for n, way in given.stored.items()])
         if not (numbers or writes_cleaned):  # which are written by closing, and looked at before
@@ -134,8 +134,8 @@ class Decision(NamedTuple):
 
     def norms(self) -> Any:
         """Return the norms of the report."""
-        if not isinstance(self.found, Raw):
-            return self.plan.to_library(self.found.norm)
+        if not isinstance(self.outcome, Raw):
+            return self.plan.to_library(self.outcome.norm)
         return self.plan.arranged([self.plan.to_library(some) for some in self.raw.norms])
 
     def report(self) -> Report:

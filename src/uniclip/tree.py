@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import optree
 
 from uniclip._errors import describe, printed
-from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling
+from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, opened_node
 from uniclip.backends.arrays import overlaps_itself, sharing
 from uniclip.backends.base import Kinds, Stored, unchanged
 from uniclip.scopes import Path
@@ -297,9 +296,7 @@ def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
             msg = f"{where} is an iterator with nothing left in it; pass a list, which can be read twice"
             raise ValueError(msg)
         return items, unchanged
-    # The one framework used outside backends/ and integrations/: classes registered with JAX
-    # (such as flax and equinox modules) are nodes that only JAX can open.
-    opened = _open_registered(sys.modules["jax"].tree_util, node) if "jax" in sys.modules else None
+    opened = opened_node(node)
     if opened:
         return opened
     if isinstance(node, (list, tuple)):
@@ -309,22 +306,6 @@ def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}, lambda new: _replaced(node, new)
     return None
-
-
-def _open_registered(tree_util: Any, node: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
-    if treedef == tree_util.tree_structure(0):
-        return None
-    keys = [_key(entry) for (entry,), _ in pairs]
-    if len(set(keys)) < len(keys):  # of a class that gives several children the same name
-        keys = list(range(len(keys)))
-    children = {key: child for key, (_, child) in zip(keys, pairs, strict=True)}
-    return children, lambda new: treedef.unflatten([new[key] for key in keys])
-
-
-def _key(entry: Any) -> Any:
-    """Return the key, index or name in an entry of a JAX path; it may be one itself."""
-    return next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry)
 
 
 def _replaced(node: Any, new: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ import array_api_compat
 from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
-__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling"]
+__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling", "opened_node"]
 
 MET: dict[type, Backend | None] = {}
 """The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
@@ -71,6 +71,18 @@ def backend_by(all_reduce: Any) -> Backend | None:
     """Return the backend whose processes ``all_reduce`` reduces over, ``None`` if it does not tell."""
     load = None if callable(all_reduce) else _LOADERS.get(type(all_reduce).__module__.partition(".")[0])
     return load() if load else None
+
+
+def opened_node(node: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Return the children of a container that only a framework can open, and what restores it; else ``None``.
+
+    Classes registered with JAX, such as modules of flax and equinox, are opened by JAX.
+    """
+    if "jax" not in sys.modules:
+        return None
+    from uniclip.backends.jax import open_registered
+
+    return open_registered(node)
 
 
 def compiling() -> bool:

@@ -302,6 +302,24 @@ def _slope(names: Names, primals: tuple[Array], tangents: tuple[Array]) -> tuple
 _largest.defjvp(_slope)
 
 
+def open_registered(node: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Return the children of a node of a registered class, and what restores it; ``None`` for another object."""
+    tree_util = jax.tree_util
+    pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    if treedef == tree_util.tree_structure(0):
+        return None
+    keys = [_key(entry) for (entry,), _ in pairs]
+    if len(set(keys)) < len(keys):  # of a class that gives several children the same name
+        keys = list(range(len(keys)))
+    children = {key: child for key, (_, child) in zip(keys, pairs, strict=True)}
+    return children, lambda new: treedef.unflatten([new[key] for key in keys])
+
+
+def _key(entry: Any) -> Any:
+    """Return the key, index or name in an entry of a JAX path; it may be one itself."""
+    return next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry)
+
+
 class _JAX(Backend):
     joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
 

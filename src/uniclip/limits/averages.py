@@ -14,10 +14,10 @@ from uniclip.limits.base import (
     Remembers,
     aligned,
     at_most,
-    counts,
     squarable,
     unit_of,
     unlimited,
+    zero_counts,
 )
 from uniclip.norms import L2
 
@@ -147,7 +147,7 @@ class SecondMoment(Remembers):
 
     def init(self, norms: Array, context: Context) -> Averages:
         """Return zeros."""
-        return Averages(norms * 0, counts(context))
+        return Averages(norms * 0, zero_counts(context))
 
     def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
         """Compare with the mean square, then update it with the clipped norms."""
@@ -192,7 +192,7 @@ class MeanOverRms(Remembers):
 
     def init(self, norms: Array, context: Context) -> MeansAndSquares:
         """Return the state before the first norm."""
-        return MeansAndSquares(norms * 0, norms * 0, counts(context))
+        return MeansAndSquares(norms * 0, norms * 0, zero_counts(context))
 
     def __call__(self, norms: Array, state: MeansAndSquares, context: Context) -> tuple[Array, MeansAndSquares]:
         """Update the averages, then divide."""

@@ -266,12 +266,12 @@ class Remembers(BuiltIn):
     memory: ClassVar[bool] = True
 
 
-def counts(context: Context) -> Array:
+def zero_counts(context: Context) -> Array:
     """Return an int32 0 for each row."""
     return context.asarray(context.xp.zeros(tuple(context.norms.shape)[:1], dtype=context.xp.int32), context.xp.int32)
 
 
-def empty(context: Context, length: int, dtype: Any = None) -> Array:
+def zeros(context: Context, length: int, dtype: Any = None) -> Array:
     """Return zeros of shape ``(k, length, *kept)``, sharded as the norms are."""
     xp, like = context.xp, context.xp.expand_dims(0 * context.norms, axis=1)
     dtype = like.dtype if dtype is None else dtype

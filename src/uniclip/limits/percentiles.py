@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from uniclip._errors import flag, nonnegative, positive, settle, whole, within
-from uniclip.limits.base import Array, Context, Remembers, aligned, counts, empty, pushed
+from uniclip.limits.base import Array, Context, Remembers, aligned, pushed, zero_counts, zeros
 
 
 class History(NamedTuple):
@@ -64,7 +64,7 @@ class Percentile(Remembers):
 
     def init(self, norms: Array, context: Context) -> History:  # noqa: ARG002
         """Begin with empty windows."""
-        return History(empty(context, self.window) - 1, counts(context))
+        return History(zeros(context, self.window) - 1, zero_counts(context))
 
     def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
         """Add the norms to the windows, and compute the percentiles."""
@@ -119,7 +119,7 @@ class PercentileOfAll(Remembers):
     def init(self, norms: Array, context: Context) -> Histogram:
         """Begin with empty histograms."""
         bins = self._range(context.xp, norms)[1]
-        return Histogram(empty(context, bins, context.xp.int32), counts(context))
+        return Histogram(zeros(context, bins, context.xp.int32), zero_counts(context))
 
     def __call__(self, norms: Array, state: Histogram, context: Context) -> tuple[Array, Histogram]:
         """Count the norms, and compute the percentiles."""
@@ -195,7 +195,7 @@ class TrackedQuantile(Remembers):
 
     def init(self, norms: Array, context: Context) -> Thresholds:
         """Begin with the first limit."""
-        return Thresholds(context.xp.astype(counts(context), norms.dtype) + self.start)
+        return Thresholds(context.xp.astype(zero_counts(context), norms.dtype) + self.start)
 
     def __call__(self, norms: Array, state: Thresholds, context: Context) -> tuple[Array, Thresholds]:
         """Count the norms within the limit."""

@@ -14,12 +14,12 @@ from uniclip.limits.base import (
     Remembers,
     aligned,
     at_most,
-    counts,
-    empty,
     pushed,
     squarable,
     unit_of,
     unlimited,
+    zero_counts,
+    zeros,
 )
 from uniclip.norms import L2
 
@@ -94,7 +94,7 @@ class ZScore(Remembers):
 
     def init(self, norms: Array, context: Context) -> Moments:
         """Return the state before the first norm."""
-        return Moments(norms * 0, norms * 0, counts(context))
+        return Moments(norms * 0, norms * 0, zero_counts(context))
 
     def __call__(self, norms: Array, state: Moments, context: Context) -> tuple[Array, Moments]:
         """Compare with mean and deviation, then update them with the clipped norms."""
@@ -219,7 +219,7 @@ class RollingZScore(Remembers):
         xp = context.xp
         losses = xp.zeros((1, self.window), dtype=xp.float32)
         losses = context.asarray(losses + unlimited(xp, losses), xp.float32)
-        return NormsAndLosses(empty(context, self.window) - 1, losses)
+        return NormsAndLosses(zeros(context, self.window) - 1, losses)
 
     def __call__(self, norms: Array, state: NormsAndLosses, context: Context) -> tuple[Array, NormsAndLosses]:
         """Compare with the windows, then add to them."""
