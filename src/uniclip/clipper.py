@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""A rule together with its memory, for training loops that are not compiled."""
+"""A rule together with its memory, for training loops that are not compiled, and for adapters of such loops.
+
+An adapter says where its library's gradients, steps, states and logs are; what is remembered of a step is here.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
@@ -11,15 +17,20 @@ from uniclip._errors import check, short
 from uniclip._types import Number, Step, T
 from uniclip._values import to_lists
 from uniclip.arraywise import AnyRule, as_rule
-from uniclip.backends import backend_of
+from uniclip.backends import DEFAULT, backend_of
 from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
-from uniclip.processes import AllReduce, Shared
-from uniclip.report import Report
+from uniclip.processes import AllReduce, Loss, Shared
+from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, on_host
 from uniclip.rules import taken
 from uniclip.saved import Saved, from_saved, restored, to_saved
 from uniclip.tree import flatten, place
 
+if TYPE_CHECKING:
+    from uniclip.insight import Recorder
+
 _ANEW = "start over with load_state_dict({})"
+_WINDOW = 200
+"""How many reports wait to be averaged: so many small arrays are kept at most."""
 
 
 class _Last(NamedTuple):
@@ -42,10 +53,13 @@ class Clipper:
     ----------
     rule : Rule or callable
         With memory or without.
+    record : uniclip.insight.Recorder, optional
+        Records each step.
 
     Attributes
     ----------
     rule : Rule
+    record : Recorder or None
     report : Report or None
         The report of the last step; ``None`` before the first step.
     state : tree of arrays or None
@@ -73,9 +87,11 @@ class Clipper:
     50.0
     """
 
-    def __init__(self, rule: AnyRule) -> None:
-        self.rule = as_rule(rule)
+    def __init__(self, rule: AnyRule, record: Recorder | None = None) -> None:
+        self.rule, self.record = as_rule(rule), record
         self._last = _Last()
+        self._window: list[Report] | None = None
+        self._sums = _Sums()
 
     def __repr__(self) -> str:
         """Return source text."""
@@ -145,10 +161,50 @@ class Clipper:
         """
         flat = flatten(grads)
         leaves = leaves_of(self.rule, flat)
-        self._last = _Last(self._first(flat, leaves), leaves=leaves)
+        self._last = _Last(self._first(flat, leaves), None, leaves, flat[1])
 
-    def state_dict(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, Any]:
+        """Return the scalars of the last step, see `uniclip.Report.scalars`; empty before the first one."""
+        return {} if self.report is None else self.report.scalars()
+
+    def logs(self) -> dict[str, float]:
+        """Return the scalars since the last call as floats, read from their device together.
+
+        Returns
+        -------
+        dict of str to float
+            `scalars`, with the means over these steps of ``"clip/share"`` and ``"clip/skipped"``, and
+            ``"clip/norm_max"``, the largest finite norm. Empty if there was no step. Steps are kept from the first call
+            on, which returns the last one only.
+
+        Examples
+        --------
+        >>> clipper = uc.Clipper(uc.by_global_norm(2.0))
+        >>> _ = clipper.logs()
+        >>> for norm in [1.0, 3.0, 5.0, 1.0]:
+        ...     _ = clipper(np.asarray([norm]))
+        >>> clipper.logs()
+        {'clip/norm': 1.0, 'clip/limit': 2.0, 'clip/factor': 1.0, 'clip/share': 0.5, 'clip/norm_max': 5.0}
+        """
+        if self._window is None:
+            self._window = [] if self.report is None else [self.report]
+        self._fold()
+        found, self._sums = self._sums.read(), _Sums()
+        return found
+
+    def _fold(self) -> None:
+        """Add up the reports that wait."""
+        waiting, self._window = self._window or [], []
+        for report in on_host(waiting):
+            self._sums.add(report.scalars())
+
+    def state_dict(self, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
         """Return the memory of the rule as plain numbers and lists, for any file format and framework.
+
+        Parameters
+        ----------
+        convert : function of an array, optional
+            What to save in the place of numbers and lists.
 
         Returns
         -------
@@ -159,12 +215,12 @@ class Clipper:
         """
         last = self._last
         if last.loaded is not None:
-            values = {name: to_lists(array) for name, array in last.loaded.values.items()}
+            values = {name: convert(array) for name, array in last.loaded.values.items()}
             return {**to_saved(self.rule, last.loaded.leaves, ()), "state": values}
         if last.state is None or not self.rule.memory:
             return {}
         known = last.leaves is not None or labelled(self.rule)
-        return to_saved(self.rule, last.leaves if known else leaves_of(self.rule, flatten([])), last.state)
+        return to_saved(self.rule, last.leaves if known else leaves_of(self.rule, flatten([])), last.state, convert)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a memory that was saved by a clipper or an integration, in this or another framework.
@@ -172,8 +228,8 @@ class Clipper:
         Parameters
         ----------
         saved : dict
-            It is copied, and converted to arrays at the next step, which knows the framework, the dtypes and the
-            shapes. An empty dict starts over.
+            It is copied, and converted to arrays like those of the state, or at the first step, which knows the
+            framework, the dtypes and the shapes. An empty dict starts over.
 
         Raises
         ------
@@ -184,10 +240,14 @@ class Clipper:
             clipper already has a state, else at the next step. Then nothing is loaded.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
-        last, loaded = self._last, from_saved(saved, self.rule, _ANEW) if saved else None
-        if loaded is not None and last.state is not None:
-            restored(loaded, self.rule, last.leaves, last.state, _ANEW)
-        self._last = _Last(loaded=loaded)
+        if saved and self.state is not None:
+            self.state = self.restored(saved)
+        else:
+            self._last = _Last(loaded=from_saved(saved, self.rule, _ANEW) if saved else None)
+
+    def restored(self, saved: dict[str, Any]) -> Any:
+        """Return a saved memory in arrays like those of the state, which there is; nothing is loaded."""
+        return restored(from_saved(saved, self.rule, _ANEW), self.rule, self._last.leaves, self.state, _ANEW)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which holds no framework's arrays."""
@@ -195,7 +255,7 @@ class Clipper:
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""
-        self.rule, self._last = held["rule"], _Last()
+        self.__init__(held["rule"])  # type: ignore[misc]
         self.load_state_dict(held["saved"])
 
     def _first(self, flat: Flat, leaves: Leaves) -> Any:
@@ -226,13 +286,25 @@ class Clipper:
                 leaves, spec = here, flat[1]
             state = self._first(first, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
+        norms = None if self.record is None else self.record.norms_of(grads)  # before they are clipped
         clipped, state, report = taken(self.rule, grads, state, step)
         self._refuse_traced(state)
         self._last = _Last(state, report, leaves, spec)
+        self._see(report, step.loss, norms)
         return clipped, report
 
+    def _see(self, report: Report, loss: Any, norms: Any) -> None:
+        """Keep what is seen of a step: for a recorder, and for `logs`."""
+        if self.record is not None:
+            self.record(report, loss=loss.own if isinstance(loss, Loss) else loss, leaves=norms)
+        if self._window is not None:
+            self._window.append(report)
+            if len(self._window) >= _WINDOW:
+                self._fold()
+
     def _refuse_traced(self, state: Any) -> None:
-        if any(map(_traced, optree.tree_leaves(state)[:1])):  # all arrays of a state are computed from the norms
+        some = optree.tree_leaves(state)[:1]  # all arrays of a state are computed from the norms
+        if not all([(backend_of(array) or DEFAULT).can_keep(array) for array in some]):
             msg = (
                 f"Clipper({short(self.rule)}) would remember values of code that is being compiled, which runs once: "
                 "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
@@ -240,9 +312,26 @@ class Clipper:
             raise TypeError(msg)
 
 
-def _traced(array: Any) -> bool:
-    backend = backend_of(array)
-    return backend is not None and backend.traced(array)
+class _Sums:
+    """The scalars of many steps, added up."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._sums: Counter[str] = Counter()
+        self._count, self._largest = 0, 0.0
+
+    def add(self, scalars: dict[str, Any]) -> None:
+        """Add those of a step."""
+        self._last = {name: float(value) for name, value in scalars.items()}
+        self._sums.update({name: self._last[name] for name in AVERAGED if name in self._last})
+        self._count += 1
+        norm = self._last.get(NORM, 0.0)
+        self._largest = max(self._largest, norm if math.isfinite(norm) else 0.0)
+
+    def read(self) -> dict[str, float]:
+        """Return the last ones, means, and the largest norm."""
+        means = {name: total / self._count for name, total in self._sums.items()}
+        return self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
 
 
 def _of_others(rule: Any, known: list[str], here: list[str]) -> str:

@@ -237,8 +237,10 @@ def refuse_kept_axes(scope: Any, all_reduce: Any) -> None:
 class Loss:
     """A loss that is already reduced; it is computed on first access and then stays the same."""
 
-    def __init__(self, find: Callable[[], Any]) -> None:
+    def __init__(self, find: Callable[[], Any], own: Any = None) -> None:
         self._find, self._found = find, False
+        self.own = own
+        """That of this process."""
         self._value: Any = None
 
     def __call__(self) -> Any:

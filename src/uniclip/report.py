@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from operator import and_, mul, or_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arrays import stacked
-from uniclip.backends.base import NODES
+from uniclip.backends.base import NODES, NUMPY
 from uniclip.tree import flatten
 
 if TYPE_CHECKING:
@@ -318,31 +319,59 @@ def _smaller(a: Any, b: Any) -> Any:
     return _xp_of(a).minimum(a, b)
 
 
-def taken_apart(report: Any) -> tuple[list[Any], Callable[[list[Any]], Any], Backend | None]:
-    """Take a report, or its scalars, apart; nothing is arranged.
+def to_keep(tree: Any) -> Any:
+    """Return a tree of reports and small arrays to read later, copied where they may be overwritten."""
+    arrays, rebuilt = _apart(tree)
+    return rebuilt(_by_library(arrays, "to_keep"), lambda plan: plan)
 
-    Returns
-    -------
-    arrays : list
-    rebuilt : callable
-        Makes the report of NumPy arrays in their place.
-    backend : Backend or None
-        That of the gradients.
-    """
-    parts, outer = optree.tree_flatten(report, is_leaf=lambda one: isinstance(one, Late))
+
+def on_host(tree: Any) -> Any:
+    """Return a tree of reports and small arrays with NumPy's in their places, those of a library read together."""
+    arrays, rebuilt = _apart(tree)
+    return rebuilt(_by_library(arrays, "to_host"), lambda plan: plan.on_host())
+
+
+def backend_in(tree: Any) -> Backend | None:
+    """Return the backend of the gradients of a report, or that of a tree of arrays; ``None`` if unknown."""
+    parts = optree.tree_leaves(tree, is_leaf=lambda one: isinstance(one, Late))
+    known = [one.record.plan.backend if isinstance(one, Late) else backend_of(one) for one in parts]
+    return next(filter(None, known), None)
+
+
+def _apart(tree: Any) -> tuple[list[Any], Callable[[list[Any], Callable[[Plan], Plan]], Any]]:
+    """Return the arrays of a tree with reports in it, and what makes it of others; nothing is arranged."""
+    parts, outer = optree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, Late))
     plans = {number: part.record.plan for number, part in enumerate(parts) if isinstance(part, Late)}
     nothing: Any = None
     records: Any = [part.record._replace(plan=nothing) if isinstance(part, Late) else part for part in parts]
     arrays, inner = optree.tree_flatten(records)
 
-    def rebuilt(found: list[Any]) -> Any:
+    def rebuilt(found: list[Any], plan_of: Callable[[Plan], Plan]) -> Any:
         new: Any = inner.unflatten(found)
         for number, plan in plans.items():
-            new[number] = Late(new[number]._replace(plan=plan.on_host()))
+            new[number] = Late(new[number]._replace(plan=plan_of(plan)))
         return outer.unflatten(new)
 
-    known = [plan.backend for plan in plans.values()]
-    return arrays, rebuilt, known[0] if known else next(filter(None, map(backend_of, arrays)), None)
+    return arrays, rebuilt
+
+
+def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
+    """Return arrays as their backends make them by a hook, all of one class together; those of the host as copies."""
+    found = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
+    theirs: dict[type, list[int]] = {}
+    for number, array in enumerate(arrays):
+        if not isinstance(array, (*NUMPY, float, int)):
+            theirs.setdefault(type(array), []).append(number)
+    for numbers in theirs.values():
+        some = [arrays[number] for number in numbers]
+        own: Any = next(filter(None, map(backend_of, some)))  # flags alone do not tell their library
+        if any(map(own.traced, some)):
+            msg = "inside of code that is compiled there are no values to read: return the report, and use it outside"
+            raise TypeError(msg)
+        with own.quiet():
+            for number, array in zip(numbers, getattr(own, hook)(some), strict=True):
+                found[number] = array
+    return found
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report

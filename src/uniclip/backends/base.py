@@ -164,6 +164,10 @@ class Backend:
         """Whether the array has no value yet: it is a tracer in code that is compiled or transformed."""
         return False
 
+    def can_keep(self, array: Array) -> bool:
+        """Whether an array may outlive the running code: it is no tracer of code that is compiled or transformed."""
+        return not self.traced(array)
+
     def readable(self, array: Array) -> bool:
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False

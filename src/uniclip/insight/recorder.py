@@ -9,8 +9,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +16,14 @@ import numpy as np
 
 from uniclip._errors import check, real, short, whole
 from uniclip.arraywise import AnyRule, as_rule
-from uniclip.backends import backend_of, compiling
+from uniclip.backends import compiling
 from uniclip.backends.arrays import stacked
-from uniclip.backends.base import NUMPY
 from uniclip.insight.lines import File
 from uniclip.insight.record import LOGGED, OWN
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
-from uniclip.report import NORM, Late, Report, taken_apart
+from uniclip.report import NORM, Late, Report, backend_in, on_host, to_keep
 from uniclip.rules import Rule
 from uniclip.scopes import each_leaf
 from uniclip.step import decide
@@ -110,12 +107,12 @@ class Recorder:
         """The last step that was recorded, ``None`` before the first."""
         self._to: Any = to
         self.loss: Any = None
-        """The loss of the next step, if it is not passed with the step; ``None`` after the step."""
+        """The loss of the next step, in the place of one that is passed with it; ``None`` after the step."""
         self.holder: Any = None
         """A weak reference to the handle that records by it, unless a loop does; there is only one."""
         self._labels: list[str] | None = None
         self._file = None if self.path is None else File(self.path)
-        self._kept: list[tuple[list[Any], Callable[[list[Any]], dict[str, Any]]]] = []
+        self._kept: list[tuple[int, list[str] | None, Any]] = []
         self._norms: list[float] = []
         self._writes: bool | None = None
         self._closed = False
@@ -197,27 +194,28 @@ class Recorder:
         for name in extra:
             own = name in OWN or name.startswith(LOGGED)
             check("the name of a number", name, not own, f"none of {', '.join(sorted(OWN))}")
-        loss = self.loss if loss is None else loss
+        loss = loss if self.loss is None else self.loss
         numbers = {name: _one(name, value) for name, value in ({"loss": loss} | extra).items() if value is not None}
-        rows = [] if leaves is None else [self._row(leaves)]
-        if bool(self.leaves) != bool(rows):
+        if bool(self.leaves) != (leaves is not None):
             msg = "Recorder(..., leaves=True) takes norms of leaves, and only it: leaves=insight.leaf_norms(grads)"
             raise TypeError(msg)
-        arrays, rebuilt, library = taken_apart(report)
+        if leaves is not None:
+            self._check_leaves(leaves)
         with self._lock:
             number = self._number(step)
-            if self._is_first_process(library):
-                kept = _by_library([*arrays, *rows, *numbers.values()], "to_keep")
-                self._kept.append(
-                    (kept, partial(self._made, number, rebuilt, len(arrays), self._labels, list(numbers)))
-                )
+            if self._is_first_process(backend_in(report)):
+                self._kept.append((number, self._labels, to_keep((report, leaves, numbers))))
                 _WAITING.add(self)
             self.step, self.loss = number, None
             if len(self._kept) >= self.every:
                 self._flush_in_training()
 
-    def _row(self, leaves: Any) -> Any:
-        """Return the norms of all leaves; refuse those of others than before."""
+    def norms_of(self, grads: Any) -> Any:
+        """Return the norms of the leaves of a step, before they are clipped; ``None`` if they are not recorded."""
+        return leaf_norms(grads) if self.leaves else None
+
+    def _check_leaves(self, leaves: Any) -> None:
+        """Refuse norms of others leaves than before."""
         shape = tuple(getattr(leaves, "shape", ()))
         if self._labels is None and len(shape) == 1:
             self._labels = list(map(str, range(shape[0])))
@@ -225,7 +223,7 @@ class Recorder:
             wanted = "all" if self._labels is None else f"the same {len(self._labels)}"
             msg = f"leaves must be the norms of {wanted} leaves, insight.leaf_norms(grads), got {short(leaves)}"
             raise ValueError(msg)
-        return real("leaves", leaves, "norms")
+        real("leaves", leaves, "norms")
 
     def _number(self, step: int | None) -> int:
         """Return the number of a step; refuse one that cannot be recorded."""
@@ -275,8 +273,8 @@ class Recorder:
             _WAITING.discard(self)
             if not kept or self._process != os.getpid():  # what was forked has no steps of its own
                 return
-            values = iter(_by_library([array for arrays, _ in kept for array in arrays], "to_host"))
-            rows = [row(list(islice(values, len(arrays)))) for arrays, row in kept]
+            numbers, labels, trees = zip(*kept, strict=True)
+            rows = list(map(self._made, numbers, labels, on_host(list(trees))))
             if self.leaves is True:
                 self._drop_leaves(rows)
             if self._file is not None:
@@ -285,16 +283,14 @@ class Recorder:
                 for row in rows:
                     self._to(row)
 
-    def _made(  # noqa: PLR0913, PLR0917 - what is kept of a step
-        self, step: int, rebuilt: Any, count: int, labels: list[str] | None, names: list[str], values: list[Any]
-    ) -> dict[str, Any]:
-        """Return the row of a step: of its report, made of ``count`` values, the norms of leaves, and other numbers."""
-        report, more = rebuilt(values[:count]), iter(values[count:])
+    def _made(self, step: int, labels: list[str] | None, kept: tuple[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """Return the row of a step: its report, the norms of leaves, and other numbers, in NumPy."""
+        report, leaves, numbers = kept
         scalars = report if isinstance(report, dict) else report.scalars()
         row: dict[str, Any] = {"step": step, **{name: _plain(value) for name, value in scalars.items()}}
         if self.leaves:
-            row["leaves"] = dict(zip(labels or (), map(_plain, next(more)), strict=True))
-        row |= {name: _plain(value) for name, value in zip(names, more, strict=True)}
+            row["leaves"] = dict(zip(labels or (), map(_plain, leaves), strict=True))
+        row |= {name: _plain(value) for name, value in numbers.items()}
         sound = math.isfinite(row.get(NORM, 0.0)) and bool(getattr(report, "finite", True) or NORM not in row)
         return row if sound else row | {"finite": False}
 
@@ -339,24 +335,6 @@ def _one(name: str, value: Any) -> Any:
     value = real(name, value, "one real number")
     check(name, value, math.prod(getattr(value, "shape", ())) == 1, "one real number")
     return value
-
-
-def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
-    """Return arrays as their backends make them by a hook, all of one class together; those of the host as copies."""
-    found = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
-    theirs: dict[type, list[int]] = {}
-    for number, array in enumerate(arrays):
-        if not isinstance(array, (np.ndarray, np.generic, float, int)):
-            theirs.setdefault(type(array), []).append(number)
-    for numbers in theirs.values():
-        some = [arrays[number] for number in numbers]
-        own: Any = next(filter(None, map(backend_of, some)))  # flags alone do not tell their library
-        if any(map(own.traced, some)):
-            raise TypeError(_INSIDE)
-        with own.quiet():
-            for number, array in zip(numbers, getattr(own, hook)(some), strict=True):
-                found[number] = array
-    return found
 
 
 def _plain(value: Any) -> float:

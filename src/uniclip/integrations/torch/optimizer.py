@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections import OrderedDict
@@ -14,23 +13,18 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from uniclip._errors import check, counted, short
+from uniclip._errors import counted, short
 from uniclip._types import Number
-from uniclip._values import to_lists
 from uniclip.arraywise import AnyRule
-from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.insight.recorder import leaf_norms
+from uniclip.clipper import Clipper
 from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
-from uniclip.labels import leaves_of
 from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
 from uniclip.rules import BaseRule
-from uniclip.saved import from_saved, restored, to_saved
-from uniclip.tree import flatten
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
@@ -42,9 +36,6 @@ That of SGD leaves its momentum uninitialized in a first step that is skipped.
 """
 _KEY = "uniclip"
 """The key of the rule's state in a ``state_dict``."""
-_ANEW = "start over with load_state_dict({}) of the handle"
-_LARGE = 2**16
-"""The largest array saved as a list; making and pickling longer lists takes minutes, a tensor takes a second."""
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 """The code of PyTorch that runs the hooks around a step."""
 
@@ -141,7 +132,7 @@ def attach(
         reducer_of(BACKEND, all_reduce)  # which says what is taken
         refuse_unnamed(rule, optimizer.param_groups)
     refuse_record(record, all_reduce)
-    return Attached(optimizer, rule, all_reduce, shared, record)
+    return Attached(optimizer, Clipper(rule, record), all_reduce, shared)
 
 
 class Attached:
@@ -161,53 +152,66 @@ class Attached:
     >>> handle.remove()
     """
 
-    rule: BaseRule
-    record: Recorder | None
-    """The recorder of the steps, if any."""
-    state: Any
-    """The state of the rule."""
-    report: Report | None = None
-    """The `uniclip.Report` of the last step, with the norms of unscaled gradients; ``None`` before the first step."""
     loss: Number | None = None
     """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
     the step. With several processes the rule gets the mean."""
 
-    def __init__(self, optimizer: Any, rule: BaseRule, all_reduce: Any, shared: Any, record: Recorder | None) -> None:
-        self.rule = rule
-        self.record = record
+    def __init__(self, optimizer: Any, clipper: Clipper, all_reduce: Any, shared: Any) -> None:
+        self._optimizer, self._clipper = optimizer, clipper
         self._join, self._shared = held(all_reduce), shared
-        self._optimizer = optimizer
-        self._steps = 0
         self._hidden: list[tuple[Any, Any]] = []
         self._flagged = False
         self._loading: Any = None
         self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2
         # Whether the optimizer knows more than the rule; optimizers without a count of steps have no state at first.
         used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
-        self._forgotten = rule.memory and used
-        self._first()
-        if record is not None:
-            self._name(record)
-            record.holder = ref(self)
+        self._forgotten = self.rule.memory and used
+        self._begin()
+        if self.record is not None:
+            self._name(self.record)
+            self.record.holder = ref(self)
         eager = torch.compiler.disable  # a compiled step would not see what is set for it
         self._hooks = [
             optimizer.register_step_pre_hook(eager(self._before)),
             optimizer.register_step_post_hook(eager(self._after)),
             optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._load),
-            optimizer.register_load_state_dict_post_hook(self._take),
+            optimizer.register_load_state_dict_pre_hook(self._check),
+            optimizer.register_load_state_dict_post_hook(self._load),
         ]
-        _rules[optimizer] = rule
+        _rules[optimizer] = self.rule
 
-    def __repr__(self) -> str:
-        """Return the rule, the optimizer, and the number of steps."""
-        gone = "" if self._hooks else ", removed"
-        clips = f"{type(self._optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
-        return f"<attach: {self.rule!r}, {clips}, {counted(self._steps, 'step')}{gone}>"
+    @property
+    def rule(self) -> BaseRule:
+        """The rule."""
+        return self._clipper.rule
+
+    @property
+    def record(self) -> Recorder | None:
+        """The recorder of the steps, if any."""
+        return self._clipper.record
+
+    @property
+    def state(self) -> Any:
+        """The state of the rule."""
+        return self._clipper.state
+
+    @property
+    def report(self) -> Report | None:
+        """The report of the last step, with the norms of unscaled gradients; ``None`` before the first step."""
+        return self._clipper.report
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of the last step for a logger, see `uniclip.Report.scalars`; empty before the first."""
-        return {} if self.report is None else self.report.scalars()
+        return self._clipper.scalars()
+
+    def logs(self) -> dict[str, float]:
+        """Return the scalars since the last call as floats, see `uniclip.Clipper.logs`."""
+        return self._clipper.logs()
+
+    def __repr__(self) -> str:
+        """Return the rule and the optimizer."""
+        clips = f"{type(self._optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
+        return f"<attach: {self.rule!r}, {clips}{'' if self._hooks else ', removed'}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled, since the hooks belong to one optimizer."""
@@ -220,18 +224,13 @@ class Attached:
     def remove(self) -> None:
         """Detach from the optimizer, which is left as it was before. Idempotent."""
         if self._hooks:
-            self._restore()
+            self._after()
             _rules.pop(self._optimizer, None)
         while self._hooks:
             self._hooks.pop().remove()
         if self.record is not None:
             self.record.flush()
             self.record.holder = None
-
-    def _name(self, record: Recorder) -> None:
-        """Name the leaves in the record."""
-        every, self._named = self._tree(lambda p: p.detach()), len(self._params())
-        record.describe(self.rule, every if len(every) > 1 else every[0])
 
     def name_leaves(self, model: torch.nn.Module) -> None:
         """Let the recorder name leaves as the model does, as many optimizers know no names."""
@@ -240,22 +239,29 @@ class Attached:
             some = OrderedDict((names.get(id(p), str(number)), p.detach()) for number, p in enumerate(self._params()))
             self.record.describe(self.rule, some)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the rule's memory, in the format of `uniclip.Clipper.state_dict`, but with large arrays as tensors.
+    def _name(self, record: Recorder) -> None:
+        """Name the leaves in the record."""
+        every, self._named = self._tree(lambda p: p.detach()), len(self._params())
+        record.describe(self.rule, every if len(every) > 1 else every[0])
 
-        Arrays of up to 65,536 numbers are lists or numbers. The handle is a ``Stateful`` of
-        ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "optimizer": ..., "clipping": handle})``.
+    # The memory of the rule.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule's memory in the format of `uniclip.Clipper.state_dict`, with tensors for numbers.
+
+        The handle is a ``Stateful`` of ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "optimizer": ...,
+        "clipping": handle})``.
 
         Returns
         -------
         dict
             Empty for a rule without memory.
         """
-        return self._saved(partial(_plain, large=_LARGE)) if self.rule.memory else {}
+        return self._clipper.state_dict(lambda array: torch.as_tensor(array).detach().clone())
 
     def numbers(self) -> dict[str, Any]:
-        """Return the same as `state_dict` as plain numbers and lists, whatever their number, for JSON."""
-        return self._saved(_plain) if self.rule.memory else {}
+        """Return the same as `state_dict` as plain numbers and lists, for JSON."""
+        return self._clipper.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a memory saved by any integration and framework, as numbers and lists or as arrays.
@@ -272,48 +278,40 @@ class Attached:
         ValueError
             If it belongs to another rule or other parameters.
         """
-        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
-        if saved:
-            self.state = self._restored(saved)
-        else:
-            self._first()
+        self._clipper.load_state_dict(saved)
+        if not saved:
+            self._begin()
         self._forgotten = False
 
-    def _first(self) -> None:
+    def _begin(self) -> None:
         """Make the state before the first step, in which frozen parameters have rows without entries."""
-        tree = self._known()
-        self.state, self._leaves = self.rule.init(tree), leaves_of(self.rule, flatten(tree))
-
-    def _saved(self, convert: Callable[[Any], Any]) -> dict[str, Any]:
-        return to_saved(self.rule, self._leaves, self.state, convert)
-
-    def _restored(self, saved: Any) -> Any:
-        return restored(from_saved(saved, self.rule, _ANEW), self.rule, self._leaves, self.state, _ANEW)
+        self._clipper.init(self._tree(lambda p: p.detach() if p.requires_grad else None))
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
             self.record.flush()
         if self.rule.memory:
-            # torch.load loads no other classes.
-            state_dict[_KEY] = self._saved(lambda array: torch.as_tensor(array).detach().clone())
+            state_dict[_KEY] = self.state_dict()
 
-    def _load(self, _: Any, state_dict: dict[str, Any]) -> None:
+    def _check(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
         there = self.rule.memory and _KEY in state_dict
-        self._loading = self._restored(state_dict[_KEY]) if there else None
+        self._loading = self._clipper.restored(state_dict[_KEY]) if there else None
 
-    def _take(self, _: Any) -> None:
+    def _load(self, _: Any) -> None:
         """Restore the loaded state, now that the optimizer has accepted the rest."""
         self._forgotten = self.rule.memory and self._loading is None
         if self._loading is not None:
-            self.state, self._loading = self._loading, None
+            self._clipper.state, self._loading = self._loading, None
+
+    # A step.
 
     def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip before a step; also the gradients of a closure, each time the step calls it."""
         if self._nested():
             return None
         self._hidden.clear()
-        self._restore()  # if the previous step failed
+        self._after()  # if the previous step failed
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and "closure" in kwargs and self._initializes():
             return None
@@ -323,8 +321,7 @@ class Attached:
             raise TypeError(msg)
         given, self.loss = self.loss, None
         if not callable(closure):
-            with torch.no_grad():
-                self._clip(given)
+            self._clip(given)
             return None
         clipped = partial(self._evaluate, closure, given)
         return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
@@ -345,10 +342,6 @@ class Attached:
             warnings.warn(msg, UserWarning, stacklevel=4)
         self._forgotten = False
 
-    def _after(self, *_: Any) -> None:
-        if not self._nested():
-            self._restore()
-
     def _nested(self) -> bool:
         """Whether the step is part of another one, as a class that calls ``super().step()`` runs the hooks twice."""
         frame: Any = sys._getframe() if self._nests else None  # noqa: SLF001 - a flag would outlive a step that fails
@@ -359,21 +352,20 @@ class Attached:
         return steps > 1
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
-        self._restore()
+        self._after()
         loss = closure()
-        with torch.no_grad():
-            self._clip(given if loss is None else loss)
+        self._clip(given if loss is None else loss)
         return loss
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _clip(self, loss: Any) -> None:
-        params, tree = self._params(), self._tree(grad_of)
-        grads = {id(grad): grad for group in tree for grad in group.values() if grad is not None}
-        device, given = next((p.device for p in params), None), loss
+        device = next((p.device for p in self._params()), None)
         if several():
             loss = of_all(loss, device)
             if looks_at_loss(self.rule):
                 loss()  # also without any gradient, or other processes would wait
-        all_reduce = given_back(self._join)
+        tree, all_reduce = self._tree(grad_of), given_back(self._join)
+        grads = {id(grad): grad for group in tree for grad in group.values() if grad is not None}
         if not grads and all_reduce is None:
             return
         scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -385,20 +377,12 @@ class Attached:
             return
         if scale is not None:
             self._unscale(list(grads.values()), scale)
-        every, leaves = self._tree(lambda p: p), None
-        if self.record is not None and self.record.leaves:
-            leaves = leaf_norms(tree)  # before they are clipped
-            if leaves.shape[0] != self._named:
-                self._name(self.record)  # after add_param_group
-        _, self.state, self.report = self.rule.update(
-            tree, self.state, every, all_reduce, in_place=True, loss=loss, shared=self._shared
-        )
-        self._steps += 1
-        if self.record is not None:
-            given = given if self.record.loss is None else None  # a trainer knows the loss of all accumulated batches
-            self.record(self.report, loss=given, leaves=leaves)
-        if self.report.skipped is not None:
-            self._skip(self.report.skipped, found_inf)
+        if self.record is not None and self.record.leaves and self._named != len(self._params()):
+            self._name(self.record)  # after add_param_group
+        every = self._tree(lambda p: p)
+        report = self._clipper.clip_(tree, every, all_reduce, loss=loss, shared=self._shared)
+        if report.skipped is not None:
+            self._skip(report.skipped, found_inf)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by the scale of a GradScaler, as a fused kernel would do later."""
@@ -429,16 +413,15 @@ class Attached:
         for p, _ in self._hidden:
             p.grad = None
 
-    def _restore(self) -> None:
+    def _after(self, *_: Any) -> None:
+        """Give back what was hidden."""
+        if self._nested():
+            return
         if self._flagged:
             del self._optimizer.found_inf
         for p, grad in self._hidden:
             p.grad = grad
         self._flagged, self._hidden = False, []
-
-    def _known(self) -> list[Any]:
-        """Return the parameters, without those that are frozen."""
-        return self._tree(lambda p: p.detach() if p.requires_grad else None)
 
     def _params(self) -> list[Any]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -452,10 +435,3 @@ class Attached:
             names = names if len(set(names)) == len(numbers) else numbers
             trees.append(OrderedDict(zip(names, map(of, group["params"]), strict=True)))
         return trees
-
-
-def _plain(array: Any, large: float = math.inf) -> Any:
-    """Return a tensor as numbers, or as a new tensor if it is large."""
-    if array.numel() > large:
-        return array.detach().clone()
-    return to_lists(array.full_tensor() if is_dtensor(array) else array)

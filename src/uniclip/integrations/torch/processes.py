@@ -91,7 +91,7 @@ def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
 def of_all(loss: Any, device: Any) -> Loss:
     """Return the mean of the losses of all processes that have one, reduced once by all of them."""
     refuse_in_step(loss)
-    return Loss(partial(_mean, loss, device))
+    return Loss(partial(_mean, loss, device), loss)
 
 
 def _mean(loss: Any, device: Any) -> Any:
