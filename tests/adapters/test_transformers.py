@@ -23,7 +23,7 @@ from adapters.trainers import Fed, Looping, Net, by_hand, long, near, remembers,
 from kit.training import Batch, batches
 from uniclip import insight
 from uniclip.integrations.torch import attach
-from uniclip.integrations.transformers import ClipGradients
+from uniclip.integrations.transformers import ClipGradients, ClippedTrainer
 
 # The number of steps is given, since the batches come as a stream.
 pytestmark = pytest.mark.filterwarnings("ignore:max_steps is given, it will override any value given in num_train")
@@ -220,6 +220,34 @@ def test_train_again(tmp_path: Path) -> None:
     attach(trainer.optimizer.optimizer, uc.by_norm(1.0))
     with pytest.raises(ValueError, match="clipped already"):
         trainer.train()
+
+
+class Clipping(ClippedTrainer, Feeding):
+    """A trainer of one's own."""
+
+
+def test_mixin(tmp_path: Path) -> None:
+    """A trainer that clips trains as the callback does, also resumed; its first logger sees the scalars."""
+    rule, first, saved = uc.autoclip(50, window=4), Seeing(), {"save_strategy": "steps", "save_steps": 3}
+    clipped = {"rule": rule, "max_grad_norm": 0.7, **saved}
+    for of, resume in ((BATCHES[:6], None), (BATCHES[3:6], tmp_path / "checkpoint-3")):
+        made = Clipping(tmp_path, [tensors(batch) for batch in of], **{"max_steps": 6, **clipped})
+        made.callback_handler.callbacks.insert(0, first)
+        made.train(resume_from_checkpoint=resume)
+        hand, steps = by_hand(rule, BATCHES[:6])
+        near(made.model.arrays(), hand.weights)
+        remembers(made.clipping.numbers(), hand.clipper)
+        assert made.logged("clip/norm")[-1] == pytest.approx(steps[-1]["clip/norm"], rel=1e-4)
+        assert made.args.max_grad_norm == 0.7
+    assert first.own == [0.0] * 9
+    assert all("clip/norm" in names for names in first.logs[:6])
+    assert first.logs[6] == set()
+    made.train()  # the same optimizer, which Accelerate has wrapped
+    for wrong in (1.0, uc.Rule):
+        with pytest.raises(TypeError, match="rule"):
+            Clipping(tmp_path, [], rule=wrong)
+    with pytest.raises(ValueError, match='nonfinite="skip"'):
+        Clipping(tmp_path, [tensors(BATCHES[0])], rule=uc.by_norm(1.0, nonfinite="zero")).train()
 
 
 class InBackward(torch.optim.SGD):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Clipping inside the Trainer of Hugging Face Transformers: one callback."""
+"""Clipping inside the Trainer of Hugging Face Transformers: a callback, or a trainer whose loggers see all of it."""
 
 from __future__ import annotations
 
 from uniclip._errors import check, needs, short
 from uniclip.arraywise import AnyRule
 from uniclip.integrations import refuse_record, rule_for_steps
-from uniclip.report import AVERAGED, NORM, NORM_MAX
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback
@@ -15,9 +14,7 @@ import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import optree
-
-from uniclip.backends.dtensor import is_dtensor
+from uniclip.integrations.torch.checks import unwrapped
 from uniclip.integrations.torch.optimizer import Attached, attach
 
 if TYPE_CHECKING:
@@ -96,18 +93,10 @@ class ClipGradients(TrainerCallback):
         self._seen: Any = None
         self._loaded: dict[str, Any] = {}
         self._given: Any = None  # the arguments and their max_grad_norm, while it is set to 0
-        self._last: dict[str, Any] = {}
-        self._sums: dict[str, Any] = {}
-        self._largest: Any = None
-        self._steps = 0
 
     def __repr__(self) -> str:
-        """Return the rule, and the number of steps."""
-        return (
-            f"<ClipGradients: {self.rule!r}, before training>"
-            if self.handle is None
-            else f"<ClipGradients: {self.handle!r}>"
-        )
+        """Return the rule and the optimizer."""
+        return f"<ClipGradients: {self.handle or self.rule!r}{'' if self.handle else ', before training'}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rule, without hooks in an optimizer."""
@@ -118,34 +107,30 @@ class ClipGradients(TrainerCallback):
         return self._loaded if self.handle is None else self.handle.numbers()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a memory saved by any integration; checkpoints of the Trainer already hold it.
+        """Begin the next training with a memory saved by any integration; checkpoints of the Trainer already hold it.
 
         Parameters
         ----------
         saved : dict
-            An empty dict starts over. Before training it is checked when training starts.
+            An empty dict starts over. It is checked when training starts.
 
         Raises
         ------
         TypeError
             If ``saved`` is not a dict.
-        ValueError
-            If it belongs to another rule or other parameters.
         """
         check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
-        if self.handle is not None and self._given is not None:  # while training
-            self.handle.load_state_dict(saved)
-        else:
-            self._loaded, self.handle = saved, None
+        self._end()
+        self._loaded, self.handle = saved, None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Attach to the optimizer, and restore the state from a checkpoint if there is one."""
-        self._detach()  # if the previous training failed
+        self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
-        _refuse(optimizer, self.rule)
+        _refuse(optimizer.accelerator_state.distributed_type.value, self.rule)
         self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record)
-        _refuse_parts(self.handle)
-        self._seen, self._last, self._sums, self._largest, self._steps = None, {}, {}, None, 0
+        self.handle.logs()
+        self._seen = None
         saved = state.stateful_callbacks.get(_KEY) or self._loaded
         if self.rule.memory:
             if saved or not state.global_step:  # else it warns, at the first step
@@ -165,41 +150,105 @@ class ClipGradients(TrainerCallback):
             self.record.step = max(self.record.step or 0, state.global_step)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Accumulate the report of the step, without reading it."""
+        """Refuse a step that was not clipped, unless GradScaler skipped it."""
         report = None if self.handle is None else self.handle.report
-        if report is None or report is self._seen:
-            _check_skipped(kwargs["optimizer"], self.rule)
-            return
-        self._seen, self._last = report, report.scalars()
-        self._steps += 1
-        if NORM in self._last:
-            norm = self._last[NORM]
-            norm = norm.where(norm.isfinite(), 0.0)
-            self._largest = norm if self._largest is None else self._largest.maximum(norm)
-        for name in self._last.keys() & set(AVERAGED):
-            self._sums[name] = self._sums.get(name, 0) + self._last[name]
+        if (report is None or report is self._seen) and not kwargs["optimizer"].step_was_skipped:
+            msg = (
+                f"{type(kwargs['optimizer'].optimizer).__name__} took a step in which {short(self.rule)} saw no "
+                "gradients: ClipGradients needs an optimizer that takes them from p.grad in step(), which layer-wise "
+                "ones do not"
+            )
+            raise RuntimeError(msg)
+        self._seen = report
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
         """Add the scalars since the last log to what is logged."""
-        if "loss" not in logs or not self._steps:  # a log of evaluation
-            return
-        means = {name: total / self._steps for name, total in self._sums.items()}
-        largest = {} if self._largest is None else {NORM_MAX: self._largest}
-        clip = {name: float(value) for name, value in (self._last | means | largest).items()}
-        self._sums, self._largest, self._steps = {}, None, 0
-        logs.update(clip)
-        state.log_history[-1].update(clip)  # written before this is called
+        if self.handle is not None and "loss" in logs:  # else a log of evaluation
+            scalars = self.handle.logs()
+            logs.update(scalars)
+            state.log_history[-1].update(scalars)  # written before this is called
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Restore the optimizer and the arguments."""
-        self._detach()
+        self._end()
 
-    def _detach(self) -> None:
+    def _end(self) -> None:
         if self.handle is not None:
             self.handle.remove()
         if self._given is not None:
             args, value = self._given
             args.max_grad_norm, self._given = value, None
+
+
+class ClippedTrainer:
+    """A mixin for trainers that clip by a rule, whose loggers see the scalars whatever their order.
+
+    The state of a rule with memory is in ``optimizer.pt`` of each checkpoint. During training ``max_grad_norm`` is 0.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Those of the trainer.
+    rule : Rule or callable
+    all_reduce, shared, record : optional
+        As for `ClipGradients`.
+
+    Attributes
+    ----------
+    clipping : Attached or None
+        The handle of `uniclip.integrations.torch.attach`, from the start of training on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ClipGradients`.
+
+    Examples
+    --------
+    >>> from transformers import Trainer
+    >>> from uniclip.integrations.transformers import ClippedTrainer
+    >>> class MyTrainer(ClippedTrainer, Trainer): ...
+    >>> # MyTrainer(model, args, train_dataset=data, rule=uc.by_global_norm(1.0)).train()
+    """
+
+    args: Any
+    accelerator: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        rule: AnyRule,
+        all_reduce: Any = None,
+        shared: Any = None,
+        record: Recorder | None = None,
+        **kwargs: Any,
+    ) -> None:
+        refuse_record(record, all_reduce)
+        self._rule, self._how = rule_for_steps(rule), (all_reduce, shared, record)
+        self.clipping: Attached | None = None
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer, and attach the rule to it."""
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer):
+            _refuse(self.accelerator.distributed_type.value, self._rule)
+            self.clipping = attach(optimizer, self._rule, *self._how)
+            self.clipping.logs()
+        return optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; the trainer does not also clip."""
+        given, self.args.max_grad_norm = self.args.max_grad_norm, 0.0
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.args.max_grad_norm = given
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the scalars since the last log."""
+        scalars = self.clipping.logs() if self.clipping is not None and "loss" in logs else {}
+        super().log({**logs, **scalars}, *args, **kwargs)  # type: ignore[misc]
 
 
 class _Snapshot:
@@ -213,9 +262,8 @@ class _Snapshot:
         return saved
 
 
-def _refuse(optimizer: Any, rule: Any) -> None:
-    """Refuse optimizers that see only parts of the gradients, and a policy that the Trainer makes useless."""
-    kind = optimizer.accelerator_state.distributed_type.value
+def _refuse(kind: str, rule: Any) -> None:
+    """Refuse engines whose optimizers see only parts of the gradients, and a policy that the Trainer makes useless."""
     if kind in _ENGINES:
         msg = (
             f"ClipGradients cannot be used with {kind}: each process would clip by the norm of its own part of the "
@@ -225,27 +273,6 @@ def _refuse(optimizer: Any, rule: Any) -> None:
     if getattr(rule, "nonfinite", None) == "zero":  # where the norm is not finite, the Trainer multiplies all by NaN
         msg = 'with nonfinite="zero" the Trainer leaves NaN only of gradients that are not finite: use nonfinite="skip"'
         raise ValueError(msg)
-
-
-def _refuse_parts(handle: Attached) -> None:
-    """Refuse a state in parts: the Trainer writes its state in one process, which lacks the others."""
-    if any(map(is_dtensor, optree.tree_leaves(handle.state))):
-        handle.remove()
-        msg = (
-            f"{short(handle.rule)} has a state as large as the model, which is in parts here, and trainer_state.json "
-            "cannot hold it: use a rule with one norm for each leaf, or for all; or a loop of your own with Accelerate"
-        )
-        raise ValueError(msg)
-
-
-def _check_skipped(optimizer: Any, rule: Any) -> None:
-    """Refuse a step that was not clipped, unless GradScaler skipped it."""
-    if not optimizer.step_was_skipped:
-        msg = (
-            f"{type(optimizer.optimizer).__name__} took a step in which {short(rule)} saw no gradients: ClipGradients "
-            "needs an optimizer that takes them from p.grad in step(), which layer-wise ones do not"
-        )
-        raise RuntimeError(msg)
 
 
 def _warn(args: Any) -> None:

@@ -152,12 +152,14 @@ class Attached:
     >>> handle.remove()
     """
 
+    optimizer: Any
+    """The optimizer inside its wrappers."""
     loss: Number | None = None
     """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
     the step. With several processes the rule gets the mean."""
 
     def __init__(self, optimizer: Any, clipper: Clipper, all_reduce: Any, shared: Any) -> None:
-        self._optimizer, self._clipper = optimizer, clipper
+        self.optimizer, self._clipper = optimizer, clipper
         self._join, self._shared = held(all_reduce), shared
         self._hidden: list[tuple[Any, Any]] = []
         self._flagged = False
@@ -210,7 +212,7 @@ class Attached:
 
     def __repr__(self) -> str:
         """Return the rule and the optimizer."""
-        clips = f"{type(self._optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
+        clips = f"{type(self.optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
         return f"<attach: {self.rule!r}, {clips}{'' if self._hooks else ', removed'}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -225,7 +227,7 @@ class Attached:
         """Detach from the optimizer, which is left as it was before. Idempotent."""
         if self._hooks:
             self._after()
-            _rules.pop(self._optimizer, None)
+            _rules.pop(self.optimizer, None)
         while self._hooks:
             self._hooks.pop().remove()
         if self.record is not None:
@@ -317,7 +319,7 @@ class Attached:
             return None
         self._warn()
         if "grad_scaler" in kwargs:
-            msg = f"{type(self._optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
+            msg = f"{type(self.optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
             raise TypeError(msg)
         given, self.loss = self.loss, None
         if not callable(closure):
@@ -328,7 +330,7 @@ class Attached:
 
     def _initializes(self) -> bool:
         """Whether a step makes the state only, as ``torch.distributed.checkpoint`` does, with rates of 0."""
-        return not any(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
+        return not any(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
 
     def _warn(self) -> None:
         """Warn that the rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
@@ -347,7 +349,7 @@ class Attached:
         frame: Any = sys._getframe() if self._nests else None  # noqa: SLF001 - a flag would outlive a step that fails
         steps = 0
         while frame is not None:
-            steps += frame.f_code is _STEP and frame.f_locals.get("self") is self._optimizer
+            steps += frame.f_code is _STEP and frame.f_locals.get("self") is self.optimizer
             frame = frame.f_back
         return steps > 1
 
@@ -368,7 +370,7 @@ class Attached:
         grads = {id(grad): grad for group in tree for grad in group.values() if grad is not None}
         if not grads and all_reduce is None:
             return
-        scale, found_inf = (getattr(self._optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
         found_inf = of_any(found_inf, all_reduce, device)
         policy = getattr(self.rule, "nonfinite", None)
         # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under these policies.
@@ -392,13 +394,13 @@ class Attached:
                 "float32 under autocast"
             )
             raise ValueError(msg)
-        self._optimizer.grad_scale = None  # GradScaler sets it before each step
+        self.optimizer.grad_scale = None  # GradScaler sets it before each step
         for grad in grads:
             grad.div_(scale.to(grad.device))
 
     def _skip(self, skipped: Any, found_inf: Any) -> None:
         """Skip a step, as the rule demands."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         fused = type(optimizer) in _SKIPPING and all(group["fused"] for group in optimizer.param_groups)
         if fused and not BACKEND.readable(skipped):
             flag = skipped.to(torch.float32)
@@ -418,18 +420,18 @@ class Attached:
         if self._nested():
             return
         if self._flagged:
-            del self._optimizer.found_inf
+            del self.optimizer.found_inf
         for p, grad in self._hidden:
             p.grad = grad
         self._flagged, self._hidden = False, []
 
     def _params(self) -> list[Any]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _tree(self, of: Callable[[Any], Any]) -> list[Any]:
         """Return ``of(parameter)`` for each parameter, by its group and name (its index without unique names)."""
         trees = []
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             numbers = range(len(group["params"]))
             names = group.get("param_names", numbers)
             names = names if len(set(names)) == len(numbers) else numbers
