@@ -15,7 +15,6 @@ with needs("Lightning", "lightning"):
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations.torch import Attached, attach
 
 if TYPE_CHECKING:
@@ -99,18 +98,19 @@ class ClipGradients(Callback):
         self.all_reduce, self.shared, self.record = all_reduce, shared, record
         self.handles: list[Attached] = []
         self._numbers: list[int] = []
-        self._names: list[str] = []
-        self._logged: list[Any] = []
+        """The numbers of their optimizers."""
+        self._logged: dict[int, Any] = {}
+        """The last report of each that was logged."""
         self._loaded: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        """Return the rules, and their numbers of steps."""
+        """Return the rules, and their optimizers."""
         return f"<ClipGradients: {self.handles or self._rules!r}{'' if self.handles else ', before fit'}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rules, without hooks in optimizers."""
         kept = {name: value for name, value in vars(self).items() if name not in _OF_MODULE}
-        return kept | {"handles": [], "_numbers": [], "_names": [], "_logged": [], "_loaded": {}}
+        return kept | {"handles": [], "_numbers": [], "_logged": {}, "_loaded": {}}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Forget what an evaluation has loaded."""
@@ -133,15 +133,13 @@ class ClipGradients(Callback):
         for number in chosen:  # one by one, so that those before an error can be removed
             self.handles.append(attach(optimizers[number], rules[number], self.all_reduce, self.shared, self.record))
             self.handles[-1].name_leaves(pl_module)
-        self._numbers = chosen
-        self._names = [f"/{number}" if len(optimizers) > 1 else "" for number in chosen]
-        self._logged = [None] * len(chosen)
+        self._numbers, self._logged = chosen, {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Go on from the checkpoint, if there is one."""
         loaded, self._loaded = self._loaded, {}
         for number, handle in zip(self._numbers, self.handles, strict=True):
-            if str(number) in loaded and handle.rule.memory:
+            if str(number) in loaded:
                 handle.load_state_dict(loaded[str(number)])
         if self.record is not None:
             self.record.resume(trainer.global_step)
@@ -160,7 +158,7 @@ class ClipGradients(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the rules by the numbers of their optimizers, as strategies omit them from theirs."""
         pairs = zip(self._numbers, self.handles, strict=True)
-        return {str(number): _whole(handle.state_dict()) for number, handle in pairs if handle.rule.memory}
+        return {str(number): handle.state_dict() for number, handle in pairs if handle.rule.memory}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states of a checkpoint until there are optimizers, which are loaded later."""
@@ -168,9 +166,9 @@ class ClipGradients(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the reports of the steps that this batch took."""
-        for number, (handle, name) in enumerate(zip(self.handles, self._names, strict=True)):
-            report = handle.report
-            if report is None or report is self._logged[number] or trainer.barebones:  # batches are accumulated
+        for number, handle in zip(self._numbers, self.handles, strict=True):
+            report, name = handle.report, f"/{number}" if len(trainer.optimizers) > 1 else ""
+            if report is None or report is self._logged.get(number) or trainer.barebones:  # batches are accumulated
                 continue
             self._logged[number] = report
             for key, value in report.scalars().items():
@@ -181,11 +179,6 @@ class ClipGradients(Callback):
                     pl_module.log(NORM_MAX + name, value.where(value.isfinite(), 0.0), sync_dist=True, **over)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Write the remaining lines of the record."""
-        if self.record is not None:
-            self.record.flush()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Write the remaining lines of the record."""
         if self.record is not None:
             self.record.flush()
@@ -204,9 +197,3 @@ class ClipGradients(Callback):
                 "norm of its own part of the gradients; use the strategy's own clipping, or ModelParallelStrategy"
             )
             raise MisconfigurationException(msg)
-
-
-def _whole(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with full tensors in the place of distributed ones, as one process writes it."""
-    state = {name: value.full_tensor() if is_dtensor(value) else value for name, value in saved["state"].items()}
-    return {**saved, "state": state}
