@@ -21,6 +21,7 @@ import uniclip as uc
 from adapters.contract import Adapter, variants
 from kit.training import MOMENTUM, RATE, Arrays, Batch, parts, weights
 from uniclip.integrations.optax import from_dict, scalars, to_dict, to_optax
+from uniclip.saved import renamed
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -240,13 +241,26 @@ def test_dtypes(dtype: str) -> None:
     np.testing.assert_allclose(scalars(after)["clip/norm"], NORM, rtol=1e-6)
 
 
-def test_copies_of_the_parameters() -> None:
+MAPPED: dict[str, Any] = {
+    "by_global_norm": uc.by_global_norm(1.0),
+    "by_norm": uc.by_norm(1.0, nonfinite="skip"),
+    "zclip": uc.zclip(),
+    "adagc": uc.adagc(),
+    "autoclip": uc.autoclip(),
+    "chain": uc.chain(uc.by_value(-1.0, 1.0), uc.adagc(), uc.skip_spikes()),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_copies_of_the_parameters(name: str) -> None:
     """Only the optimizer inside has any in its state, so sharding specs come out right."""
-    optimizer = to_optax(uc.chain(uc.by_norm(1.0), uc.autoclip()), optax.trace(0.9))
+    optimizer = optax.MultiSteps(to_optax(MAPPED[name], optax.trace(0.9)), 2)
     state = optimizer.init(PARAMS)
     told = optax.tree_map_params(optimizer, lambda _: "copy", state, transform_non_params=lambda _: "other")
-    assert jax.tree.leaves(told).count("copy") == 2
-    assert "other" in jax.tree.leaves(told)
+    assert jax.tree.structure(told) == jax.tree.structure(state)
+    clip = optax.tree.get(told, "ClipState")
+    assert set(jax.tree.leaves((clip.memory, clip.clip))) == {"other"}
+    assert jax.tree.leaves(clip.inner) == ["copy", "copy"]
 
 
 def test_limits_that_optax_injects() -> None:
@@ -298,6 +312,9 @@ def test_scalars_of_several_and_of_none() -> None:
     two = optax.chain(to_optax(uc.by_global_norm(1.0)), to_optax(uc.by_global_norm(2.0)), optax.sgd(0.1))
     seen = scalars(TrainState.create(apply_fn=None, params=PARAMS, tx=two))
     assert {"clip/norm/0", "clip/norm/1", "clip/limit/0", "clip/limit/1"} <= set(seen)
+    inside = optax.chain(to_optax(uc.by_global_norm(3.0), two), to_optax(uc.by_global_norm(4.0)))
+    state = inside.update(LARGE, inside.init(PARAMS))[1]
+    assert [float(scalars(state)[f"clip/limit/{number}"]) for number in range(4)] == [3.0, 4.0, 1.0, 2.0]
     assert scalars(to_optax(uc.by_value(-1.0, 1.0)).init(PARAMS)) == {}
     with pytest.raises(ValueError, match=r"to_optax\(rule\)"):
         scalars(optax.adam(0.1).init(PARAMS))
@@ -336,7 +353,7 @@ REMEMBERING: dict[str, Any] = {
 @pytest.mark.parametrize("name", REMEMBERING)
 @pytest.mark.parametrize("compiling", [False, True])
 def test_gradients_that_are_absent_in_some_steps(name: str, compiling: bool) -> None:
-    """They leave their rows of the memory as they were, as in ``rule.update``; other leaves are refused by name."""
+    """They leave their rows of the memory as they were, as in ``rule.update``."""
     rule, optimizer = REMEMBERING[name], to_optax(REMEMBERING[name])
     update = jax.jit(optimizer.update) if compiling else optimizer.update
     state, memory = optimizer.init(PARAMS), rule.init(PARAMS)
@@ -346,9 +363,61 @@ def test_gradients_that_are_absent_in_some_steps(name: str, compiling: bool) -> 
         found, state = update(grads, state, PARAMS)
         equal(found, wanted)
         equal(state.memory, memory)
-    if name == "leaves":
-        with pytest.raises(ValueError, match=r"grads\['other'\]"):
-            optimizer.update({"other" if key == "w" else key: leaf for key, leaf in LARGE.items()}, state, PARAMS)
+
+
+def injected(rule: Any) -> Any:
+    """Return an optimizer with a hyperparameter that is called as a field of `ClipState`."""
+    make = optax.inject_hyperparams(lambda clip: optax.chain(to_optax(rule), optax.sgd(clip)))
+    return make(clip=optax.constant_schedule(0.1))
+
+
+def in_parts(rule: Any) -> Any:
+    """Return an optimizer with a rule for one of two parts."""
+    return optax.partition({"clipped": to_optax(rule), "unused": optax.adam(0.1)}, {"b": "clipped", "w": "clipped"})
+
+
+WRAPPED: dict[str, Any] = {
+    "chain": lambda rule: optax.chain(optax.identity(), to_optax(rule), optax.adam(0.1)),
+    "masked": lambda rule: optax.masked(optax.chain(to_optax(rule), optax.trace(0.9)), True),
+    "partition": in_parts,
+    "MultiSteps": lambda rule: optax.MultiSteps(to_optax(rule, optax.adam(0.1)), 1),
+    "apply_if_finite": lambda rule: optax.apply_if_finite(to_optax(rule), 3),
+    "inject_hyperparams": injected,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_states_inside_of_wrappers(name: str) -> None:
+    """Scalars and memory are found wherever optax puts them, and a memory put back leaves the rest as it was."""
+    rule, params = uc.norm_growth(), {"b": PARAMS["b"], "w": PARAMS["w"]}
+    optimizer = WRAPPED[name](rule)
+    first = optimizer.init(params)
+    _, state = optimizer.update(times(3.0, params), first, params)
+    np.testing.assert_allclose(scalars(state)["clip/norm"], np.sqrt(54), rtol=1e-6)
+    saved = to_dict(rule, state, params)
+    again = from_dict(rule, saved, first, params)
+    assert to_dict(rule, again, params) == saved
+    assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, first)
+    equal(from_dict(rule, {}, again, params), first, rtol=0)
+
+
+def test_memory_of_other_leaves() -> None:
+    """What `to_dict` returned is put in order by the names of leaves, and refused for other leaves or another rule."""
+    rule, optimizer = uc.adagc(), to_optax(uc.adagc())
+    state = optimizer.update(LARGE, optimizer.init(PARAMS), PARAMS)[1]
+    saved = to_dict(rule, state, PARAMS)
+    names = {"absent": "absent", "b": "z", "w": "y"}
+    other = {names[name]: leaf for name, leaf in PARAMS.items()}
+    with pytest.raises(ValueError, match=r"grads\['y'\]"):
+        from_dict(rule, saved, optimizer.init(other), other)
+    moved = from_dict(rule, renamed(saved, {"['b']": "['z']", "['w']": "['y']"}), optimizer.init(other), other)
+    np.testing.assert_array_equal(moved.memory.averages, state.memory.averages[jnp.asarray([0, 2, 1])])
+    with pytest.raises(ValueError, match="another rule"):
+        from_dict(uc.autoclip(), saved, to_optax(uc.autoclip()).init(PARAMS), PARAMS)
+    with pytest.raises(TypeError, match="this rule"):
+        to_dict(uc.zclip(), state, PARAMS)
+    with pytest.raises(ValueError, match="it holds 2"):
+        to_dict(rule, (state, state), PARAMS)
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
@@ -372,9 +441,12 @@ def test_wrong_steps() -> None:
     relative = optax.chain(to_optax(uc.agc()), optax.sgd(0.1))
     with pytest.raises(ValueError, match="params="):
         jax.jit(relative.update)(LARGE, relative.init(PARAMS))
-    raising = to_optax(uc.by_global_norm(1.0, nonfinite="raise"))
-    with pytest.raises((ValueError, TypeError), match="init"):
-        jax.jit(raising.update)(LARGE, to_optax(uc.autoclip()).init(PARAMS))
+    raising, skipping = (to_optax(uc.by_global_norm(1.0, nonfinite=policy)) for policy in ("raise", "skip"))
+    for other in (raising.init(PARAMS), to_optax(uc.zclip()).init(PARAMS), relative.init(PARAMS)):
+        with pytest.raises(TypeError, match=r"state must be .*init"):
+            skipping.update(LARGE, other)
+    with pytest.raises(TypeError, match=r"state must be .*init"):
+        jax.jit(to_optax(uc.autoclip()).update)(LARGE, raising.init(PARAMS))
     bad = {**LARGE, "b": LARGE["b"] * jnp.nan}
     with pytest.raises(FloatingPointError, match=r"grads\['b'\]"):
         raising.update(bad, raising.init(PARAMS))

@@ -3,37 +3,30 @@
 
 from __future__ import annotations
 
-from uniclip._errors import needs
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from uniclip._errors import check, needs
+from uniclip.arraywise import AnyRule
 from uniclip.integrations import rule_for_steps
+from uniclip.report import LOGGED, Report
+from uniclip.saved import from_dict as state_from_dict
+from uniclip.saved import to_dict as state_to_dict
 
 with needs("optax", "optax"):
     import jax
     import jax.numpy as jnp
     import optax
 
-import zlib
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
-
-import numpy as np
-import optree
-
-from uniclip._errors import check, short
-from uniclip.arraywise import AnyRule
-from uniclip.backends.jax import names_of, varying
-from uniclip.labels import identity, labels_of, leaves_of, shown
-from uniclip.report import Report
-from uniclip.saved import from_dict as state_from_dict
-from uniclip.saved import to_dict as state_to_dict
-from uniclip.tree import flatten
+from uniclip.backends.jax import varying
 
 
 class ClipState(NamedTuple):
     """The state of a transformation of `to_optax`: the rule's memory, and the scalars of the last step.
 
-    The fields between ``inner`` and ``leaves`` are 0-d arrays, zeros before the first step, and ``None`` for a rule
-    that measures no norm; see `uniclip.Report.scalars`. Structure, shapes and dtypes stay those of ``init``.
+    Structure, shapes and dtypes stay those of ``init``.
 
     Examples
     --------
@@ -42,7 +35,7 @@ class ClipState(NamedTuple):
     >>> from uniclip.integrations.optax import to_optax
     >>> clip = to_optax(uc.by_global_norm(1.0))
     >>> _, state = clip.update(jnp.asarray([3.0, 4.0]), clip.init(jnp.zeros(2)))
-    >>> type(state).__name__, float(state.norm), round(float(state.factor), 3)
+    >>> type(state).__name__, float(state.clip["clip/norm"]), round(float(state.clip["clip/factor"]), 3)
     ('ClipState', 5.0, 0.2)
     """
 
@@ -50,24 +43,8 @@ class ClipState(NamedTuple):
     """The state of the rule."""
     inner: Any
     """The state of the inner transformation."""
-    norm: Any = None
-    """The largest norm before clipping."""
-    limit: Any = None
-    """The smallest limit."""
-    threshold: Any = None
-    """The smallest norm that is clipped; ``None`` if that is the limit."""
-    factor: Any = None
-    """The smallest factor."""
-    share: Any = None
-    """The share of the factors that are not 1."""
-    skipped: Any = None
-    """1 if the step was skipped, else 0; ``None`` for a rule that skips none."""
-    leaves: Any = None
-    """Checksums of the kind of the rule and of each leaf or group in its memory; ``None`` for a rule without memory."""
-
-
-_SEEN = ClipState._fields[2:-1]
-"""The fields with scalars for loggers."""
+    clip: dict[str, Any]
+    """0-d arrays by the names of `uniclip.Report.scalars`, zeros before the first step."""
 
 
 def to_optax(
@@ -103,10 +80,11 @@ def to_optax(
     Raises
     ------
     TypeError
-        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is not a `ClipState`.
+        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is that of a rule of
+        another kind, or ``axis_name`` and ``shared`` are not what they should be.
     ValueError
-        In ``update``, if the state of a rule with memory belongs to other leaves or groups, or to another rule;
-        in compiled code only if the number of leaves differs.
+        In ``update``, if the state is that of another number of norms. Which leaves or groups they belong to is
+        known, and compared, in what `to_dict` returns.
 
     Examples
     --------
@@ -120,42 +98,35 @@ def to_optax(
     >>> updates["w"].tolist(), float(scalars(state)["clip/norm"])
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    if isinstance(rule, optax.GradientTransformation):
-        msg = "rule is a gradient transformation: the arguments are swapped, it is to_optax(rule, inner)"
-        raise TypeError(msg)
+    check("rule", rule, not isinstance(rule, optax.GradientTransformation), "a rule, as in to_optax(rule, inner)")
     rule = rule_for_steps(rule)
     wanted = "an optax.GradientTransformation, such as optax.adam(1e-3)"
     check("inner", inner, inner is None or isinstance(inner, optax.GradientTransformation), wanted)
-    inside = optax.with_extra_args_support(optax.identity() if inner is None else inner)
-    check(
-        "axis_name", axis_name, axis_name is None or names_of(axis_name) is not None, "the name of an axis, or a tuple"
-    )
-    check("shared", shared, shared is None or callable(shared), "a function of (path, leaf)")
+    inside = optax.with_extra_args_support(inner or optax.identity())
+    own = "what init(params), or an update before, of the same to_optax(rule) returned"
 
     def init(params: Any) -> ClipState:
-        zeros = _all_zeros(params)
+        zeros = _zeros_like(params)
+        if rule.memory and jax.tree.structure(params).num_nodes == 1 and not jax.tree.leaves(params):
+            zeros = jnp.zeros(1)  # optax.tree_map_params gives a node without parameters in place of any
         memory = rule.init(zeros)
-        here = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
-        _, _, report = rule.update(zeros, memory, zeros, here)  # the fields that exist, and their dtypes
-        known = jnp.asarray(_checksums(rule, zeros)) if rule.memory else None
-        return ClipState(memory, inside.init(params), **_nothing_seen(report), leaves=known)
+        axis = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
+        _, _, report = rule.update(zeros, memory, zeros, axis)
+        return ClipState(memory, inside.init(params), _before_the_first_step(report))
 
     def update(grads: Any, state: ClipState, params: Any = None, **extra: Any) -> tuple[Any, ClipState]:
-        if not _is_clip_state(state):
-            raise TypeError(_not_its_state(rule, f", got {type(state).__name__}"))
-        if rule.memory:
-            _refuse_others(rule, state.leaves, grads)
-        loss = extra.get("value")
-        clipped, memory, report = rule.update(grads, state.memory, params, axis_name, loss=loss, shared=shared)
+        check("state", state, isinstance(state, ClipState), own)
+        axis, loss = axis_name if jax.tree.leaves(grads) else None, extra.get("value")
+        clipped, memory, report = rule.update(grads, state.memory, params, axis, loss=loss, shared=shared)
         updates, inner_state = inside.update(clipped, state.inner, params, **extra)
         if report.skipped is not None:
             left_out = jax.tree.map(jnp.zeros_like, updates), state.inner
             updates, inner_state = jax.tree.map(partial(jnp.where, report.skipped), left_out, (updates, inner_state))
-        old = state._replace(inner=None, leaves=None)
-        new = old._replace(memory=memory, **_seen(report))
-        if jax.tree.structure(new) != jax.tree.structure(old):
-            raise ValueError(_not_its_state(rule, ", and this one was made by another rule"))
-        return updates, jax.tree.map(_typed, new, old)._replace(inner=inner_state, leaves=_as_array(state.leaves))
+        # Loops and compiled steps need the dtypes of init; a step without gradients has not all scalars.
+        new, old = (memory, state.clip | report.scalars()), (state.memory, state.clip)
+        check("state", state, jax.tree.structure(new) == jax.tree.structure(old), own)
+        memory, clip = jax.tree.map(lambda array, known: jnp.asarray(array, known.dtype), new, old)
+        return updates, ClipState(memory, inner_state, clip)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -173,8 +144,9 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     -------
     dict of str to 0-d array
         As `uniclip.Report.scalars`: ``"clip/norm"``, ``"clip/limit"``, ``"clip/factor"``, ``"clip/share"``, and for a
-        rule that may skip a step ``"clip/skipped"``. With several clip states the names of the first end with
-        ``"/0"``, and so on, in the order of the tree. Nothing is read from the device.
+        rule that may skip a step ``"clip/skipped"``; empty for a rule that measures no norm. With several clip states
+        the names of the first end with ``"/0"``, and so on, in the order of the tree; those inside of others come
+        last. Nothing is read from the device.
 
     Raises
     ------
@@ -193,18 +165,12 @@ def scalars(opt_state: Any) -> dict[str, Any]:
     {'clip/norm': 5.0, 'clip/limit': 1.0, 'clip/factor': 0.2, 'clip/share': 1.0}
     """
     states = _clip_states(opt_state)
-    if not states:
-        msg = (
-            "opt_state holds no ClipState: put to_optax(rule) into the optimizer, as in "
-            "optax.chain(to_optax(rule), optax.adam(1e-3)), and pass the state that its init or update returns"
-        )
-        raise ValueError(msg)
-    suffixes = [""] if len(states) == 1 else [f"/{number}" for number in range(len(states))]
+    ends = [""] if len(states) == 1 else [f"/{number}" for number in range(len(states))]
     return {
-        f"clip/{name}{suffix}": array
-        for suffix, state in zip(suffixes, states, strict=True)
-        for name, value in zip(_SEEN, state[2:-1], strict=True)
-        for array in jax.tree.leaves(value)  # one or none; NNX puts each into a variable
+        name + end: array
+        for end, state in zip(ends, states, strict=True)
+        for name in LOGGED  # compiled code returns a dict in the order of its keys
+        for array in jax.tree.leaves(state.clip.get(name))  # one or none; NNX puts each into a variable
     }
 
 
@@ -236,12 +202,12 @@ def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
     >>> to_dict(rule, state, params)["state"]
     {'averages': [5.0], 'count': 1}
     """
-    rule, state, zeros = rule_for_steps(rule), _only(opt_state), _all_zeros(params)
-    if not rule.memory:
-        return {}
-    _refuse_others(rule, next(iter(jax.tree.leaves(state.leaves)), None), zeros)
-    spec = optree.tree_structure(rule.init(zeros))
-    return state_to_dict(rule, optree.tree_unflatten(spec, jax.tree.leaves(state.memory)), zeros)
+    [state] = _clip_states(opt_state, most=1)
+    rule, zeros = rule_for_steps(rule), _zeros_like(params)
+    first, arrays = rule.init(zeros), jax.tree.leaves(state.memory)
+    fits = list(map(jnp.shape, arrays)) == list(map(jnp.shape, jax.tree.leaves(first)))
+    check("opt_state", opt_state, fits, "that of an optimizer with this rule, for params of these shapes")
+    return state_to_dict(rule, jax.tree.unflatten(jax.tree.structure(first), arrays), zeros)
 
 
 def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> Any:
@@ -277,108 +243,41 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
     >>> float(state[0].memory.averages[0])
     5.0
     """
-    state = _only(opt_state)
-    memory = state_from_dict(rule_for_steps(rule), saved, _all_zeros(params))
-    new = jax.tree.unflatten(jax.tree.structure(state.memory), jax.tree.leaves(memory))
-
-    def changed(node: Any) -> Any:
-        return node._replace(memory=new) if _is_clip_state(node) else node
-
-    return jax.tree.map(changed, opt_state, is_leaf=_is_clip_state)
+    [state] = _clip_states(opt_state, most=1)
+    memory = jax.tree.leaves(state_from_dict(rule_for_steps(rule), saved, _zeros_like(params)))
+    new = state._replace(memory=jax.tree.unflatten(jax.tree.structure(state.memory), memory))
+    return optax.tree_utils.tree_set(opt_state, _is_clip_state, ClipState=new)
 
 
-def _only(opt_state: Any) -> ClipState:
-    """Return the one clip state of an optimizer."""
-    states = _clip_states(opt_state)
-    if len(states) != 1:
+def _clip_states(opt_state: Any, most: float = math.inf) -> list[ClipState]:
+    """Return the clip states in the state of an optimizer, from one to ``most``; those inside of others come last."""
+    found = optax.tree_utils.tree_get_all_with_path(opt_state, ClipState.__name__, _is_clip_state)
+    if not 1 <= len(found) <= most:
+        wanted = "one ClipState" if most == 1 else "a ClipState"
         msg = (
-            f"opt_state holds {len(states) or 'no'} ClipState{'s' * (len(states) > 1)}, and one was expected: pass the "
-            "state of an optimizer with to_optax(rule) inside, of several the part that holds the one, opt_state[0]"
+            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass what init or update returned of "
+            "optax.chain(to_optax(rule), optax.adam(1e-3)), or of another optimizer with to_optax(rule) inside; of "
+            "several rules, the part of one, such as opt_state[0]"
         )
         raise ValueError(msg)
-    return states[0]
+    return [state for _, state in found]
 
 
-def _all_zeros(params: Any) -> Any:
-    return jax.tree.map(_zeros, params, is_leaf=_is_variable)
+def _is_clip_state(_: Any, node: Any) -> bool:
+    return isinstance(node, ClipState)
 
 
-def _not_its_state(rule: Any, why: str) -> str:
-    wanted = f"what init returned, or the update before, of to_optax({short(rule)})"
-    return f"state must be {wanted}{why}: begin with init(params)"
-
-
-def _checksums(rule: Any, grads: Any) -> Any:
-    """Return a checksum of the kind of the rule, and of each leaf or group in its memory."""
-    texts = [identity(rule), *labels_of(leaves_of(rule, flatten(grads)))]
-    return np.asarray(list(map(_checksum, texts)), np.int32)
-
-
-def _checksum(text: str) -> int:
-    return zlib.crc32(text.encode()) >> 1  # int32, which JAX has everywhere, holds 31 bits
-
-
-def _refuse_others(rule: Any, known: Any, grads: Any) -> None:
-    """Refuse a state of other leaves, naming them if the checksums can be read."""
-    here = _checksums(rule, grads)
-    begin = "begin with init(params), or if they surely are the same, state._replace(leaves=init(params).leaves)"
-    if known is None or known.shape != here.shape:
-        of = "does not say whose norms it holds" if known is None else f"is of {known.size - 1} leaves or groups"
-        msg = f"the state of to_optax({short(rule)}) {of}, and here are {here.size - 1}: {begin}"
-        raise ValueError(msg)
-    if isinstance(known, jax.core.Tracer) or not getattr(known, "is_fully_addressable", True):
-        return
-    saved = np.asarray(known)
-    if np.all(saved == here):
-        return
-    if saved[0] != here[0]:
-        raise ValueError(_not_its_state(rule, ", and this one is that of another kind of rule"))
-    labels = labels_of(leaves_of(rule, flatten(grads)))
-    extra = [label for label in labels if _checksum(label) not in saved[1:].tolist()]
-    what = f"no norms of {shown(extra)}, but of as many others" if extra else "their norms in another order"
-    msg = f"the state of to_optax({short(rule)}) is that of other leaves: it holds {what}; {begin}"
-    raise ValueError(msg)
+def _zeros_like(params: Any) -> Any:
+    """Return zeros like parameters; the optimizer of Flax NNX gives ``init`` variables, and ``update`` arrays."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(*jax.tree.leaves(leaf)), params, is_leaf=_is_variable)
 
 
 def _is_variable(node: Any) -> bool:
-    """Whether a node is a Flax NNX variable; its optimizer passes these to ``init``, and arrays to ``update``."""
-    return hasattr(node, "get_value") and hasattr(node, "get_metadata")
+    return hasattr(node, "get_metadata")
 
 
-def _zeros(leaf: Any) -> Any:
-    return jnp.zeros_like(leaf.get_value() if _is_variable(leaf) else leaf)
-
-
-def _seen(report: Report) -> dict[str, Any]:
-    """Return the numbers of a report by the fields of `ClipState`."""
-    return {name.removeprefix("clip/"): value for name, value in report.scalars().items()}
-
-
-def _nothing_seen(report: Report) -> dict[str, Any]:
-    """Return zeros for the numbers of such reports, also for a tree without leaves."""
-    if report.finite is None:
-        return {}
-    seen = _seen(report)
-    none = {name for name, value in (("skipped", report.skipped), ("threshold", report.thresholds)) if value is None}
-    names = [name for name in _SEEN if name not in none]
-    return {name: jnp.zeros((), seen[name].dtype if name in seen else jnp.float32) for name in names}
-
-
-def _typed(new: Any, old: Any) -> Any:
-    """Return a part of the state in the dtypes of `init`, which loops and compiled steps must keep."""
-    return jnp.asarray(new, old.dtype)
-
-
-def _as_array(checksums: Any) -> Any:
-    """Return checksums as a JAX array; Flax reads NumPy arrays from files."""
-    return None if checksums is None else jnp.asarray(checksums)
-
-
-def _clip_states(tree: Any) -> list[ClipState]:
-    """Return every `ClipState` in a tree; nested ones come after the one that contains them."""
-    found = filter(_is_clip_state, jax.tree.leaves(tree, is_leaf=_is_clip_state))
-    return [state for outer in found for state in (outer, *_clip_states(outer.inner))]
-
-
-def _is_clip_state(node: Any) -> bool:
-    return isinstance(node, ClipState)
+def _before_the_first_step(report: Report) -> dict[str, Any]:
+    """Return zeros for the scalars of such reports, of which one of no gradient has none."""
+    seen, optional = report.scalars(), {"clip/threshold": report.thresholds, "clip/skipped": report.skipped}
+    names = [name for name in LOGGED if optional.get(name, report.finite) is not None]
+    return {name: jnp.zeros((), getattr(seen.get(name), "dtype", jnp.float32)) for name in names}
