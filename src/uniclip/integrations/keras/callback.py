@@ -11,7 +11,7 @@ import numpy as np
 from uniclip._errors import whole
 from uniclip.integrations import refuse_record
 from uniclip.integrations.keras.optimizer import ClippedOptimizer
-from uniclip.report import AVERAGED, NORM, NORM_MAX
+from uniclip.report import LOGGED, NORM, NORM_MAX
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
@@ -81,9 +81,8 @@ class LogClipping(keras.callbacks.Callback):
             self.record.resume(optimizer.batches() if optimizer.built else 0)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
-        """Restart the epoch's averages."""
-        self._optimizer.begin_epoch()
-        self._epoch, self._read_at = np.zeros(len(AVERAGED) + 2), 0
+        """Begin a window."""
+        self._epoch, self._read_at = 0 * self._optimizer.window(), 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Read a window that is full."""
@@ -95,7 +94,7 @@ class LogClipping(keras.callbacks.Callback):
         """Add the scalars to the logs."""
         self._read()
         if logs is not None:
-            logs.update(self._optimizer.scalars_over(self._epoch))
+            logs.update(self._optimizer.named(self._epoch))
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
         """Write the remaining rows."""
@@ -106,12 +105,10 @@ class LogClipping(keras.callbacks.Callback):
         """Read what steps have left in variables since the time before, and begin anew."""
         if keras.backend.backend() == "jax":
             self.model.jax_state_sync()
-        totals = self._optimizer.totals()
-        *_, count, _ = totals
-        self._optimizer.begin_epoch()
-        if self.record is not None and count:
-            row = self._optimizer.scalars_over(totals)
+        window = self._optimizer.window()
+        *sums, _ = self._epoch[len(LOGGED) :] + window[len(LOGGED) :]
+        self._epoch = np.asarray([*window[: len(LOGGED)], *sums, max(self._epoch[-1], window[-1])])
+        row = self._optimizer.named(window)
+        if self.record is not None and NORM_MAX in row:
             row[NORM] = row.pop(NORM_MAX) or row[NORM]
             self.record(row, step=self._optimizer.batches())
-        self._epoch, largest = self._epoch + totals, max(self._epoch[-1], totals[-1])
-        self._epoch[-1] = largest

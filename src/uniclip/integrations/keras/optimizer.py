@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -12,20 +11,18 @@ import keras
 import numpy as np
 import optree
 
-from uniclip._errors import check, counted, short
+from uniclip._errors import counted, short
 from uniclip.arraywise import AnyRule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.keras.checks import refuse_optimizer
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
-from uniclip.integrations.keras.saving import ANEW, SAVED, known_of, renumbered, to_bytes
 from uniclip.integrations.keras.variables import parts_of, paths_of, replicated, stand_in, summed, value_of, when
-from uniclip.labels import Leaves, labels_of, leaves_of
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
-from uniclip.saved import from_saved, names_of, of_others, restored, to_saved
-from uniclip.tree import flatten
+from uniclip.saved import from_dict, to_dict
 
-_BEGIN = "start over with load_rule_state_dict({})"
+_WINDOW = len(AVERAGED) + 2
+"""How many numbers are of a window: sums, the number of its steps, and the largest norm."""
 
 
 @keras.saving.register_keras_serializable(package="uniclip")
@@ -110,12 +107,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         variables = list(variables)
         self.inner.build(variables)
         self._paths = paths_of(variables)
-        tree = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
-        self._leaves = leaves_of(self.rule, flatten(tree))
-        first, self._spec = optree.tree_flatten(self._acting.init(tree))
+        self._stand_ins = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
+        first, self._spec = optree.tree_flatten(self.rule.init(self._stand_ins))
         self._state = [self._remember(np.asarray(array), f"rule_{number}") for number, array in enumerate(first)]
-        self._last = self._remember(np.zeros(len(LOGGED), np.float32), "scalars")
-        self._totals = self._remember(np.zeros(len(AVERAGED) + 2, np.float32), "totals")
+        self._logs = self._remember(np.zeros(len(LOGGED) + _WINDOW, np.float32), "clip_logs")
         super().build(variables)
 
     def _remember(self, array: Any, name: str) -> Any:
@@ -129,40 +124,18 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     def set_weights(self, weights: Any) -> None:
         """Set all variables, including those of the wrapped optimizer."""
-        weights = list(weights)
-        if self.rule.memory and self.built and len(weights) == len(self.variables):
-            self._check({"rule": None, "leaves": None}, weights)
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
 
-    def save_own_variables(self, store: Any) -> None:
-        """Save the variables, together with the leaves of the rule's norms."""
-        super().save_own_variables(store)
-        if self.rule.memory and self.built:
-            store[SAVED] = to_bytes({name: self.rule_state_dict()[name] for name in ("format", "rule", "leaves")})
-
     def load_own_variables(self, store: Any) -> None:
-        """Load the variables, unless the rule's state in the file belongs to other variables or another rule."""
-        names = [name for name in store.keys() if name != SAVED]  # noqa: SIM118 - a store is no dict
-        if self.rule.memory and self.built and len(names) == len(self.variables):
-            self._check(known_of(store, self.rule), [store[name] for name in map(str, range(len(names)))])
-        super().load_own_variables({name: store[name] for name in names})
-
-    def _check(self, known: dict[str, Any], weights: list[Any]) -> None:
-        """Refuse a state of the rule that does not fit, before anything has changed."""
-        numbers = {id(variable): number for number, variable in enumerate(self.variables)}
-        names = names_of(optree.tree_unflatten(self._spec, self._state))
-        arrays = [np.asarray(keras.ops.convert_to_numpy(weights[numbers[id(v)]])) for v in self._state]
-        found, _ = self._restored({**known, "state": dict(zip(names, arrays, strict=True))}, ANEW)
-        if found not in (None, self._leaves):  # Keras assigns variables in the order of the file
-            raise ValueError(of_others(self.rule, labels_of(found), labels_of(self._leaves), ANEW))
-
-    def _restored(self, saved: Any, anew: str) -> tuple[Leaves | None, Any]:
-        """Return the leaves of a saved state, with their names here, and the state in NumPy arrays."""
-        like = optree.tree_unflatten(self._spec, [np.zeros(v.shape, str(v.dtype)) for v in self._state])
-        found = from_saved(saved, self.rule, anew)
-        found = found._replace(leaves=renumbered(found.leaves, self._leaves))
-        return found.leaves, restored(found, self.rule, self._leaves, like, anew)
+        """Load the variables; refuse a file of the time before 0.2, which has others."""
+        if "uniclip" in store.keys():  # noqa: SIM118 - a store is no dict
+            msg = (
+                "the file has the variables of another version of uniclip: load the model without its optimizer, "
+                "keras.saving.load_model(path, compile=False), compile it again, and let the rule start over"
+            )
+            raise ValueError(msg)
+        super().load_own_variables(store)
 
     def rule_state_dict(self) -> dict[str, Any]:
         """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
@@ -172,7 +145,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         if not (self.rule.memory and self.built):
             return {}
         arrays = [keras.ops.convert_to_numpy(value_of(variable)) for variable in self._state]
-        return to_saved(self.rule, self._leaves, optree.tree_unflatten(self._spec, arrays))
+        return to_dict(self.rule, optree.tree_unflatten(self._spec, arrays), self._stand_ins)
 
     def load_rule_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a rule's memory that was saved by any integration, in any framework.
@@ -189,12 +162,10 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         ValueError
             Before ``build``; if it belongs to another rule or other variables.
         """
-        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
         if not self.built:
             msg = "the optimizer has no variables yet: call build(model.trainable_variables) first"
             raise ValueError(msg)
-        tree = OrderedDict(zip(self._paths, map(stand_in, self._trainable_variables), strict=True))
-        state = self._restored(saved, _BEGIN)[1] if saved else self._acting.init(tree)
+        state = from_dict(self.rule, saved, self._stand_ins)
         for variable, array in zip(self._state, optree.tree_leaves(state), strict=True):
             variable.assign(array)
 
@@ -264,16 +235,16 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         raise ValueError(msg)
 
     def _note(self, report: Report) -> None:
-        """Store the scalars of a report in variables, since nothing else outlives a compiled step."""
+        """Store the scalars of a report in a variable, since nothing else outlives a compiled step."""
         scalars = report.scalars()
         self._logged = tuple(name for name in LOGGED if name in scalars)
         if scalars:
             values = [keras.ops.cast(scalars.get(name, 0.0), "float32") for name in LOGGED]
-            self._last.assign(keras.ops.stack(values))
-            *sums, count, largest = keras.ops.unstack(value_of(self._totals))
+            *sums, count, largest = keras.ops.unstack(value_of(self._logs), len(LOGGED) + _WINDOW)[len(LOGGED) :]
             finite = keras.ops.where(keras.ops.isfinite(values[0]), values[0], 0.0)
             sums = [total + value for total, value in zip(sums, values[-len(AVERAGED) :], strict=True)]
-            self._totals.assign(keras.ops.stack([*sums, count + 1, keras.ops.maximum(largest, finite)]))
+            largest = keras.ops.maximum(largest, finite)
+            self._logs.assign(keras.ops.stack([*values, *sums, count + 1, largest]))
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of the last step, as `uniclip.Report.scalars` names them.
@@ -284,38 +255,39 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             Empty before the first step in this process, and for a rule that measures no norm. On JAX, ``fit`` sets the
             variables of an optimizer only at the end of an epoch.
         """
-        values = value_of(self._last) if self._logged else ()
+        values = value_of(self._logs) if self._logged else ()
         return {name: values[LOGGED.index(name)] for name in self._logged}
 
-    def begin_epoch(self) -> None:
-        """Restart the averages of the shares, and the largest norm."""
-        if self.built:
-            self._totals.assign(np.zeros(self._totals.shape, np.float32))
+    def logs(self) -> dict[str, float]:
+        """Return the scalars since the last call as floats, as `uniclip.Clipper.logs` does."""
+        return self.named(self.window())
 
-    def epoch_scalars(self) -> dict[str, float]:
-        """Return the scalars of the last step as floats, with mean shares and the largest norm since `begin_epoch`.
+    def window(self) -> np.ndarray[Any, Any]:
+        """Return what the steps since the last call have left, and begin anew.
 
-        ``"clip/share"``, ``"clip/skipped"`` and ``"clip/norm_max"`` are NaN if no step was taken since then.
+        Returns
+        -------
+        (10,) array of float32
+            The scalars of the last step, the sums of those that are averaged, the number of steps, the largest norm.
         """
-        return self.scalars_over(self.totals())
+        if not self.built:
+            return np.zeros(len(LOGGED) + _WINDOW, np.float32)
+        found = np.array(keras.ops.convert_to_numpy(value_of(self._logs)))
+        self._logs.assign(np.concatenate([found[:-_WINDOW], np.zeros(_WINDOW, np.float32)]))
+        return found
+
+    def named(self, window: np.ndarray[Any, Any]) -> dict[str, float]:
+        """Return the scalars of a window by their names, with means and the largest norm."""
+        values = dict(zip(LOGGED, map(float, window), strict=False))
+        *sums, count, largest = map(float, window[-_WINDOW:])
+        if count:
+            values |= {name: total / count for name, total in zip(AVERAGED, sums, strict=True)}
+        found = {name: values[name] for name in self._logged}
+        return found | ({NORM_MAX: largest} if found and count else {})
 
     def batches(self) -> int:
         """Return how many batches there were: steps that were skipped, too, and parts of accumulated ones."""
         return int(keras.ops.convert_to_numpy(value_of(self._iterations)))
-
-    def totals(self) -> np.ndarray[Any, Any]:
-        """Return the sums of `AVERAGED`, the number of steps and the largest norm since `begin_epoch`."""
-        return np.asarray(keras.ops.convert_to_numpy(value_of(self._totals)))
-
-    def scalars_over(self, totals: np.ndarray[Any, Any]) -> dict[str, float]:
-        """Return the scalars of the last step as floats, with means and the largest norm of totals."""
-        values = {name: float(value) for name, value in self.scalars().items()}
-        if not values:
-            return {}
-        *sums, count, largest = map(float, totals)
-        means = {name: total / count if count else math.nan for name, total in zip(AVERAGED, sums, strict=True)}
-        over_epoch = {name: mean for name, mean in means.items() if name in values}
-        return values | over_epoch | {NORM_MAX: largest if count else math.nan}
 
     def get_config(self) -> dict[str, Any]:
         """Return the wrapped optimizer, the rule and the options as plain data."""
