@@ -80,8 +80,8 @@ def to_optax(
     Raises
     ------
     TypeError
-        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is that of a rule of
-        another kind, or ``axis_name`` and ``shared`` are not what they should be.
+        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is not a `ClipState` or
+        has other scalars than the rule, or ``axis_name`` or ``shared`` has another type.
     ValueError
         In ``update``, if the state is that of another number of norms. Which leaves or groups they belong to is
         known, and compared, in what `to_dict` returns.
@@ -188,8 +188,10 @@ def to_dict(rule: Any, opt_state: Any, params: Any) -> dict[str, Any]:
 
     Raises
     ------
+    TypeError
+        If the state's memory has other shapes than that of the rule for ``params``.
     ValueError
-        If there is no clip state, or several, or it belongs to another rule or other leaves.
+        If there is no clip state, or several.
 
     Examples
     --------
@@ -228,7 +230,8 @@ def from_dict(rule: Any, saved: dict[str, Any], opt_state: Any, params: Any) -> 
     TypeError
         If ``saved`` is not a dict.
     ValueError
-        If there is no clip state, or several; if ``saved`` belongs to another rule or other leaves.
+        If there is no clip state, or several, or one with more or fewer arrays; if ``saved`` belongs to another rule or
+        other leaves.
 
     Examples
     --------
@@ -255,9 +258,8 @@ def _clip_states(opt_state: Any, most: float = math.inf) -> list[ClipState]:
     if not 1 <= len(found) <= most:
         wanted = "one ClipState" if most == 1 else "a ClipState"
         msg = (
-            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass what init or update returned of "
-            "optax.chain(to_optax(rule), optax.adam(1e-3)), or of another optimizer with to_optax(rule) inside; of "
-            "several rules, the part of one, such as opt_state[0]"
+            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass the state of an optimizer, "
+            "such as optax.chain(to_optax(rule), optax.adam(0.1)); of one with several rules, the part of one, opt_state[0]"
         )
         raise ValueError(msg)
     return [state for _, state in found]
