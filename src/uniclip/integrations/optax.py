@@ -80,8 +80,8 @@ def to_optax(
     Raises
     ------
     TypeError
-        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is not a `ClipState` or
-        has other scalars than the rule, or ``axis_name`` or ``shared`` has another type.
+        If ``rule`` is not a rule, or ``inner`` not a transformation; in ``update``, if the state is not a `ClipState`
+        or has other scalars than the rule, or ``axis_name`` or ``shared`` has another type.
     ValueError
         In ``update``, if the state is that of another number of norms. Which leaves or groups they belong to is
         known, and compared, in what `to_dict` returns.
@@ -258,8 +258,8 @@ def _clip_states(opt_state: Any, most: float = math.inf) -> list[ClipState]:
     if not 1 <= len(found) <= most:
         wanted = "one ClipState" if most == 1 else "a ClipState"
         msg = (
-            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass the state of an optimizer, "
-            "such as optax.chain(to_optax(rule), optax.adam(0.1)); of one with several rules, the part of one, opt_state[0]"
+            f"opt_state must hold {wanted}, and it holds {len(found) or 'none'}: pass the state of an optimizer, as of "
+            "optax.chain(to_optax(rule), optax.adam(0.1)); of one with several rules, the part of one, opt_state[0]"
         )
         raise ValueError(msg)
     return [state for _, state in found]
