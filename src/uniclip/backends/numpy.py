@@ -39,11 +39,11 @@ WIDE = 4
 _ROW = 512
 """How many squares BLAS adds in a row. The rounding errors of equal entries have one sign, and the kernels for old
 processors keep few partial sums: with any of them, 512 squares are off by at most 3e-7, 1,024 by 5e-7."""
-_JOINED, _COPIED, _TINY = 2**14, 2**12, 2**6
+_JOINED, _COPIED, _TINY = PIECE, 2**12, 2**6
 """The largest number of entries of arrays that are copied: for one sum, for many, or for each of many. The memory of
 larger copies may be new at every step, and the system takes longer to provide it than the copy takes."""
-_PART = 2**13
-"""How many numbers BLAS adds in one thread."""
+_PART, _EXACT = 2**13, 2**14
+"""How many numbers BLAS adds in one thread, and up to how many are added in float64."""
 _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
@@ -86,7 +86,7 @@ def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
     """Return ``Σx²`` of groups of arrays of few entries that were joined, whose sizes are given."""
     exact = flat.dtype.char == "f"
     if len(lengths) == 1:
-        total = _exact(flat)
+        total = _exact(flat) if flat.size <= _EXACT else _of_vector(flat)
         return np.array([total if total or exact else _or_underflown(flat)])
     wide = flat.astype(np.float64, copy=False)
     starts = list(accumulate(sums_of(sizes, lengths)[:-1], initial=0))

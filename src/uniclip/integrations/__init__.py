@@ -57,9 +57,10 @@ def refuse_record(record: Any, all_reduce: Any = None) -> None:
         raise ValueError(msg)
 
 
-def looks_at_loss(rule: Any) -> bool:
-    """Whether the limit of a rule, or of a rule inside it, uses the loss."""
-    return "loss" in getattr(getattr(rule, "limit", None), "needs", ()) or any(map(looks_at_loss, inside(rule)))
+def looks_at(what: str, rule: Any) -> bool:
+    """Whether the limit of a rule, or of a rule inside it, uses ``"loss"`` or ``"params"``."""
+    needs = getattr(getattr(rule, "limit", None), "needs", ())
+    return what in needs or any([looks_at(what, one) for one in inside(rule)])
 
 
 def _by_example(rule: Any) -> bool:

@@ -276,8 +276,13 @@ def _grads_of(tensors: list[Any]) -> list[Any]:
             ".grad is clipped; to clip tensors that are gradients, uc.clip_(tensors, uc.by_global_norm(max_norm))"
         )
         raise TypeError(msg)
+    return grads_of(tensors)
+
+
+def grads_of(tensors: list[Any]) -> list[Any]:
+    """Return the gradient of each tensor; zeros for a distributed one without, as other processes may have one."""
     grads = [tensor.grad for tensor in tensors]
-    return [grad_of(tensor) for tensor in tensors] if any([grad is None for grad in grads]) else grads
+    return list(map(grad_of, tensors)) if any([grad is None for grad in grads]) else grads
 
 
 def _can_have_grad(tensor: Any) -> bool:

@@ -18,9 +18,9 @@ from uniclip._types import Number
 from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
 from uniclip.clipper import Clipper
-from uniclip.integrations import looks_at_loss, refuse_record, rule_for_steps
+from uniclip.integrations import looks_at, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
-from uniclip.integrations.torch.functions import grad_of
+from uniclip.integrations.torch.functions import grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
@@ -168,6 +168,7 @@ class Attached:
         # Whether the optimizer knows more than the rule; optimizers without a count of steps have no state at first.
         used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
         self._forgotten = self.rule.memory and used
+        self._compares = looks_at("params", self.rule)
         self._begin()
         if self.record is not None:
             self._name(self.record)
@@ -243,7 +244,7 @@ class Attached:
 
     def _name(self, record: Recorder) -> None:
         """Name the leaves in the record."""
-        every, self._named = self._tree(lambda p: p.detach()), len(self._params())
+        every, self._named = self._tree([p.detach() for p in self._params()]), len(self._params())
         record.describe(self.rule, every if len(every) > 1 else every[0])
 
     # The memory of the rule.
@@ -287,7 +288,7 @@ class Attached:
 
     def _begin(self) -> None:
         """Make the state before the first step, in which frozen parameters have rows without entries."""
-        self._clipper.init(self._tree(lambda p: p.detach() if p.requires_grad else None))
+        self._clipper.init(self._tree([p.detach() if p.requires_grad else None for p in self._params()]))
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
@@ -361,14 +362,15 @@ class Attached:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _clip(self, loss: Any) -> None:
-        device = next((p.device for p in self._params()), None)
+        params, all_reduce = self._params(), given_back(self._join)
+        device = params[0].device if params else None
         if several():
             loss = of_all(loss, device)
-            if looks_at_loss(self.rule):
+            if looks_at("loss", self.rule):
                 loss()  # also without any gradient, or other processes would wait
-        tree, all_reduce = self._tree(grad_of), given_back(self._join)
-        grads = {id(grad): grad for group in tree for grad in group.values() if grad is not None}
-        if not grads and all_reduce is None:
+        grads = grads_of(params)
+        absent = sum([grad is None for grad in grads])
+        if absent == len(grads) and all_reduce is None:
             return
         scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
         found_inf = of_any(found_inf, all_reduce, device)
@@ -378,11 +380,11 @@ class Attached:
             self._hide()  # GradScaler skips this step
             return
         if scale is not None:
-            self._unscale(list(grads.values()), scale)
+            self._unscale(list({id(grad): grad for grad in grads if grad is not None}.values()), scale)
         if self.record is not None and self.record.leaves and self._named != len(self._params()):
             self._name(self.record)  # after add_param_group
-        every = self._tree(lambda p: p)
-        report = self._clipper.clip_(tree, every, all_reduce, loss=loss, shared=self._shared)
+        every = self._tree(params) if self._compares or absent or all_reduce is not None else None
+        report = self._clipper.clip_(self._tree(grads), every, all_reduce, loss=loss, shared=self._shared)
         if report.skipped is not None:
             self._skip(report.skipped, found_inf)
 
@@ -428,12 +430,12 @@ class Attached:
     def _params(self) -> list[Any]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _tree(self, of: Callable[[Any], Any]) -> list[Any]:
-        """Return ``of(parameter)`` for each parameter, by its group and name (its index without unique names)."""
-        trees = []
+    def _tree(self, values: list[Any]) -> list[Any]:
+        """Return a value for each parameter, by its group and name (its index without unique names)."""
+        trees, left = [], iter(values)
         for group in self.optimizer.param_groups:
             numbers = range(len(group["params"]))
             names = group.get("param_names", numbers)
             names = names if len(set(names)) == len(numbers) else numbers
-            trees.append(OrderedDict(zip(names, map(of, group["params"]), strict=True)))
+            trees.append(OrderedDict(zip(names, left, strict=False)))
         return trees
