@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import uniclip as uc
-from adapters.contract import Adapter, equal, variants
+from adapters.contract import Adapter, equal, trained, variants
 from kit.training import MOMENTUM, RATE, Arrays, Batch, batches, weights
 from uniclip.integrations.tensorflow import ClippedOptimizer, clip_gradients_by_norm
 
@@ -93,13 +93,12 @@ class InSession(Adapter):
 
     def remembered(self) -> dict[str, Any]:
         """Return the state of the rule."""
-        with self.graph.as_default():
-            return self.clipped.rule_state_dict(self.session)
+        return self.clipped.rule_state_dict(self.session)
 
     def recall(self, saved: dict[str, Any]) -> None:
-        """Give a state to the rule."""
-        with self.graph.as_default():
-            self.clipped.load_rule_state_dict(saved, self.session)
+        """Give a state to the rule, in a graph to which nothing can be added."""
+        self.graph.finalize()
+        self.clipped.load_rule_state_dict(saved, self.session)
 
 
 class Sparse(InSession):
@@ -277,20 +276,35 @@ def test_the_function_of_old() -> None:
     np.testing.assert_allclose([u.numpy()[0], v.numpy()[0]], [-0.6, -0.8])
 
 
-def test_names_in_checkpoints(tmp_path: Path) -> None:
-    """They are those of the optimizer inside: what was saved without clipping loads; slots are handed on."""
+def test_names_of_variables() -> None:
+    """They are those of the optimizer inside, and one for each array of the rule's state; slots are handed on."""
     plain, clipped, remembering = (InSession() for _ in range(3))
-    for model, rule in ((plain, None), (clipped, uc.by_global_norm(0.5)), (remembering, uc.autoclip())):
+    for model, rule in ((plain, None), (clipped, uc.by_global_norm(0.5)), (remembering, uc.adagc())):
         model.start(uc, rule)
-    names = [{v.name for v in model.graph.get_collection("variables")} for model in (plain, clipped, remembering)]
-    assert names[0] == names[1] < names[2]
-    plain.step(batches()[0])
-    plain.save(tmp_path)
-    clipped.load(tmp_path)
-    equal(clipped.inner(), plain.inner(), "loading")
-    w = clipped.model["w"]
-    assert clipped.clipped.get_slot(w, "momentum") is clipped.plain.get_slot(w, "momentum") is not None
-    assert clipped.clipped.get_name() == plain.plain.get_name()
+    names = [{v.op.name for v in model.graph.get_collection("variables")} for model in (plain, clipped, remembering)]
+    assert names[0] == names[1]
+    assert names[2] - names[0] == {"Momentum/clip/averages", "Momentum/clip/count"}
+    optimizer, w = clipped.clipped, clipped.model["w"]
+    assert optimizer.get_slot(w, "momentum") is clipped.plain.get_slot(w, "momentum") is not None
+    assert optimizer.get_slot_names() == ["momentum"]
+    assert optimizer.get_name() == "Momentum"
+    with remembering.graph.as_default():
+        assert {v.op.name for v in remembering.clipped.variables()} == names[2] - {*weights(), "global_step"}
+
+
+@pytest.mark.parametrize("make", [InSession, Eager])
+def test_a_checkpoint_from_before(make: Any, tmp_path: Path) -> None:
+    """What was saved without clipping is gone on from, slots included, and the other way round."""
+    for rules in ((None, uc.by_global_norm(1e9)), (uc.by_global_norm(1e9), None)):
+        models = [make(), make()]
+        for model, rule in zip(models, rules, strict=True):
+            model.start(uc, rule)
+        models[0].step(batches()[0])
+        models[0].save(tmp_path)
+        models[1].load(tmp_path)
+        for model in models:
+            model.step(batches()[1])
+        equal(trained(models[1]), trained(models[0]), "loading")
 
 
 def estimated(folder: Path, steps: int) -> list[Any]:
@@ -345,8 +359,6 @@ def test_gradients_that_are_absent_in_some_steps(name: str) -> None:
         optimizer.apply_gradients(pairs)
         for key, variable in model.items():
             np.testing.assert_allclose(variable.numpy(), wanted[key], rtol=2e-6, err_msg=key)
-    with pytest.raises(ValueError, match="other"):
-        optimizer.apply_gradients([(tf.constant([1.0]), tf.Variable([1.0], name="other"))])
 
 
 def test_a_loss_is_for_one_step() -> None:
@@ -360,15 +372,35 @@ def test_a_loss_is_for_one_step() -> None:
         assert bool(optimizer.report.skipped) == (loss == 99)
 
 
-def test_the_memory_of_another_rule() -> None:
-    """It is refused, and nothing changes."""
-    optimizer, other = ClippedOptimizer(descent(), uc.zclip()), uc.Clipper(uc.autoclip())
-    optimizer.apply_gradients([(tf.constant([3.0, 4.0]), tf.Variable([1.0, 2.0]))])
-    other([np.ones(2)])
+OTHERS = {"rule": (uc.zclip(), "w"), "leaves": (uc.adagc(), "v")}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_the_memory_of_others(what: str) -> None:
+    """That of another rule or of other variables is refused, and nothing changes."""
+    rule, name = OTHERS[what]
+    optimizer, other = ClippedOptimizer(descent(), uc.adagc()), uc.Clipper(rule)
+    optimizer.apply_gradients([(tf.constant([3.0, 4.0]), tf.Variable([1.0, 2.0], name="w"))])
+    other({name: np.ones(2)})
     before = optimizer.rule_state_dict()
-    with pytest.raises(ValueError, match="rule"):
+    with pytest.raises(ValueError, match=what):
         optimizer.load_rule_state_dict(other.state_dict())
     assert optimizer.rule_state_dict() == before
+
+
+def stepped(*steps: str) -> None:
+    """Take steps with the variables of these names."""
+    optimizer, made = ClippedOptimizer(descent(), uc.adagc()), {name: tf.Variable([1.0], name=name) for name in "vw"}
+    for names in steps:
+        optimizer.apply_gradients([(tf.constant([1.0]), made[name]) for name in names])
+
+
+def in_no_session() -> Any:
+    """Ask for values of a graph."""
+    model = InSession()
+    model.start(uc, uc.autoclip())
+    with model.graph.as_default():
+        return model.clipped.rule_state_dict()
 
 
 def scaled_inside() -> Any:
@@ -387,7 +419,10 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "twice": (lambda: clip_gradients_by_norm(clip_gradients_by_norm(descent(), 1.0), 1.0), ValueError, "uc.chain"),
     "a loss scale inside": (scaled_inside, ValueError, "MixedPrecisionLossScaleOptimizer"),
     "replicas": (in_replicas, ValueError, "MirroredStrategy"),
-    "references": (lambda: OldVariables().start(uc, uc.by_norm(1.0, nonfinite="skip")), ValueError, "use_resource"),
+    "no session": (in_no_session, ValueError, "session="),
+    "no variables": (lambda: ClippedOptimizer(descent(), uc.zclip()).load_rule_state_dict({}), ValueError, "after"),
+    "a variable twice": (lambda: stepped("vv"), ValueError, "sum"),
+    "other variables": (lambda: stepped("v", "vw"), ValueError, "other gradients"),
 }
 
 

@@ -1,44 +1,33 @@
 # SPDX-License-Identifier: MIT
-"""An optimizer that wraps another one."""
-# ruff: noqa: SLF001 - an optimizer around another one hands on what TensorFlow asks of it in private
+"""Clipping inside TensorFlow 1 optimizers: wrap one once, and every ``apply_gradients`` clips first."""
 
 from __future__ import annotations
 
+from uniclip._errors import needs
+
+with needs("TensorFlow", "tensorflow"):
+    import tensorflow as tf
+
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
-import tensorflow as tf
 
 from uniclip._errors import LIMIT, check, nonnegative, short
 from uniclip._types import Number
 from uniclip.arraywise import AnyRule
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.tensorflow.checks import (
-    refuse_optimizer,
-    refuse_others,
-    refuse_references,
-    refuse_strategy,
-)
-from uniclip.integrations.tensorflow.variables import (
-    Rows,
-    first_state,
-    names_of,
-    outermost_graph,
-    session_of,
-    set_values,
-    values_of,
-)
-from uniclip.labels import leaves_of
 from uniclip.presets.fixed import by_global_norm
 from uniclip.report import Report
 from uniclip.rules import BaseRule
-from uniclip.saved import from_saved, restored, to_saved
-from uniclip.tree import flatten
+from uniclip.saved import from_dict, names_of, to_dict
+
+__all__ = ["ClippedOptimizer", "clip_gradients_by_norm"]
 
 tf1 = tf.compat.v1
-_BEGIN = "start over with load_rule_state_dict({})"
 
 
 def clip_gradients_by_norm(optimizer: tf.compat.v1.train.Optimizer, clip_norm: Number) -> ClippedOptimizer:
@@ -87,8 +76,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     optimizer : tf.compat.v1.train.Optimizer
         The optimizer that takes the steps. It keeps its name, its slots and the names of its variables.
     rule : Rule or callable
-        The path of a gradient is ``(name,)`` with the name of its variable: ``("rnn/kernel",)``. The state of a rule
-        with memory is in variables that are saved with the others, and updated by the train op.
+        The path of a gradient is ``(name,)`` with the name of its variable: ``("rnn/kernel",)``. Each array in the
+        state of a rule with memory is a variable that is saved with the others, and updated by the train op.
 
     Attributes
     ----------
@@ -112,7 +101,8 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
     taken: variables, slots and ``global_step`` stay as they are.
 
-    All train ops that one optimizer builds in a graph share one state.
+    All train ops that one optimizer builds in a graph share one state. ``get_slot`` and ``get_slot_names`` know the
+    slots of the wrapped optimizer; ``variables`` returns its variables, and those of the state.
 
     Examples
     --------
@@ -133,22 +123,17 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
     report: Report | None = None
 
     def __init__(self, optimizer: tf.compat.v1.train.Optimizer, rule: AnyRule) -> None:
-        if isinstance(optimizer, ClippedOptimizer):
-            clipped = f"this optimizer is clipped already, by {short(optimizer.rule)}"
-            msg = f"{clipped}: wrap it once, by uc.chain for two rules"
-            raise ValueError(msg)  # noqa: TRY004 - the type is right
-        refuse_optimizer(optimizer)
+        _refuse_optimizer(optimizer)
+        optimizer._maybe_initialize_trackable()  # noqa: SLF001
+        self.__dict__.update(vars(optimizer))  # name, slots, other variables, and what checkpoints are to restore
         self.rule = rule_for_steps(rule)
-        self._optimizer = optimizer
-        self._inside: Any = None
         self.loss: Number | None = None
-        self._memories: dict[Any, tuple[dict[str, Any], Rows, list[Any]]] = {}
-        optimizer._maybe_initialize_trackable()
-        super().__init__(optimizer._use_locking, optimizer.get_name())
+        self._wrapped = optimizer
+        self._memories: dict[Any, _Memory] = {}
 
     def __repr__(self) -> str:
         """Return the rule, and the wrapped optimizer."""
-        return f"<ClippedOptimizer: {self.rule!r}, {type(self._optimizer).__name__}>"
+        return f"<ClippedOptimizer: {self.rule!r}, {type(self._wrapped).__name__}>"
 
     def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of ``loss``, clip and apply them; see ``tf.compat.v1.train.Optimizer``."""
@@ -164,7 +149,7 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return the pairs of an unclipped gradient and its variable, as the wrapped optimizer does."""
-        pairs: list[tuple[Any, Any]] = self._optimizer.compute_gradients(*args, **kwargs)
+        pairs: list[tuple[Any, Any]] = self._wrapped.compute_gradients(*args, **kwargs)
         return pairs
 
     def apply_gradients(
@@ -190,71 +175,53 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         ------
         TypeError, ValueError
             As the wrapped optimizer, and as `uniclip.Rule.update`; if a variable occurs twice; if a variable is not
-            among those of the first step, for a rule with memory of each leaf or group; or under a strategy of
+            among those of the first step, for a rule with memory of each leaf; or under a strategy of
             ``tf.distribute``.
         """
-        refuse_strategy()
+        _refuse_strategy()
         pairs, loss, self.loss = list(grads_and_vars), self.loss, None
-        if all(grad is None for grad, _ in pairs):
-            return self._optimizer.apply_gradients(pairs, global_step, name)  # it has an error for it
-        loss = None if loss is None else tf.reduce_sum(loss)  # as the gradients are
-        names = names_of([variable for _, variable in pairs])
-        params = dict(zip(names, [variable for _, variable in pairs], strict=True))
-        known, state, rows, memory = self._memory(params)
-        params = {**known, **params}
-        grads = dict.fromkeys(params) | {
-            n: None if g is None else tf1.convert_to_tensor_or_indexed_slices(g)
-            for n, (g, _) in zip(names, pairs, strict=True)
+        memory = self._memory([variable for _, variable in pairs])
+        params = _named([variable for _, variable in pairs], memory.params)
+        grads = dict.fromkeys(memory.params) | {
+            name: None if grad is None else tf1.convert_to_tensor_or_indexed_slices(grad)
+            for name, (grad, _) in zip(params, pairs, strict=True)
         }
-        clipped, state, self.report = self.rule.update(grads, state, params, loss=loss)
-        graph = tf1.get_default_graph()
-        self._inside = graph if graph.building_function else None
-        # A variable that is not a resource must not change while its old value is still in use.
-        done: Any = (clipped, self.report)
-        with tf.control_dependencies(optree.tree_leaves(done) if memory else []):
-            changed = [
-                variable.assign(value, read_value=False)
-                for variable, value in zip(memory, rows.parts(state) if rows else [], strict=True)
-            ]
-        with tf.control_dependencies(changed):
-            pairs = [(clipped[n], v) for n, (_, v) in zip(names, pairs, strict=True)]
+        loss = None if loss is None else tf.reduce_sum(loss)  # as the gradients are
+        state = memory.state([variable.read_value() for variable in memory.variables])
+        clipped, new, self.report = self.rule.update(grads, state, memory.params | params, loss=loss)
+        pairs = [(clipped[name], variable) for name, variable in params.items()]
+        with tf.control_dependencies(memory.assign(new, state)):
             if self.report.skipped is None:
-                return self._optimizer.apply_gradients(pairs, global_step, name)
+                return self._wrapped.apply_gradients(pairs, global_step, name)
             return self._apply_unless(self.report.skipped, pairs, global_step, name)
 
     def _apply_unless(self, skipped: Any, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
         """Let the wrapped optimizer take the step, unless the rule skips it."""
-        variables = [v for g, v in pairs if g is not None]
-        refuse_references(variables)
         with tf.init_scope():  # in the branch their names would begin with its name
-            self._optimizer._create_slots(variables)
+            self._wrapped._create_slots([variable for grad, variable in pairs if grad is not None])  # noqa: SLF001
         train_ops = tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)
         others = list(train_ops)
-        taken = tf.cond(skipped, tf.no_op, lambda: tf.group(self._optimizer.apply_gradients(pairs, global_step, name)))
+        taken = tf.cond(skipped, tf.no_op, lambda: tf.group(self._wrapped.apply_gradients(pairs, global_step, name)))
         if tf.executing_eagerly():
             return None
         train_op = tf.group(taken, name=name or self._name)
         train_ops[:] = [*others, train_op]  # not the one in the branch, which cannot be run
         return train_op
 
-    def _memory(self, params: dict[str, Any]) -> tuple[dict[str, Any], Any, Rows | None, list[Any]]:
-        """Return the variables that the state is of, the state, its layout and its variables; made once in a graph."""
-        if not self.rule.memory:
-            return {}, self.rule.init(params), None, []
-        graph = outermost_graph()
+    def _memory(self, variables: list[Any]) -> _Memory:
+        """Return the state of the rule; it is made at the first step in a graph."""
+        graph = _outermost_graph()
         if graph not in self._memories:
-            self._memories[graph] = self._remember(params)
-        known, rows, memory = self._memories[graph]
-        refuse_others(self.rule, known, params)
-        return known, rows.stacked([tf.convert_to_tensor(variable) for variable in memory]), rows, memory
-
-    def _remember(self, params: dict[str, Any]) -> tuple[dict[str, Any], Rows, list[Any]]:
-        """Return the parameters, the variables of a new state for their gradients, and the layout of these."""
-        names, values, rows = first_state(self.rule, params, self._name)
-        first = next(iter(params.values()))
-        with tf.init_scope():  # outside of tf.function and tf.cond
-            memory = [self._create_non_slot_variable(v, n, first) for v, n in zip(values, names, strict=True)]
-        return params, rows, memory
+            params = _named(variables, {}) if self.rule.memory else {}
+            first = self.rule.init(_zeros(params))
+            names = [f"{self._name}/clip/{name or 'state'}" for name in names_of(first)]
+            with tf.init_scope(), tf.variable_creator_scope(_as_resource):  # outside of tf.function and tf.cond
+                made = [
+                    self._create_non_slot_variable(array, name, variables[0])
+                    for array, name in zip(optree.tree_leaves(first), names, strict=True)
+                ]
+            self._memories[graph] = _Memory(params, first, made)
+        return self._memories[graph]
 
     def rule_state_dict(self, session: Any = None) -> dict[str, Any]:
         """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`.
@@ -269,14 +236,18 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         dict
             Without slots and other variables. Empty before the first ``minimize`` or ``apply_gradients``, which
             create the variables, and for a rule without memory.
+
+        Raises
+        ------
+        ValueError
+            In a graph, if there is no session.
         """
-        session = session_of(session)
-        found = self._memories.get(outermost_graph() if session is None else session.graph)
-        if found is None:
+        memory, session = self._found(session)
+        if memory is None:
             return {}
-        params, rows, memory = found
-        state = rows.stacked(values_of(memory, session), np.stack)
-        return to_saved(self.rule, leaves_of(self.rule, flatten(params)), state)
+        made = memory.variables
+        values = [variable.numpy() for variable in made] if session is None else session.run(made)
+        return to_dict(self.rule, memory.state(values), _zeros(memory.params))
 
     def load_rule_state_dict(self, saved: dict[str, Any], session: Any = None) -> None:
         """Restore a rule's memory that was saved by any integration, in any framework.
@@ -294,53 +265,26 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
             If ``saved`` is not a dict.
         ValueError
             Before the first ``minimize`` or ``apply_gradients``, or if the rule has no memory; if it is that of
-            another rule or of other variables.
+            another rule or of other variables; in a graph, if there is no session.
         """
-        check("saved", saved, isinstance(saved, dict), "what a state_dict() returned")
-        session = session_of(session)
-        found = self._memories.get(outermost_graph() if session is None else session.graph)
-        if found is None:
+        memory, session = self._found(session)
+        if memory is None or not memory.variables:
             msg = "the rule has no variables (yet): call load_rule_state_dict after minimize or apply_gradients"
             raise ValueError(msg)
-        params, _, memory = found
-        _, values, rows = first_state(self.rule, params, self._name)
-        state = rows.stacked(values, np.stack)
-        if saved:
-            leaves = leaves_of(self.rule, flatten(params))
-            state = restored(from_saved(saved, self.rule, _BEGIN), self.rule, leaves, state, _BEGIN)
-        set_values(memory, rows.parts(state, lambda array, _: list(array)), session)
+        state = from_dict(self.rule, saved, _zeros(memory.params))
+        for variable, value in zip(memory.variables, optree.tree_leaves(state), strict=True):
+            if session is None:
+                variable.assign(value)
+            else:  # without a new operation, as the graph may be finalized
+                session.run(variable.initializer, {variable.initializer.inputs[1]: value})
 
-    def get_slot(self, var: Any, name: str) -> Any:
-        """Return the slot of a variable, as the wrapped optimizer does."""
-        return self._optimizer.get_slot(var, name)
-
-    def get_slot_names(self) -> list[str]:
-        """Return the names of the slots of the wrapped optimizer."""
-        names: list[str] = self._optimizer.get_slot_names()
-        return names
-
-    def variables(self) -> list[Any]:
-        """Return the variables of the wrapped optimizer, and those that hold the state of the rule."""
-        return [*self._optimizer.variables(), *super().variables()]
-
-    # For tf.train.Checkpoint: that of this optimizer holds one of the wrapped optimizer, and the rule's state.
-
-    def _trackable_children(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {
-            **self._optimizer._trackable_children(*args, **kwargs),
-            **super()._trackable_children(*args, **kwargs),
-        }
-
-    def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
-        found = super()._lookup_dependency(*args, **kwargs)
-        return self._optimizer._lookup_dependency(*args, **kwargs) if found is None else found
-
-    def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> None:
-        self._optimizer._create_or_restore_slot_variable(*args, **kwargs)
-
-    @property
-    def _deferred_dependencies(self) -> Any:
-        return self._optimizer._deferred_dependencies
+    def _found(self, session: Any) -> tuple[_Memory | None, Any]:
+        """Return the state of the rule, and the session in which its values are; ``None`` in eager code."""
+        session = tf1.get_default_session() if session is None else session
+        if session is None and not tf.executing_eagerly():
+            msg = "the values are in a session: pass it, session=..., or enter it, `with session.as_default():`"
+            raise ValueError(msg)
+        return self._memories.get(_outermost_graph() if session is None else session.graph), session
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, ready for ``tf.compat.v1.summary.scalar``; see `uniclip.Report.scalars`.
@@ -350,21 +294,91 @@ class ClippedOptimizer(tf.compat.v1.train.Optimizer):
         dict of str to 0-d tensor
             ``"clip/norm"`` (before clipping), ``"clip/limit"``, ``"clip/threshold"`` for rules that have one,
             ``"clip/factor"``, ``"clip/share"`` and, for a rule that may skip a step, ``"clip/skipped"``. Run with the
-            train op they belong to the same step.
+            train op they belong to the same step. Inside of a ``tf.function``, or of the branch of a ``tf.cond``, they
+            can be read inside only.
 
         Raises
         ------
         ValueError
-            Before the first ``minimize`` or ``apply_gradients``; and outside the ``tf.function``, or the branch of a
-            ``tf.cond``, that called it.
+            Before the first ``minimize`` or ``apply_gradients``.
         """
         if self.report is None:
             msg = "there is no report yet: call scalars() after minimize() or apply_gradients()"
             raise ValueError(msg)
-        if self._inside is not None and self._inside is not tf1.get_default_graph():
-            msg = (
-                "the gradients were applied inside of a tf.function or a branch of a tf.cond (a dynamic loss scale has "
-                "one), and what is inside cannot be read outside: call scalars() inside and return them"
-            )
-            raise ValueError(msg)
         return self.report.scalars()
+
+
+class _Memory(NamedTuple):
+    """The state of a rule in a graph."""
+
+    params: dict[str, Any]
+    """The parameters that it is for."""
+    first: Any
+    """The state before the first step, in NumPy arrays."""
+    variables: list[Any]
+    """One for each of them."""
+
+    def state(self, values: list[Any]) -> Any:
+        """Return the state with these values of the variables."""
+        return optree.tree_unflatten(optree.tree_structure(self.first), values)
+
+    def assign(self, new: Any, old: Any) -> list[Any]:
+        """Return the operations that assign a new state once the old one is read."""
+        with tf.control_dependencies(optree.tree_leaves(old)):
+            pairs = zip(self.variables, optree.tree_leaves(new), strict=True)
+            return [variable.assign(value, read_value=False) for variable, value in pairs]
+
+
+def _outermost_graph() -> Any:
+    """Return the graph in which variables are created; ``None`` in eager code, where each thread would have another."""
+    with tf.init_scope():
+        return None if tf.executing_eagerly() else tf1.get_default_graph()
+
+
+def _as_resource(make: Any, **options: Any) -> Any:
+    """Make a resource variable, whose value stays as it was read when it is assigned."""
+    return make(**options | {"use_resource": True})
+
+
+def _named(variables: list[Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Return variables by name; eager ones may share a name, and get numbers as in a graph."""
+    named, names = dict(known), {id(variable): name for name, variable in known.items()}
+    for variable in variables:
+        if id(variable) not in names:
+            name = variable.name.split(":")[0]
+            numbered = (f"{name}_{number}" for number in count(1))
+            name = next(one for one in chain([name], numbered) if one not in named)
+            named[name], names[id(variable)] = variable, name
+    found = [names[id(variable)] for variable in variables]
+    twice = [name for name, times in Counter(found).items() if times > 1]
+    if twice:
+        msg = f"{twice[0]} occurs twice in grads_and_vars: give the sum of its gradients once"
+        raise ValueError(msg)
+    return {name: named[name] for name in found}
+
+
+def _zeros(params: dict[str, Any]) -> dict[str, Any]:
+    """Return NumPy arrays of the same shapes and dtypes, which take no memory."""
+    return {n: np.broadcast_to(np.zeros((), v.dtype.as_numpy_dtype), tuple(v.shape)) for n, v in params.items()}
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    """Refuse optimizers that cannot be wrapped."""
+    wanted = "a tf.compat.v1.train.Optimizer (for one of Keras there is uniclip.integrations.keras)"
+    check("optimizer", optimizer, isinstance(optimizer, tf1.train.Optimizer), wanted)
+    if isinstance(optimizer, (ClippedOptimizer, tf1.mixed_precision.MixedPrecisionLossScaleOptimizer)):
+        msg = (
+            f"optimizer is {short(optimizer)}: wrap the one inside of it; uc.chain(a, b) makes one rule of two, and a "
+            "loss scale goes outside, MixedPrecisionLossScaleOptimizer(ClippedOptimizer(optimizer, rule), loss_scale)"
+        )
+        raise ValueError(msg)  # noqa: TRY004 - the type is right
+
+
+def _refuse_strategy() -> None:
+    """Refuse a strategy of ``tf.distribute``, whose replicas have parts of the gradients."""
+    if tf.distribute.has_strategy():
+        msg = (
+            f"ClippedOptimizer of TensorFlow 1 is not for {type(tf.distribute.get_strategy()).__name__}: use Keras' "
+            "optimizers, uniclip.integrations.keras; or sum the gradients of all replicas and clip the sum by uc.clip"
+        )
+        raise ValueError(msg)
