@@ -458,12 +458,12 @@ def test_another_rule(name: str) -> None:
     used, plain = after(rule, STEPS[0], STEPS[1]), after(rule, STEPS[0], STEPS[1])
     for clipper in (used, uc.Clipper(rule)):
         own, report = clipper.state_dict(), clipper.report
-        with pytest.raises(ValueError, match=r"load_state_dict\(\{\}\)"):
+        with pytest.raises(ValueError, match=r"loading \{\}"):
             clipper.load_state_dict(saved)
         assert clipper.state_dict() == own
         assert clipper.report is report
     same(train(NUMPY, used, range(2, 5)), train(NUMPY, plain, range(2, 5)))
-    with pytest.raises(ValueError, match=r"rule\.init\(grads\)"):
+    with pytest.raises(ValueError, match=r"loading \{\}"):
         from_dict(rule, saved, STEPS[0])
 
 
@@ -575,7 +575,7 @@ def test_other_shapes_and_numbers_of_norms() -> None:
     for name in saved["state"]:
         less = {key: value for key, value in saved["state"].items() if key != name}
         for state in (less, {**saved["state"], "more": 1.0}):
-            with pytest.raises(ValueError, match=r"load_state_dict\(\{\}\)"):
+            with pytest.raises(ValueError, match=r"loading \{\}"):
                 loaded(rule, {**saved, "state": state})(grads)
     with pytest.raises(ValueError, match="2 norms"):
         uc.adagc().update({**grads, "more": np.ones(2)}, uc.adagc().init(grads))
@@ -593,7 +593,7 @@ def test_another_format() -> None:
     for wrong in (None, [1.0], "count"):
         with pytest.raises(TypeError, match="saved"):
             clipper.load_state_dict(wrong)
-    with pytest.raises(ValueError, match=r"load_state_dict\(\{\}\)"):
+    with pytest.raises(ValueError, match=r"loading \{\}"):
         clipper.load_state_dict({"count": 1})
     assert clipper.state_dict() == saved
     assert loaded(uc.adagc(), {name: saved[name] for name in ("rule", "leaves", "state")}).state_dict() == saved

@@ -28,7 +28,6 @@ from uniclip.tree import flatten, place
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-_ANEW = "start over with load_state_dict({})"
 _WINDOW = 200
 """How many reports wait to be averaged: so many small arrays are kept at most."""
 
@@ -243,11 +242,11 @@ class Clipper:
         if saved and self.state is not None:
             self.state = self.restored(saved)
         else:
-            self._last = _Last(loaded=from_saved(saved, self.rule, _ANEW) if saved else None)
+            self._last = _Last(loaded=from_saved(saved, self.rule) if saved else None)
 
     def restored(self, saved: dict[str, Any]) -> Any:
         """Return a saved memory in arrays like those of the state, which there is; nothing is loaded."""
-        return restored(from_saved(saved, self.rule, _ANEW), self.rule, self._last.leaves, self.state, _ANEW)
+        return restored(from_saved(saved, self.rule), self.rule, self._last.leaves, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which holds no framework's arrays."""
@@ -260,7 +259,7 @@ class Clipper:
 
     def _first(self, flat: Flat, leaves: Leaves) -> Any:
         new, loaded = self.rule.init(flat[1].unflatten(flat[0])), self._last.loaded
-        return new if loaded is None else restored(loaded, self.rule, leaves, new, _ANEW)
+        return new if loaded is None else restored(loaded, self.rule, leaves, new)
 
     def _step(self, grads: T, step: Step) -> tuple[T, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec

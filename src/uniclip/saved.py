@@ -33,7 +33,7 @@ from uniclip.tree import flatten
 FORMAT = 2
 """The version that is written and read; a state without a version, made by hand, is taken for one of it."""
 _ENTRIES = ("rule", "leaves", "state")
-_ANEW = "start over with rule.init(grads)"
+_ANEW = "start over by loading {}"
 
 
 class Saved(NamedTuple):
@@ -105,7 +105,7 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")
     new = rule.init(grads)
     leaves = leaves_of(rule, flatten(grads))
-    return restored(from_saved(saved, rule, _ANEW), rule, leaves, new, _ANEW) if saved else new
+    return restored(from_saved(saved, rule), rule, leaves, new) if saved else new
 
 
 def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str], str]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def to_saved(rule: Any, leaves: Leaves | None, state: Any, convert: Callable[[An
     return {"format": FORMAT, "rule": identity(rule), "leaves": _copied(leaves), "state": values}
 
 
-def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
+def from_saved(saved: Any, rule: Any) -> Saved:
     """Check what can be checked in a saved state without gradients, and copy it.
 
     Parameters
@@ -168,31 +168,30 @@ def from_saved(saved: Any, rule: Any, anew: str) -> Saved:
         What `to_saved` returned; a rule or leaves of ``None`` are not checked.
     rule : Rule, Chain or Masked
         The rule that will use it.
-    anew : str
-        How to start over, for errors.
 
     Raises
     ------
     ValueError
         If it has another format, lacks an entry, or belongs to another rule.
     """
-    _refuse_format(saved, anew)
+    _refuse_format(saved)
     if not isinstance(saved, dict) or not set(_ENTRIES) <= set(saved) or not isinstance(saved["state"], dict):
         msg = (
-            f"the saved state, {short(saved)}, does not say whose norms it holds: {anew}; or, "
+            f"the saved state, {short(saved)}, does not say whose norms it holds: {_ANEW}; or, "
             "if it surely is of this rule and these leaves, load {'rule': None, 'leaves': None, 'state': {name: array}}"
         )
         raise ValueError(msg)
     ours, theirs = identity(rule), saved["rule"]
     if theirs not in (ours, None):
         msg = (
-            f"the saved state is that of another rule than {short(rule)}: it is of {theirs}, this one of {ours}; {anew}"
+            f"the saved state is that of another rule than {short(rule)}: it is of {theirs}, this one of {ours}; give "
+            f"the same rule, or {_ANEW}"
         )
         raise ValueError(msg)
     return Saved(_copied(saved["leaves"]), {name: array_of(value) for name, value in saved["state"].items()})
 
 
-def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: str) -> Any:
+def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> Any:
     """Return a saved state in arrays like those of a state before the first step.
 
     Parameters
@@ -203,8 +202,6 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
         What `leaves_of` returns for the gradients here; ``None`` if unknown.
     like : tree of arrays
         What ``rule.init`` returns for them.
-    anew : str
-        How to start over, for errors.
 
     Raises
     ------
@@ -215,9 +212,9 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
     names = [_name(path) for path in accessors]
     if not (saved.leaves is None or leaves is None or saved.leaves == leaves):
-        numbers = _in_order(rule, saved, leaves, like, anew)
+        numbers = _in_order(rule, saved, leaves, like)
     if set(names) != set(numbers):
-        msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {anew}"
+        msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {_ANEW}"
         raise ValueError(msg)
     values = [numbers[name] for name in names]
     backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # a Python bool has no backend
@@ -225,22 +222,22 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any, anew: st
     return optree.tree_unflatten(spec, new)
 
 
-def _refuse_format(saved: Any, anew: str) -> None:
+def _refuse_format(saved: Any) -> None:
     """Refuse a state in an unknown format."""
     found = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
     if isinstance(found, bool) or found != FORMAT:
         msg = (
             f"the saved state has the format {short(found)}, and uniclip {version()} knows the format "
-            f"{FORMAT}: load it with the uniclip that saved it, or a later one, or {anew}"
+            f"{FORMAT}: load it with the uniclip that saved it, or a later one, or {_ANEW}"
         )
         raise ValueError(msg)
 
 
-def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> dict[str, Any]:
+def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any) -> dict[str, Any]:
     """Return the numbers of a saved state with rows in the order of the leaves or groups here."""
     theirs, values = saved.leaves or [], dict(saved.values)
     if [part and set(part) for part in theirs] != [part and set(part) for part in here]:
-        raise ValueError(of_others(rule, labels_of(theirs), labels_of(here), anew))
+        raise ValueError(of_others(rule, labels_of(theirs), labels_of(here)))
     for (way, state), old, new in zip(parts_of(rule, like), theirs, here, strict=True):
         if old is None or new is None or old == new:
             continue
@@ -252,7 +249,7 @@ def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any, anew: str) -> di
             moved = {name: np.asarray(to_lists(a))[order] for name, a in found.items() if a.shape[0] == len(order)}
             values |= moved  # others are shared by all rows
         else:
-            raise ValueError(of_others(rule, old, new, anew))
+            raise ValueError(of_others(rule, old, new))
     return values
 
 
@@ -262,14 +259,14 @@ def _has_rows(state: Any, count: int) -> bool:
     return own and all(tuple(array.shape)[:1] in {(), (1,), (count,)} for array in optree.tree_leaves(state))
 
 
-def of_others(rule: Any, theirs: list[str], ours: list[str], anew: str) -> str:
+def of_others(rule: Any, theirs: list[str], ours: list[str]) -> str:
     """Return the error that a state belongs to other leaves or groups."""
     missing, extra = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []
     what += [f"none of {shown(extra)}"] if extra else []
     return (
         f"the saved state of {short(rule)} is that of other leaves: it holds "
-        f"{', and '.join(what) or 'their norms in another order'}; give the same leaves, or {anew} (if only their "
+        f"{', and '.join(what) or 'their norms in another order'}; give the same leaves, or {_ANEW} (if only their "
         "names have changed, give it the new ones by uniclip.saved.renamed)"
     )
 
