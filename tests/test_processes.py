@@ -51,7 +51,9 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
     pool.run("placements", ranks=2, spoilt=spoilt)
 
 
-@pytest.mark.parametrize("check", ["other_values", "drop_ins", "drop_in_of_parts", "drop_in_without_a_gradient"])
+@pytest.mark.parametrize(
+    "check", ["other_values", "drop_ins", "drop_in_of_parts", "drop_in_without_a_gradient", "layout_refused"]
+)
 def test_in_two(pool: Pool, check: str) -> None:
     """Two processes do together what one does."""
     pool.run(check, ranks=2)
@@ -111,8 +113,14 @@ def test_refused_in_all(pool: Pool, case: str) -> None:
 
 @pytest.mark.parametrize("case", CHECKED)
 def test_check_layout(pool: Pool, case: str) -> None:
-    """It tells whether the norm is that of one process, and what each process finds."""
+    """It tells whether the norm is that of one process, what each process finds, and its share."""
     pool.run("layout_checked", ranks=2, name=case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_check_layout_of_a_run(pool: Pool, layout: str) -> None:
+    """Layouts as the page says are right; those that need all_reduce= are wrong without it."""
+    pool.run("layout_of_a_run", name=layout)
 
 
 @pytest.mark.parametrize("rule", SAVED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 import uniclip as uc
-from kit.layouts import RANKS, RULES, Flat, Net, fully_sharded, loss_of
+from kit.layouts import LAYOUTS, RANKS, RULES, Flat, Net, fully_sharded, loss_of
 from kit.processes import alike, attached, flags, flags_of_all, layout, refused  # noqa: F401 - the pool calls some by name
 from kit.trees import leaves
 from uniclip.integrations.torch import (
@@ -434,9 +435,11 @@ def optimizer_of(held: Leaves) -> Any:
     return torch.optim.SGD(named, lr=0.1)
 
 
-def norm_of(*seeds: int) -> float:
-    """Return the norm of gradients in one process."""
-    return torch.cat([drawn((3, 2), seed=seed)[0].double() for seed in seeds]).norm().item()
+def norm_of(*seeds: int | tuple[int, ...]) -> float:
+    """Return the norm of gradients in one process, of several seeds in a tuple that of their mean."""
+    every = [one if isinstance(one, tuple) else (one,) for one in seeds]
+    means = [sum(drawn((3, 2), seed=seed)[0].double() for seed in one) / len(one) for one in every]
+    return torch.cat(means).norm().item()
 
 
 COPIES: tuple[Leaves, Leaves] = ({"a": (1, 10), "b": (2, 11)},) * 2
@@ -444,14 +447,14 @@ STAGES: tuple[Leaves, Leaves] = ({"layer0": (0, 10)}, {"layer1": (1, 11)})
 PARTS: tuple[Leaves, Leaves] = ({"a": (0, 10)}, {"a": (1, 11)})
 EXPERTS: tuple[Leaves, Leaves] = ({"copied": (1, 2), "one": (10, 20)}, {"copied": (1, 2), "two": (11, 21)})
 COPIED = lambda path, leaf: path[-1] == "copied"
-CHECKED: dict[str, tuple[Any, Any, dict[str, Any], tuple[int, ...], Any]] = {
+CHECKED: dict[str, tuple[Any, Any, dict[str, Any], tuple[Any, ...], Any]] = {
     "copies": (COPIES, JOINT, {}, (10, 11), [(10, 11), (10, 11)]),
     "stages": (STAGES, JOINT, {}, (10, 11), [(10,), (11,)]),
     "stages joined": (STAGES, JOINT, {"joined": True}, (10, 11), [(10, 11), (10, 11)]),
     "stages by leaf": (STAGES, OF_EACH, {}, (), None),
     "parts": (PARTS, JOINT, {}, (10, 11), [(10,), (11,)]),
     "parts joined": (PARTS, JOINT, {"joined": True}, (10, 11), [(10, 11), (10, 11)]),
-    "never averaged": (({"a": (1, 10)}, {"a": (1, 11)}), JOINT, {}, (), ()),
+    "never averaged": (({"a": (1, 10)}, {"a": (1, 11)}), JOINT, {}, ((10, 11),), [(10,), (11,)]),
     "copies counted twice": (EXPERTS, JOINT, {"joined": True}, (2, 20, 21), [(2, 2, 20, 21)] * 2),
     "copies that are said": (EXPERTS, JOINT, {"joined": True, "shared": COPIED}, (2, 20, 21), [(2, 20, 21)] * 2),
 }
@@ -469,13 +472,45 @@ def layout_checked(name: str) -> None:
     if seeds:
         assert check.norm == pytest.approx(norm_of(*seeds), rel=1e-6)
         assert check.norms == pytest.approx([norm_of(*theirs) for theirs in found], rel=1e-6)
+        assert check.shares == pytest.approx([norm_of(*(seed for _, seed in one.values())) for one in held], rel=1e-6)
     assert check.ok == (found is None or found == [seeds] * 2), check
-    with nullcontext() if check.ok else pytest.raises(ValueError, match="NOT"):
+    with nullcontext() if check.ok else pytest.raises(ValueError, match=r"NOT(.|\n)*off by(.|\n)*all_reduce="):
         check.raise_if_wrong()
     alike({"text": str(check)}, name)
     assert not optimizer.state
     assert all(torch.equal(p, value) and torch.equal(p.grad, g) for p, (value, g) in zip(params, before, strict=True))
     attach(optimizer, rule, **joins).remove()  # it has no rule yet
+
+
+def layout_of_a_run(name: str) -> None:
+    """Find nothing wrong in a layout that is, and the norm of one process; find it wrong without all_reduce=."""
+    laid = LAYOUTS[name]()
+    laid.backward(0)
+    optimizer = laid.optimizer(laid.trained(), lr=0.1)
+    for rule in {"global", "leaf", "groups", "agc"} - laid.refused.keys():
+        check_layout(optimizer, RULES[rule].rule, **laid.joins()).raise_if_wrong()
+    whole = Net(laid.experts)
+    loss_of(whole, 0).backward()
+    norm = torch.cat([p.grad.flatten() for p in whole.parameters()]).norm().item()
+    alone = check_layout(optimizer, JOINT)
+    assert alone.norm == pytest.approx(norm, rel=1e-5)
+    assert alone.ok == (laid.all_reduce is None), alone
+
+
+def layout_refused() -> None:
+    """Report what one process refuses in both, what cannot be checked, and that there is no gradient."""
+    optimizer = optimizer_of(PARTS[rank()])
+    (p,) = optimizer.param_groups[0]["params"]
+    (problem,) = check_layout(optimizer, uc.agc(0.1)).problems
+    assert "norms along axes of grads[0]['a'] cannot be checked" in problem
+    p._fsdp_flattened = rank() == 1
+    check = check_layout(optimizer, JOINT)
+    assert len(check.problems) == 1, check
+    assert re.match(r"process 1: ValueError: .*FSDP1.*fully_shard", check.problems[0]), check
+    assert check.norms == (None, None)
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="no process has a gradient"):
+        check_layout(optimizer, uc.by_value(-1.0, 1.0))
 
 
 # Checkpoints.

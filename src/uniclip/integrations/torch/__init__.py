@@ -10,8 +10,7 @@ with needs("PyTorch", "torch"):
         clip_grads_with_norm_,
         get_total_norm,
     )
-    from uniclip.integrations.torch.layout import check_layout
-    from uniclip.integrations.torch.layout_report import LayoutCheck
+    from uniclip.integrations.torch.layout import LayoutCheck, check_layout
     from uniclip.integrations.torch.optimizer import Attached, attach
 
 __all__ = [

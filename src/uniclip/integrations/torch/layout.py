@@ -3,36 +3,99 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from uniclip._errors import short
 from uniclip.arraywise import AnyRule
+from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations import inside, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer
+from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.integrations.torch.layout_pieces import Piece, counts_of, gathered, held, named, own_rank, pieces_of
-from uniclip.integrations.torch.layout_report import (
-    NOT_AVERAGED,
-    Difference,
-    LayoutCheck,
-    Leaf,
-    problems_of,
-)
 from uniclip.integrations.torch.optimizer import attach
 from uniclip.integrations.torch.processes import several
 from uniclip.scopes import Path
 from uniclip.tree import flatten, place
 
-Found: TypeAlias = tuple[dict[str, dict[Path, Any]], str | None]
-"""Norms and factors, each by its path, or the reason why there are none."""
+_WHAT_TO_DO = (
+    "if plain tensors are parts of the model: all_reduce= the process group of those that hold the rest, or mesh[...]",
+    "if there are copies beside them: shared=lambda path, leaf: ..., true for the copies, so that they count once",
+    "if the gradients of copies differ: average them before the step, as DistributedDataParallel does",
+)
 
-_CLOSE = 1e-5
-"""The tolerance between norms in float32 and in float64."""
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """The result of `check_layout`; printed, it says which norms differ, by how much, and what to do.
+
+    Attributes
+    ----------
+    rule : str
+        The rule.
+    norm : float or None
+        The norm that one process would find, in float64; ``None`` for a rule with several norms or none.
+    norms : tuple of float or None
+        The norm that each process finds; ``None`` also where the step is refused or there is no gradient.
+    shares : tuple of float or None
+        For each process, the norm of what it holds by itself, in float64: copies have the norm of the whole, and
+        squares of those of parts add up to its square. ``None`` where ``norm`` is.
+    problems : tuple of str
+        What is wrong, and what to do.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from uniclip.integrations.torch import check_layout
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> w.grad = torch.tensor([3.0, 4.0])
+    >>> check = check_layout(torch.optim.SGD([("w", w)]), uc.by_global_norm(1.0))
+    >>> check.ok, check.norm, check.norms, check.shares, check.problems
+    (True, 5.0, (5.0,), (5.0,), ())
+    """
+
+    rule: str
+    norm: float | None
+    norms: tuple[float | None, ...]
+    shares: tuple[float | None, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether norms and factors are those of one process."""
+        return not self.problems
+
+    def raise_if_wrong(self) -> None:
+        """Raise the printed text as an error, if something is wrong.
+
+        Raises
+        ------
+        ValueError
+            If `ok` is false.
+        """
+        if not self.ok:
+            raise ValueError(str(self))
+
+    def __str__(self) -> str:
+        """Return the norms, what is wrong, and what to do."""
+        lines = [f"{self.rule}: {'as' if self.ok else 'NOT as'} in one process"]
+        if self.norm is not None:
+            norms = ["none" if norm is None else f"{norm:.6g}" for norm in self.norms]
+            found = enumerate(zip(norms, self.shares, strict=True))
+            lines += [f"one process: norm {self.norm:.6g}"]
+            lines += _first([f"process {rank}: norm {norm}, share {share:.6g}" for rank, (norm, share) in found])
+        return "\n".join([*lines, *(f"- {problem}" for problem in self.problems)])
+
+
+class _Leaf(NamedTuple):
+    """A parameter and its gradient, dense and in main memory, in float64 or complex128."""
+
+    path: Path
+    param: Any
+    grad: Any
 
 
 class _Still(torch.optim.Optimizer):
@@ -48,11 +111,7 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
     Call it once, in every process, after ``backward`` and before the step. It gathers the gradients of all processes on
     the first one, clips them there by the rule's first step in float64, and compares. Neither gradients nor the
     optimizer are changed. A layout does not depend on the size of a model, so check a small one: the first process
-    holds all of it in main memory.
-
-    Plain tensors do not tell whether they are parts, so their values are compared. A leaf whose parameter is equal in
-    several processes is a copy, which was not averaged if its gradients differ; if the parameters differ, they are
-    parts.
+    holds the plain tensors of all processes in main memory, and the whole of each DTensor.
 
     Parameters
     ----------
@@ -62,13 +121,23 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
     Returns
     -------
     check : LayoutCheck
-        The same in all processes. ``check.ok`` tells whether everything agrees; printed, it is a table of the leaves,
-        their kinds, and how often each counts. ``check.raise_if_wrong()`` raises an error.
+        The same in all processes. ``check.ok`` tells whether everything agrees; printed, it says what differs.
+        ``check.raise_if_wrong()`` raises an error.
 
     Raises
     ------
     TypeError, ValueError
         If ``optimizer`` is not an optimizer or ``rule`` not a rule, or if no process has a gradient.
+
+    Notes
+    -----
+    Plain tensors do not tell whether they are parts, so it is inferred from names and values. Leaves of one name whose
+    parameters are equal are copies, which count once; if their gradients differ they were never averaged, so their mean
+    is taken. If the parameters differ they are parts of one leaf; so give the optimizer the names of the whole model.
+    Parameters that are constant, such as biases of 0, look like copies even if they are parts: check after some steps.
+
+    Norms along axes of plain parts cannot be checked, which is a problem of its own. Those along an axis that DTensors
+    divide are not compared, as each process has the norms of its own part.
 
     Examples
     --------
@@ -78,108 +147,78 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
     >>> optimizer = torch.optim.SGD(model.named_parameters())
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> print(check_layout(optimizer, uc.by_global_norm(1.0)))
-    uc.Rule(1.0) on 1 process: as in one process
-    norm: 1.73205 in one process; 1.73205 in process 0
-    <BLANKLINE>
-    leaf                shape  processes  taken for  counts
-    grads[0]['weight']  1x2    0          whole      once
-    grads[0]['bias']    1      0          whole      once
+    uc.Rule(1.0): as in one process
+    one process: norm 1.73205
+    process 0: norm 1.73205, share 1.73205
     """
     refuse_optimizer(optimizer, rule)
-    optimizer, rule = getattr(optimizer, "optimizer", optimizer), rule_for_steps(rule)
-    kept: dict[Path, Any] = {}
-    leaves_here = [(path, p, grad_of(p)) for path, p in named(optimizer)]
-    every = gathered([held(path, p, grad, rule, kept) for path, p, grad in leaves_here if grad is not None])
-    if not any(every):
+    optimizer, rule = unwrapped(optimizer), rule_for_steps(rule)
+    alone, _ = _tried(lambda: _first_step(list(_held(optimizer, whole=False)), rule))
+    found, refusal = _as_it_runs(optimizer, rule, all_reduce, shared)
+    here = (list(_held(optimizer, whole=True)), _joint(alone), found, refusal)
+    check = _of_all(here, lambda every: _compared(every, rule))
+    if check is None:
         msg = "no process has a gradient: call check_layout after backward, and before the step and zero_grad"
         raise ValueError(msg)
-    pieces = pieces_of(every)
-    counts = counts_of(pieces, every, {path: grad for path, _, grad in leaves_here}, all_reduce, shared)
-    leaves = [
-        Leaf(place("grads", piece.held.path), piece.held.shape, piece.processes, piece.kind, tuple(count))
-        for piece, count in zip(pieces, counts, strict=True)
-    ]
-    paths = [piece.held.path for piece in pieces]
-    unknown = [path for path in dict.fromkeys(paths) if paths.count(path) > 1] if _along_axes(rule) else []
-    wanted, failed = _of_one(pieces, rule, kept)
-    found, refusal = _as_it_runs(optimizer, rule, all_reduce, shared)
-    every = gathered(([] if refusal or failed else _differences(found, wanted, unknown), refusal, _joint(found)))
-    problems = problems_of(
-        leaves,
-        joined=all_reduce is not None,
-        differences=[(rank, one) for rank, (some, _, _) in enumerate(every) for one in some],
-        refused=[(rank, text) for rank, (_, text, _) in enumerate(every) if text],
-        unknown=[place("grads", path) for path in unknown],
-    )
-    norms = tuple(norm for _, _, norm in every)
-    return LayoutCheck(not problems, short(rule), _joint(wanted), norms, tuple(leaves), tuple(problems))
+    return check
 
 
-def _joint(found: Any) -> float | None:
-    """Return the norm if there is only one, else ``None``."""
-    norms = found.get("norm", {})
-    return norms[()].item() if set(norms) == {()} else None
+def _held(optimizer: Any, *, whole: bool) -> Iterator[_Leaf]:
+    """Yield the leaves of this process that have a gradient, of a DTensor the whole or the own part."""
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names", range(len(group["params"])))
+        for name, p in zip(names, group["params"], strict=True):
+            if (grad := grad_of(p)) is not None:
+                yield _Leaf((number, name), _dense(p, whole=whole), _dense(grad, whole=whole))
 
 
-def _of_one(pieces: list[Piece], rule: Any, kept: dict[Path, Any]) -> Found:
-    """Return norms and factors as one process finds them."""
-    rank = own_rank()
-    mine = {}
-    for number, piece in enumerate(pieces):
-        firsts = [copy[0] for copy in piece.holders]
-        if rank == min(firsts) or (rank in firsts and piece.kind == NOT_AVERAGED):
-            mine[number] = kept[piece.held.path]
-    values: list[Any] = [None]
-    if several():
-        every: list[Any] | None = [None] * torch.distributed.get_world_size() if rank == 0 else None
-        torch.distributed.gather_object(mine, every)
-        values = every or values
-    else:
-        values = [mine]
-    found = [_tried(lambda: _clipped_whole(pieces, rule, values)) if rank == 0 else None]
-    if several():
-        torch.distributed.broadcast_object_list(found)
-    return found[0]  # type: ignore[return-value]
+def _dense(tensor: Any, *, whole: bool) -> Any:
+    """Return a tensor dense and in main memory, in float64 or complex128."""
+    if is_dtensor(tensor):
+        tensor = tensor.full_tensor() if whole else tensor.to_local()
+    return tensor.detach().to_dense().to("cpu", torch.promote_types(tensor.dtype, torch.float64))
 
 
-def _clipped_whole(pieces: list[Piece], rule: Any, values: list[dict[int, Any]]) -> dict[str, dict[Path, Any]]:
-    """Clip the whole tree, with leaves assembled from their parts; norms do not depend on how these are laid out."""
-    parts: dict[Path, list[Any]] = {}
-    for number, piece in enumerate(pieces):
-        copies = [some[number] for some in values if number in some]
-        mean = [torch.stack(one).mean(0) for one in zip(*copies, strict=True)]  # averages what was not averaged
-        parts.setdefault(piece.held.path, []).append(mean)
-    trees: list[list[Any]] = [[OrderedDict() for _ in range(1 + max(path[0] for path in parts))] for _ in range(2)]
-    for path, some in parts.items():
-        for tree, leaves in zip(trees, zip(*some, strict=True), strict=True):
-            tree[path[0]][path[1]] = leaves[0] if len(leaves) == 1 else torch.cat([leaf.flatten() for leaf in leaves])
-    grads, params = trees
+def _first_step(leaves: list[_Leaf], rule: Any) -> dict[str, Any]:
+    """Return what the rule's first step finds in one process."""
+    groups = range(1 + max(leaf.path[0] for leaf in leaves))
+    params, grads = ([OrderedDict[Any, Any]() for _ in groups] for _ in range(2))
+    for (group, name), param, grad in leaves:
+        params[group][name], grads[group][name] = param, grad
     return _numbers(rule.update(grads, rule.init(params), params)[2])
 
 
-def _as_it_runs(optimizer: Any, rule: Any, all_reduce: Any, shared: Any) -> Found:
-    """Return norms and factors as `attach` finds them, on copies of the gradients."""
-    groups = []
-    for group in optimizer.param_groups:
-        copies = list(map(_copy, group["params"]))
-        groups.append(
-            {"params": list(zip(group["param_names"], copies, strict=True)) if "param_names" in group else copies}
-        )
-    still = _Still(groups, {})
+def _numbers(report: Any) -> dict[str, Any]:
+    """Return the norms and factors of a report; a joint one is called "norm" and "factor"."""
+    found: dict[str, Any] = {}
+    for name in ("norm", "factor"):
+        leaves, spec = flatten(getattr(report, f"{name}s", None))
+        for path, leaf in zip(spec.paths(), leaves, strict=True):
+            if leaf is not None:
+                found[place(f"{name}s", path) if path else name] = leaf.detach().to("cpu", torch.float64)
+    return found
 
+
+def _joint(numbers: dict[str, Any]) -> float | None:
+    """Return the norm if there is only one, else ``None``."""
+    return numbers["norm"].item() if "norm" in numbers else None
+
+
+def _as_it_runs(optimizer: Any, rule: Any, all_reduce: Any, shared: Any) -> tuple[dict[str, Any], str | None]:
+    """Return what `attach` finds, on copies of the gradients, and the error if it refuses."""
+    still = _Still([group | {"params": list(map(_copy, group["params"]))} for group in optimizer.param_groups], {})
     handle, refusal = _tried(lambda: attach(still, rule, all_reduce, shared))
-    if any(gathered(refusal)):  # one that refuses takes no step, and the others would wait for it
+    if _of_all(refusal, any):  # one that refuses takes no step, and the others would wait for it
         return {}, refusal
     _, refusal = _tried(still.step)
     return {} if refusal else _numbers(handle.report), refusal
 
 
 def _copy(p: Any) -> Any:
-    """Return a parameter with the same values, and its own gradient."""
+    """Return a parameter with the same values, and a gradient of its own."""
     copy = torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
     copy.grad = None if p.grad is None else p.grad.detach().clone()
-    if getattr(p, "_fsdp_flattened", False):
-        copy._fsdp_flattened = True  # noqa: SLF001 - FSDP1's mark
+    copy._fsdp_flattened = getattr(p, "_fsdp_flattened", False)  # noqa: SLF001 - FSDP1's mark
     return copy
 
 
@@ -191,42 +230,71 @@ def _tried(run: Callable[[], Any]) -> Any:
         return {}, f"{type(error).__name__}: {error}"
 
 
-def _numbers(report: Any) -> dict[str, dict[Path, Any]]:
-    """Return the norms and factors of a report, by their paths."""
-    found = {}
-    for what in ("norm", "factor"):
-        values = getattr(report, f"{what}s", None)
-        if values is None:
-            continue
-        leaves, spec = flatten(values)
-        pairs = [(path, leaf) for path, leaf in zip(spec.paths(), leaves, strict=True) if leaf is not None]
-        found[what] = {path: leaf.detach().to("cpu", torch.float64) for path, leaf in pairs}
-    return found
+def _of_all(mine: Any, make: Callable[[list[Any]], Any]) -> Any:
+    """Return, in all processes, what the first one makes of what each of them has."""
+    if not several():
+        return make([mine])
+    first = torch.distributed.get_rank() == 0
+    every: Any = [None] * torch.distributed.get_world_size() if first else None
+    torch.distributed.gather_object(mine, every)
+    made = [make(every) if first else None]
+    torch.distributed.broadcast_object_list(made)
+    return made[0]
 
 
-def _differences(found: Any, wanted: Any, unknown: list[Path]) -> list[Difference]:
-    """Return the numbers that differ from those of one process."""
-    differences = []
-    for what, numbers in found.items():
-        for path, here in numbers.items():
-            if path[-2:] in unknown:
-                continue
-            there = wanted.get(what, {}).get(path)
-            if there is None or there.shape != here.shape or not torch.allclose(here, there, _CLOSE, 0, equal_nan=True):
-                differences.append(_difference(f"the {what}{place(' of grads', path) if path else ''}", here, there))
-    return differences
+def _compared(every: list[Any], rule: Any) -> LayoutCheck | None:
+    """Compare what each process finds with what one with all leaves does; ``None`` if there is no gradient."""
+    held, alone, found, refusals = zip(*every, strict=True)
+    leaves = [leaf for some in held for leaf in some]
+    if not leaves:
+        return None
+    wanted, failed = _tried(lambda: _first_step(_merged(leaves, rule), rule))
+    norm = _joint(wanted)
+    problems = [f"in one process: {failed}"] if failed else []
+    problems += _first([f"process {rank}: {refusal}" for rank, refusal in enumerate(refusals) if refusal])
+    differing = [f"process {rank}: {text}" for rank, some in enumerate(found) for text in _differences(some, wanted)]
+    problems += [*_first(differing), *_WHAT_TO_DO] if differing else []
+    shares = tuple(None if norm is None else share or 0.0 for share in alone)  # 0 where nothing is held
+    return LayoutCheck(short(rule), norm, tuple(map(_joint, found)), shares, tuple(problems))
 
 
-def _difference(what: str, here: Any, there: Any) -> Difference:
-    """Return the two numbers of arrays that differ most."""
-    if there is None or there.shape != here.shape:
-        return Difference(
-            what, *(math.nan if one is None or not one.numel() else one.max().item() for one in (here, there))
-        )
-    worst = (here - there).abs().nan_to_num(math.inf).argmax()
-    return Difference(what, here.flatten()[worst].item(), there.flatten()[worst].item())
+def _merged(leaves: list[_Leaf], rule: Any) -> list[_Leaf]:
+    """Return the leaves of one process: copies are averaged, parts of one leaf laid in a row."""
+    copies: dict[Any, list[_Leaf]] = {}
+    for leaf in leaves:
+        copies.setdefault((leaf.path, leaf.param.shape, leaf.param.numpy().tobytes()), []).append(leaf)
+    parts: dict[Path, list[_Leaf]] = {}
+    for some in copies.values():
+        mean = torch.stack([leaf.grad for leaf in some]).mean(0)
+        parts.setdefault(some[0].path, []).append(some[0]._replace(grad=mean))
+    return [some[0] if len(some) == 1 else _in_a_row(some, rule) for some in parts.values()]
+
+
+def _in_a_row(parts: list[_Leaf], rule: Any) -> _Leaf:
+    """Return one leaf of all entries of its parts: norms of whole leaves do not depend on how these are laid out."""
+    path, *both = zip(*parts, strict=True)
+    if _along_axes(rule):
+        msg = f"norms along axes of {place('grads', path[0])} cannot be checked: processes have plain parts of it"
+        raise ValueError(msg)
+    return _Leaf(path[0], *(torch.cat([one.flatten() for one in some]) for some in both))
 
 
 def _along_axes(rule: Any) -> bool:
     """Whether a rule, or one inside it, has norms along axes."""
     return getattr(getattr(rule, "scope", None), "axes", None) is not None or any(map(_along_axes, inside(rule)))
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:
+    """Yield which numbers differ from those of one process, and by how much."""
+    for name, here in found.items():
+        there: Any = wanted.get(name, here)
+        # Norms along an axis that DTensors divide are those of the own part; all are float32 here, and float64 there.
+        if there.shape == here.shape and not torch.allclose(here, there, rtol=1e-5, atol=0, equal_nan=True):
+            worst = (here - there).abs().nan_to_num(torch.inf).argmax()
+            one, other = here.flatten()[worst].item(), there.flatten()[worst].item()
+            yield f"{name} {one:.6g}, in one process {other:.6g}, off by {one - other:.3g}"
+
+
+def _first(texts: list[str], most: int = 8) -> list[str]:
+    """Return the first of some texts, and how many more there are."""
+    return texts if len(texts) <= most else [*texts[:most], f"and {len(texts) - most} more"]
