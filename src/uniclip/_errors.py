@@ -48,7 +48,7 @@ def nonnegative(name: str, value: Any, hint: str = "") -> Any:
     if isinstance(value, Real):
         return value
     if getattr(value.shape, "rank", 0) is not None and len(value.shape):
-        check(name, value, False, f"a number or a 0-d array{hint}")  # noqa: FBT003
+        check(name, value, fits=False, wanted=f"a number or a 0-d array{hint}")
     return float(value) if backend_of(value) is DEFAULT else value
 
 

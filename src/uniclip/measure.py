@@ -198,10 +198,10 @@ def cleaned(
     if plan.sums_on_host:  # read twice only in a step in which it happens
         flag = found.entries_finite  # where processes hold parts, all of them measure again, or none
         if bool(flag) if flag is not None else all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms]):
-            return given, norms, plan.view(np.asarray(True))  # noqa: FBT003
+            return given, norms, plan.view(np.ones((), np.bool_))
         given = _zeroed(given, plan)
         norms = plan.as_norms(measured(rule, given, plan, step, params).norms)
-        return given, norms, plan.view(np.asarray(False))  # noqa: FBT003
+        return given, norms, plan.view(np.zeros((), np.bool_))
     given = _zeroed(given, plan)
     again = measured(rule, given, plan, step._replace(loss=None), None) if step.norm is None else found
     return given, plan.as_norms(again.norms), found.entries_finite

@@ -89,7 +89,7 @@ def _abs(x: Array, /) -> Array:
     return x * jnp.sign(x) if jnp.isdtype(x.dtype, "real floating") else jnp.abs(x)
 
 
-def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:  # noqa: A002 - the standard's names
+def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
     """Clip, with derivative 1 on the bounds too (JAX's own is 1/2 there)."""
     clipped = jnp.clip(x, min, max)
     return jnp.where(clipped == x, x, clipped)

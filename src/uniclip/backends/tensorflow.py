@@ -83,7 +83,7 @@ def _asarray(value: Any, *, dtype: Any = None) -> Array:
     return value if dtype is None else tf.cast(value, dtype)
 
 
-def _clip(x: Array, min: Any = None, max: Any = None) -> Array:  # noqa: A002 - the standard's names
+def _clip(x: Array, min: Any = None, max: Any = None) -> Array:
     x = x if min is None else tf.maximum(x, _asarray(min, dtype=x.dtype))
     return x if max is None else tf.minimum(x, _asarray(max, dtype=x.dtype))
 

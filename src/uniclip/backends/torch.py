@@ -74,7 +74,7 @@ def _isfinite(x: torch.Tensor, /) -> torch.Tensor:
     return x - x == 0
 
 
-def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002 - the standard's names
+def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
     """Clip in one operation where bounds are numbers; array-api-compat, which also takes arrays, does more."""
     numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
     return torch.clamp(x, min, max) if numbers and x.is_floating_point() else compat.clip(x, min, max)

@@ -112,7 +112,7 @@ class ClipGradients(Callback):
         kept = {name: value for name, value in vars(self).items() if name not in _OF_MODULE}
         return kept | {"handles": [], "_numbers": [], "_logged": {}, "_loaded": {}}
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget what an evaluation has loaded."""
         self._loaded = {}
 
@@ -135,7 +135,7 @@ class ClipGradients(Callback):
             self.handles[-1].name_leaves(pl_module)
         self._numbers, self._logged = chosen, {}
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on from the checkpoint, if there is one."""
         loaded, self._loaded = self._loaded, {}
         for number, handle in zip(self._numbers, self.handles, strict=True):
@@ -144,12 +144,12 @@ class ClipGradients(Callback):
         if self.record is not None:
             self.record.resume(trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # noqa: ARG002
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Omit the numbers of steps that a loss scale skipped."""
         if self.record is not None:
             self.record.step = max(self.record.step or 0, trainer.global_step)
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:  # noqa: ARG002
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Add up the losses of a step's batches, which Lightning has divided by their number."""
         if self.record is not None and getattr(trainer.precision_plugin, "scaler", None) is None:
             before = self.record.loss
@@ -178,7 +178,7 @@ class ClipGradients(Callback):
                     over = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "batch_size": 1}
                     pl_module.log(NORM_MAX + name, value.where(value.isfinite(), 0.0), sync_dist=True, **over)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the remaining lines of the record."""
         if self.record is not None:
             self.record.flush()

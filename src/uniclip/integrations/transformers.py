@@ -123,7 +123,7 @@ class ClipGradients(TrainerCallback):
         self._end()
         self._loaded, self.handle = saved, None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach to the optimizer, and restore the state from a checkpoint if there is one."""
         self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
@@ -144,12 +144,12 @@ class ClipGradients(TrainerCallback):
         _warn(args)
         args.max_grad_norm = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Omit the numbers of steps that a loss scale skipped."""
         if self.record is not None:
             self.record.step = max(self.record.step or 0, state.global_step)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse a step that was not clipped, unless GradScaler skipped it."""
         report = None if self.handle is None else self.handle.report
         if (report is None or report is self._seen) and not kwargs["optimizer"].step_was_skipped:
@@ -161,14 +161,14 @@ class ClipGradients(TrainerCallback):
             raise RuntimeError(msg)
         self._seen = report
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the scalars since the last log to what is logged."""
         if self.handle is not None and "loss" in logs:  # else a log of evaluation
             scalars = self.handle.logs()
             logs.update(scalars)
             state.log_history[-1].update(scalars)  # written before this is called
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the optimizer and the arguments."""
         self._end()
 

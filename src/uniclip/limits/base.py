@@ -210,7 +210,7 @@ class Limit:
             msg = f"{cls.__name__} has an init, which makes the first state: set memory = True in the class"
             raise TypeError(msg)
 
-    def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002 - a limit with memory wants them
+    def init(self, norms: Array, context: Context) -> State:
         """Return the state before the first step; the norms are zeros.
 
         Returns

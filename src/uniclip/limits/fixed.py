@@ -42,7 +42,7 @@ class Constant(BuiltIn):
         """Validate the limit."""
         settle(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
 
-    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
+    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Return the value, the same for every norm."""
         return self.value, state
 
@@ -80,11 +80,11 @@ class Schedule(Remembers):
         """Validate the function."""
         check("fn", self.fn, callable(self.fn), "a function of the step")
 
-    def init(self, norms: Array, context: Context) -> Counted:  # noqa: ARG002
+    def init(self, norms: Array, context: Context) -> Counted:
         """Begin at step 0."""
         return Counted(context.asarray(0, context.xp.int32))
 
-    def __call__(self, norms: Array, state: Counted, context: Context) -> tuple[Array, Counted]:  # noqa: ARG002
+    def __call__(self, norms: Array, state: Counted, context: Context) -> tuple[Array, Counted]:
         """Call the function."""
         return self.fn(context.xp.astype(state.count, context.xp.float32)), Counted(state.count + 1)
 
@@ -121,7 +121,7 @@ class Relative(BuiltIn):
         wanted = "an array, one number for each norm"
         check("counts", self.counts, self.counts is None or hasattr(self.counts, "shape"), wanted)
 
-    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
+    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Return limits relative to the parameters."""
         xp, w = context.xp, context.params
         limits = self.ratio * xp.where(w > self.eps, w, self.eps)
@@ -204,7 +204,7 @@ class Split(BuiltIn):
         """The sizes, if the total is split by size."""
         return frozenset({"sizes"} if self.by_size else ())
 
-    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:  # noqa: ARG002
+    def __call__(self, norms: Array, state: NoState, context: Context) -> tuple[Array, NoState]:
         """Split the total."""
         if not self.by_size:
             count = context.count
@@ -263,7 +263,7 @@ class PerGroup(Printed, Limit):
         """Whether all of the limits accept NumPy arrays."""
         return all(limit.takes_numpy for _, limit in self.limits)
 
-    def init(self, norms: Array, context: Context) -> State:  # noqa: ARG002
+    def init(self, norms: Array, context: Context) -> State:
         """Return the state of each group's limit."""
         rows = self._rows(self._chosen(context), context)
         return tuple(limit.init(row.norms, row) for limit, row in rows)

@@ -62,7 +62,7 @@ class Percentile(Remembers):
         settle(self, percentile=within("percentile", self.percentile, 0, 100), window=whole("window", self.window, 1))
         settle(self, filled=flag("filled", self.filled))
 
-    def init(self, norms: Array, context: Context) -> History:  # noqa: ARG002
+    def init(self, norms: Array, context: Context) -> History:
         """Begin with empty windows."""
         return History(zeros(context, self.window) - 1, zero_counts(context))
 

@@ -214,7 +214,7 @@ class RollingZScore(Remembers):
         settle(self, warmup=whole("warmup", self.warmup, 2))
         within("warmup", self.warmup, 2, self.window)
 
-    def init(self, norms: Array, context: Context) -> NormsAndLosses:  # noqa: ARG002
+    def init(self, norms: Array, context: Context) -> NormsAndLosses:
         """Begin with empty windows."""
         xp = context.xp
         losses = xp.zeros((1, self.window), dtype=xp.float32)

@@ -87,8 +87,8 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
     rate: float = 0.2,
     start: float = 0.1,
     *,
-    min: float = 0.0,  # noqa: A002
-    max: float = math.inf,  # noqa: A002
+    min: float = 0.0,
+    max: float = math.inf,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:
     """Scale each example's gradient to a limit that follows a quantile of the examples' norms.

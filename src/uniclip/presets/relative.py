@@ -17,7 +17,7 @@ def agc(
     ratio: Number = 0.01,
     eps: float = 1e-3,
     axis: int | tuple[int, ...] | None = None,
-    ord: float = 2,  # noqa: A002 - the standard's name
+    ord: float = 2,
     *,
     nonfinite: NonFinite = "propagate",
 ) -> Rule:

@@ -64,7 +64,7 @@ class LogClipping(keras.callbacks.Callback):
         self.every = None if every is None else whole("every", every, 1)
         self.record = record
 
-    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+    def on_train_begin(self, logs: Any = None) -> None:
         """Find the optimizer, also inside a ``LossScaleOptimizer``."""
         optimizer = self.model.optimizer
         while optimizer is not None and not isinstance(optimizer, ClippedOptimizer):
@@ -80,23 +80,23 @@ class LogClipping(keras.callbacks.Callback):
             self.record.describe(optimizer.rule)
             self.record.resume(optimizer.batches() if optimizer.built else 0)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a window."""
         self._epoch, self._read_at = 0 * self._optimizer.window(), 0
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Read a window that is full."""
         if self.every is not None and batch + 1 - self._read_at >= self.every:
             self._read()
             self._read_at = batch + 1
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the scalars to the logs."""
         self._read()
         if logs is not None:
             logs.update(self._optimizer.named(self._epoch))
 
-    def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature of a callback
+    def on_train_end(self, logs: Any = None) -> None:
         """Write the remaining rows."""
         if self.record is not None:
             self.record.flush()

@@ -47,7 +47,7 @@ class _OutputLast:
 
     axes: Any
 
-    def __call__(self, ndim: int, output_axis: int) -> Any:  # noqa: ARG002 - the signature of axes
+    def __call__(self, ndim: int, output_axis: int) -> Any:
         """Return the axes for a leaf."""
         return self.axes(ndim, -1)
 

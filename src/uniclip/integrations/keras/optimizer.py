@@ -195,7 +195,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         self,
         grads: Sequence[Any],
         trainable_variables: Sequence[Any],
-        learning_rate: Any,  # noqa: ARG002 - the wrapped optimizer knows its own
+        learning_rate: Any,
     ) -> None:
         """Clip, and let the wrapped optimizer take the step: Keras gives gradients that are unscaled and averaged."""
         several = replicated()
