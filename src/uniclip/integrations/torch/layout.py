@@ -44,7 +44,7 @@ class LayoutCheck:
         For each process, the norm of what it holds by itself, in float64: copies have the norm of the whole, and
         squares of those of parts add up to its square. ``None`` where ``norm`` is.
     problems : tuple of str
-        What is wrong, and what to do.
+        What is wrong (of processes and numbers the first eight), and what to do.
 
     Examples
     --------
