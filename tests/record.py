@@ -1,7 +1,9 @@
 """Record what every rule does, so that later versions can be held to it: ``python tests/record.py`` writes tests/data.
 
-It was run once, and `test_recordings` compares today's results with what it wrote. Run it again only where results are
-meant to change, and say so in the change log.
+``python tests/record.py files`` writes what each library saves, in tests/data/files; `adapters.contract` loads it.
+
+Each was run once, and today's results are compared with what it wrote. Run it again only where results are meant to
+change, and say so in the change log.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,10 +30,10 @@ SHOWN = (0, 6, 11)
 """The steps whose clipped gradients are recorded: the first, a spike, the last."""
 STOP = 6
 """After how many steps the state is saved, from which another clipper goes on."""
+NOT_NEEDED = ("training_args.bin", "rng_state.pth", "random_states_0.pkl", "model.meta", "checkpoint")
+"""Files without which a training goes on, and which hold paths, or much else."""
 LARGE = 1000
 """How many entries of a state are too many to record at each step: the histogram of all norms."""
-STEPS = 3
-"""After how many steps the files of PyTorch and Keras are written."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -76,61 +78,36 @@ def stopped(uc: ModuleType, rule: Any, dtype: str) -> dict[str, Any]:
     return clipper.state_dict()
 
 
-def two_memories(uc: ModuleType) -> Any:
-    """Return the rule of the files of PyTorch and Keras, which remembers one norm of all leaves and one of each."""
-    return uc.chain(uc.zclip(z=1.0, warmup=2), uc.adagc(warmup=2))
-
-
-def of_torch(uc: ModuleType) -> tuple[Any, dict[str, Any], Callable[[int], Arrays]]:
-    """Return an optimizer of PyTorch with a rule attached, its weights, and what takes a step and returns them."""
-    import torch
-
-    from uniclip.integrations.torch import attach
-
-    weights = {name: torch.nn.Parameter(torch.tensor(params("float32")[name])) for name in ("b", "w")}
-    optimizer = torch.optim.SGD(list(weights.items()), lr=0.1, momentum=0.5)
-    attach(optimizer, two_memories(uc))
-
-    def step(number: int) -> Arrays:
-        for name, weight in weights.items():
-            weight.grad = torch.tensor(steps("float32")[number][name])
-        optimizer.step()
-        return {name: weight.detach().numpy().copy() for name, weight in weights.items()}
-
-    return optimizer, weights, step
-
-
-def of_keras(model: Any, number: int) -> Arrays:
-    """Train a model of Keras on one batch, and return its weights."""
-    grads = steps("float32")[number]["w"]
-    model.train_on_batch(grads.T, grads.T @ np.ones((3, 2), np.float32))
-    return {weight.name: np.asarray(weight) for weight in model.trainable_variables}
-
-
 def write_files(uc: ModuleType) -> None:
-    """Write a file of PyTorch, one of Keras, and the weights of the steps after both."""
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    import keras
-    import torch
-
-    from uniclip.integrations.keras import ClippedOptimizer
-
-    optimizer, weights, step = of_torch(uc)
-    for number in range(STEPS):
-        step(number)
-    torch.save(
-        {"weights": {n: w.detach() for n, w in weights.items()}, "optimizer": optimizer.state_dict()},
-        DATA / "attach.pt",
+    """Write a file, or some, of each library that has an adapter."""
+    os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_USE_LEGACY_KERAS": "0"}
+    from adapters import (
+        contract,
+        test_accelerate,
+        test_keras,
+        test_lightning,
+        test_optax,
+        test_tensorflow1,
+        test_torch,
+        test_transformers,
     )
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="layer")], name="model")
-    model.compile(ClippedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5), two_memories(uc)), "mse", jit_compile=False)
-    model.set_weights([params("float32")["w"], np.zeros(2)])
-    for number in range(STEPS):
-        of_keras(model, number)
-    model.save(DATA / "model.keras")
-    after = {f"torch {STEPS + n} {k}": v for n in range(4) for k, v in step(STEPS + n).items()}
-    after |= {f"keras {STEPS + n} {k}": v for n in range(4) for k, v in of_keras(model, STEPS + n).items()}
-    np.savez_compressed(DATA / "after.npz", **after)
+
+    trained = test_transformers.Trained
+    trained.folder = contract.FILES / trained.recorded / "trainer"
+    for make in (
+        test_torch.Attached,
+        test_accelerate.Accelerated,
+        test_lightning.Fitting,
+        trained,
+        test_keras.Stepping,
+        test_optax.Optax,
+        test_tensorflow1.InSession,
+    ):
+        contract.write_files(make, uc)
+    trained.end_all()
+    for name in NOT_NEEDED:
+        for file in contract.FILES.rglob(name):
+            file.unlink()
 
 
 def write(uc: ModuleType) -> None:
@@ -147,4 +124,4 @@ def write(uc: ModuleType) -> None:
 
 
 if __name__ == "__main__":
-    write(uniclip)
+    (write_files if "files" in sys.argv else write)(uniclip)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import zipfile
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from record import DATA, DTYPES, FLAGS, SHOWN, STEPS, STOP, Arrays, of_keras, of_torch, row, taken
+from record import DATA, DTYPES, FLAGS, SHOWN, STOP, Arrays, row, taken
 
 import uniclip
 from kit.rules import LOSSES, every_rule, params, steps
 from kit.trees import EPS
-from uniclip.saved import FORMAT, from_dict, to_dict
+from uniclip.saved import from_dict, to_dict
 
 with np.load(DATA / "float64.npz") as _recorded:
     RULES = {name: every_rule(uniclip)[name] for name in _recorded}
@@ -90,49 +88,3 @@ def test_a_saved_state_goes_on(rule: str, dtype: str) -> None:
     saved |= {name: to_dict(RULES[rule], RULES[rule].init(grads), grads)[name] for name in ("format", "leaves")}
     assert to_dict(RULES[rule], from_dict(RULES[rule], saved, grads), grads) == saved
     check_goes_on(uniclip, rule, dtype, saved)
-
-
-def same_weights(library: str, number: int, weights: Arrays) -> None:
-    """Require the weights after a step with a file of a library to be the recorded ones."""
-    with np.load(DATA / "after.npz") as file:
-        for name, weight in weights.items():
-            wanted = file[f"{library} {number} {name}"]
-            np.testing.assert_allclose(weight, wanted, rtol=2e-5, atol=1e-6, err_msg=f"step {number + 1}: {name}")
-
-
-@pytest.mark.needs("torch")
-def test_a_checkpoint_of_torch() -> None:
-    """A file of the state of an optimizer with a rule attached loads with `torch.load`, and the steps go on."""
-    import torch
-
-    optimizer, weights, step = of_torch(uniclip)
-    saved = torch.load(DATA / "attach.pt")
-    saved["optimizer"]["uniclip"]["format"] = FORMAT  # leaves that have names in both have the same ones
-    optimizer.load_state_dict(saved["optimizer"])
-    for name, weight in weights.items():
-        weight.data.copy_(saved["weights"][name])
-    for number in range(STEPS, STEPS + 4):
-        same_weights("torch", number, step(number))
-
-
-@pytest.mark.needs("keras")
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
-def test_a_model_of_keras(tmp_path: Path) -> None:
-    """A saved model with a rule in its optimizer loads on each backend, and the steps go on."""
-    import h5py
-    import keras
-
-    import uniclip.integrations.keras  # noqa: F401 - which tells Keras of its optimizer
-
-    with zipfile.ZipFile(DATA / "model.keras") as old:
-        old.extractall(tmp_path)
-    with h5py.File(tmp_path / "model.weights.h5", "r+") as weights:
-        known = weights["optimizer/vars/uniclip"]
-        text = known[()].tobytes().replace(b'"format": 1', b'"format": %d' % FORMAT)
-        known[...] = np.frombuffer(text, np.uint8)
-    with zipfile.ZipFile(tmp_path / "new.keras", "w") as new:
-        for name in old.namelist():
-            new.write(tmp_path / name, name)
-    model = keras.saving.load_model(tmp_path / "new.keras")
-    for number in range(STEPS, STEPS + 4):
-        same_weights("keras", number, of_keras(model, number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,9 @@ STOP = SPIKE + 1
 """After how many steps a training is stopped, to go on from what was saved."""
 RESUMED = ("autoclip", "adagc")
 """Kinds whose memory is norms of all leaves together, and one of each."""
+KEPT = "chain"
+"""The kind whose files are kept."""
+FILES = Path(__file__).parents[1] / "data" / "files"
 MOVED = ("adagc", "chain")
 """Kinds whose memory has names of leaves, and is that of a rule among others."""
 
@@ -49,6 +53,8 @@ class Adapter(Protocol):
     """The optimizer of `kit.training` that it trains by, with its rate."""
     left_out: frozenset[str] = frozenset()
     """The names of the kinds of rules that it cannot take."""
+    recorded: str = ""
+    """The folder in tests/data/files with what `save` has once written, see tests/record.py."""
     own_clipping: Mapping[str, Any] = MappingProxyType({})
     """The library's own options for clipping, by the names that ``start`` takes, with values that switch them on."""
 
@@ -152,6 +158,33 @@ def check_resumed(name: str, make: Make, uc: ModuleType, folder: Path) -> None:
         equal(trained(again), trained(through), f"step {number} after loading")
 
 
+def check_recorded(make: Make, uc: ModuleType, folder: Path) -> None:
+    """Require files of an earlier day to load, and the training to go on as if it had not stopped."""
+    adapter = make()
+    rule = kinds(uc)[KEPT].rule
+    hand = ByHand(uc, rule, adapter.optimizer)
+    for batch in batches()[:STOP]:
+        hand.step(batch)
+    adapter.start(uc, rule)
+    shutil.copytree(FILES / adapter.recorded, folder, dirs_exist_ok=True)
+    adapter.load(folder)
+    for number, batch in enumerate(batches()[STOP:-2]):
+        adapter.step(batch)
+        hand.step(batch)
+        close(adapter.weights(), hand.weights, f"weights {number + 1} steps after loading")
+
+
+def write_files(make: Make, uc: ModuleType) -> None:
+    """Write the files that `check_recorded` reads."""
+    adapter = make()
+    shutil.rmtree(FILES / adapter.recorded, ignore_errors=True)
+    (FILES / adapter.recorded).mkdir(parents=True)
+    adapter.start(uc, kinds(uc)[KEPT].rule)
+    for batch in batches()[:STOP]:
+        adapter.step(batch)
+    adapter.save(FILES / adapter.recorded)
+
+
 def check_refused(make: Make, uc: ModuleType, folder: Path) -> None:
     """Require the state of another rule to be refused, and to change nothing of the rule and its optimizer."""
     saving, adapter = make(), make()
@@ -251,6 +284,8 @@ def checks(make: Any, some: tuple[str, ...] | None = None) -> Iterator[tuple[str
         yield "unclipped", check_unclipped
     if "refuse" in make.takes:
         yield "refused", check_refused
+    if "recorded" in vars(make):
+        yield "recorded", check_recorded
     for option in make.own_clipping:
         yield f"own-{option}", partial(check_own_clipping, option)
     more: dict[str, tuple[str, Any, tuple[str, ...]]] = {

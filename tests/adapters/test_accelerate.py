@@ -31,6 +31,7 @@ def _forget() -> Iterator[None]:
 class Accelerated(Handled):
     """A loop as Accelerate's documentation writes it; the rule is attached before the optimizer is wrapped."""
 
+    recorded = "accelerate"
     takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:

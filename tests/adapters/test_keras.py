@@ -398,6 +398,7 @@ def test_what_replicas_refuse(options: dict[str, Any]) -> None:
 class Stepping:
     """Keras' own training function, a batch at a time."""
 
+    recorded = "keras"
     takes = frozenset({"scalars", "save", "memory", "micro"} | ({"bits"} if BACKEND != "jax" else set()))
     """In JAX the whole step is one program, in which XLA rounds otherwise."""
     optimizer = "momentum"

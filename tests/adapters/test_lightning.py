@@ -98,6 +98,7 @@ def fit(module: Any, of: list[Batch], *callbacks: Any, ckpt_path: Any = None, **
 class Fitting(Looping):
     """A fit that goes from batch to batch."""
 
+    recorded = "lightning"
     takes = frozenset({"loss", "scalars", "record", "save", "memory", "micro", "bits"})
     plugins: Any = None
 

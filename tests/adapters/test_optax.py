@@ -44,6 +44,7 @@ def loss_of(model: Any, batch: Batch) -> Any:
 class Optax(Adapter):
     """A rule around an optimizer, in a step under jit that gives its buffers away."""
 
+    recorded = "optax"
     takes = frozenset({"loss", "scalars", "save", "memory", "micro", "bits"})
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:

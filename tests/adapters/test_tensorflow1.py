@@ -22,6 +22,7 @@ tf1 = tf.compat.v1
 class InSession(Adapter):
     """A train op in a graph, run in a session, and saved by a Saver."""
 
+    recorded = "tensorflow1"
     takes = frozenset({"loss", "scalars", "save", "memory", "bits"})
     resource = True
 

@@ -33,6 +33,7 @@ from uniclip.saved import renamed, to_dict
 class Attached(Adapter):
     """A rule attached to an optimizer."""
 
+    recorded = "torch"
     takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
     sparse = False
     make = partial(SGD, lr=RATE, momentum=MOMENTUM)

@@ -61,6 +61,7 @@ def train(folder: Path, of: list[Batch], *callbacks: Any, resume: Any = None, **
 class Trained(Looping):
     """A training that goes from batch to batch."""
 
+    recorded = "transformers"
     takes = frozenset({"scalars", "record", "save", "memory", "micro", "bits"})
     left_out = frozenset({"zero", "by_value", "agc"})
     """Where one gradient is NaN, the Trainer makes all of them NaN; these rules would have healthy ones."""
