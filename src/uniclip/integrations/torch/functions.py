@@ -21,7 +21,7 @@ from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets.fixed import by_global_norm, by_value
-from uniclip.processes import AllReduce, Shared, refuse_shared
+from uniclip.processes import AllReduce, Shared
 from uniclip.rules import Rule
 from uniclip.step import decide
 from uniclip.verbs import clip_
@@ -194,12 +194,12 @@ def get_total_norm(
     rule = _rule(norm_type, error_if_nonfinite)
     refuse_parts(given, "tensors", rule, all_reduce)
     values = [tensor if tensor is None else tensor.detach() for tensor in given]
-    if all_reduce is None and not _any(values):
-        return torch.tensor(0.0)
-    if not _any(values):
+    if all([value is None for value in values]):
+        if all_reduce is None:
+            return torch.tensor(0.0)
         values = [torch.zeros(0)]
     with torch.no_grad():
-        return decide(rule, values, NoState(), Step(all_reduce=all_reduce, shared=shared), math.inf).norms()
+        return decide(rule, values, NOTHING, Step(all_reduce=all_reduce, shared=shared), math.inf).norms()
 
 
 def clip_grads_with_norm_(
@@ -207,9 +207,6 @@ def clip_grads_with_norm_(
     max_norm: float | Array,
     total_norm: float | Array,
     foreach: bool | None = None,
-    *,
-    all_reduce: AllReduce | None = None,
-    shared: Shared | None = None,
 ) -> None:
     """Scale the gradients of parameters in place by ``min(1, max_norm/total_norm)``, given their norm.
 
@@ -220,12 +217,10 @@ def clip_grads_with_norm_(
     max_norm : float or 0-d tensor
         At least 0.
     total_norm : float or 0-d tensor
-        The result of `get_total_norm`, or of PyTorch's function of that name. If it is NaN or infinite, all gradients
-        become NaN.
+        The result of `get_total_norm`, or of PyTorch's function of that name: with several processes that of all. If it
+        is NaN or infinite, all gradients become NaN.
     foreach : bool, optional
         Ignored; accepted for compatibility with PyTorch.
-    all_reduce, shared : optional
-        As passed to `get_total_norm`; nothing is reduced here, since ``total_norm`` is the norm of all.
 
     Raises
     ------
@@ -242,10 +237,8 @@ def clip_grads_with_norm_(
     >>> w.grad
     tensor([0.3000, 0.4000])
     """
-    tensors, rule = _tensors(parameters, "parameters"), by_global_norm(_limit("max_norm", max_norm))
-    refuse_shared(all_reduce, shared)
-    refuse_parts(tensors, "parameters", rule, all_reduce)
-    decide(rule, _grads_of(tensors), NoState(), Step(norm=_known(total_norm), in_place=True)).clipped()
+    rule, norm = by_global_norm(_limit("max_norm", max_norm)), _known(total_norm)
+    decide(rule, _grads_of(_tensors(parameters, "parameters")), NOTHING, Step(norm=norm, in_place=True)).clipped()
 
 
 NOTHING, _IN_PLACE = NoState(), Step(in_place=True)
@@ -318,10 +311,6 @@ def _described(value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         return f"the pair of a name and a parameter ({short(value[0])}, ...)"
     return f"{article(type(value).__qualname__)} {type(value).__qualname__}"
-
-
-def _any(tensors: list[Any]) -> bool:
-    return any(tensor is not None for tensor in tensors)
 
 
 def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
