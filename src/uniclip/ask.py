@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import optree
@@ -13,21 +13,19 @@ import optree
 from uniclip._errors import real, short
 from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import NUMPY, TRACED, cast
+from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, within
 from uniclip.limits import Context, NoState, PerGroup
 from uniclip.limits.base import BuiltIn, Rows
 from uniclip.plan import Measured, Plan
 from uniclip.tree import Opened
 
-if TYPE_CHECKING:
-    from uniclip.rules import Rule
-
 NUMBERS = (float, int, np.float32, np.bool_)
 """The types that are a limit by themselves (float64 is a float); longdouble is wider."""
 
 
 def limits_of(
-    rule: Rule, plan: Plan, given: Opened, seen: list[Any], state: Any, found: Measured, constant: Any
+    rule: Choices, plan: Plan, given: Opened, seen: list[Any], state: Any, found: Measured, constant: Any
 ) -> tuple[list[Any], Any, list[Any] | None]:
     """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
     limit = rule.limit
@@ -55,7 +53,7 @@ def limits_of(
     return limits, new[0] if len(new) == 1 else tuple(new), thresholds
 
 
-def _contexts(rule: Rule, plan: Plan, seen: list[Any], found: Measured) -> list[Context]:
+def _contexts(rule: Choices, plan: Plan, seen: list[Any], found: Measured) -> list[Context]:
     """Build the context of each block."""
     nothing = [None] * len(seen)
     columns = [nothing if some is None else plan.as_norms(some) for some in (found.params, found.sizes, found.present)]
@@ -67,7 +65,7 @@ def _contexts(rule: Rule, plan: Plan, seen: list[Any], found: Measured) -> list[
     return [Context(plan.norms_backend, rows, n, rule.limit.needs, found.loss, apart=plan.norms_apart) for n in each]
 
 
-def _of_block(rule: Rule, plan: Plan, context: Context, gone: Any, state: Any) -> tuple[Any, Any]:
+def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any) -> tuple[Any, Any]:
     """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent.
 
     ``gone`` are the rows of absent gradients, ``None`` if there are none.
@@ -110,7 +108,7 @@ def _restored(plan: Plan, limit: Any, new: Any, old: Any, gone: Any) -> Any:
     return optree.tree_map(row_by_row, new, old)
 
 
-def _check_state(rule: Rule, plan: Plan, state: Any) -> None:
+def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     """Validate a state: it must be of this rule, and for this number of norms."""
     limit, blocks = rule.limit, plan.blocks
     known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
@@ -153,7 +151,7 @@ def _checked(plan: Plan, value: Any, norms: Any) -> Any:
     return value
 
 
-def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, step_finite: Any, constant: Any) -> Any:
+def factors_of(rule: Choices, plan: Plan, norms: Any, limits: Any, fault: Any, step_finite: Any, constant: Any) -> Any:
     """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
 
     One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0, and NaN where a norm
@@ -193,7 +191,7 @@ def factors_of(rule: Rule, plan: Plan, norms: Any, limits: Any, fault: Any, step
     return _policy(rule, plan, norms, factors, step_finite)
 
 
-def _policy(rule: Rule, plan: Plan, norms: Any, factors: Any, step_finite: Any) -> Any:
+def _policy(rule: Choices, plan: Plan, norms: Any, factors: Any, step_finite: Any) -> Any:
     """Return the factors, 0 where the policy drops gradients."""
     if rule.nonfinite not in {"skip", "zero"}:
         return factors
@@ -212,7 +210,7 @@ def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
     raise TypeError(msg)
 
 
-def first_state(rule: Rule, given: Opened, plan: Plan) -> Any:
+def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:
     """Return the state before the first step."""
     rows = [Rows(n, block.labels, absent=block.absent) for n, block in zip(plan.zeros(given), plan.blocks, strict=True)]
     contexts = [Context(plan.backend, rows, number) for number in range(len(rows))]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +12,11 @@ from uniclip._errors import short
 from uniclip._types import Step
 from uniclip.backends.arrays import refuse_shape
 from uniclip.backends.base import FITS, HOST, LIBRARY, NUMPY, TRACED, Op, Stored, finite_or_zero
+from uniclip.choices import Choices
 from uniclip.norms import Norm
 from uniclip.plan import Measured, Plan
 from uniclip.processes import Loss, packed
 from uniclip.tree import Opened
-
-if TYPE_CHECKING:
-    from uniclip.rules import Rule
 
 _EXACT_POWER = 6
 """The largest power of float32 numbers that float64 holds."""
@@ -101,7 +99,7 @@ def _unit(plan: Plan, top: Any) -> Any:
     return unit if xp is np else plan.backend.detached(unit)
 
 
-def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
+def measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     """Measure what a step needs, joined over processes."""
     if plan.mode == HOST and plan.join is None:
         return _measured(rule, given, plan, step, params)
@@ -109,7 +107,7 @@ def measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened |
         return _measured(rule, given, plan, step, params)
 
 
-def _measured(rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
+def _measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
     looks = rule.nonfinite == "zero" and not (plan.sums_on_host and not plan.covering)
     sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
@@ -192,7 +190,7 @@ def _known(given: Opened, plan: Plan, step: Step) -> list[Any]:
 
 
 def cleaned(
-    rule: Rule, given: Opened, plan: Plan, step: Step, params: Opened | None, found: Measured, norms: list[Any]
+    rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None, found: Measured, norms: list[Any]
 ) -> tuple[Opened, list[Any], Any]:
     """Return gradients with 0 for entries that are not finite, their norms, and whether there was none of them."""
     if plan.sums_on_host:  # read twice only in a step in which it happens

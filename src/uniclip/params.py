@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uniclip._errors import short
 from uniclip._types import Step
 from uniclip.backends import backend_by
 from uniclip.backends.base import HOST
+from uniclip.choices import Choices
 from uniclip.tree import Opened, open_tree
 
-if TYPE_CHECKING:
-    from uniclip.rules import Rule
 
-
-def beside(rule: Rule, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
+def beside(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
     Where gradients are absent, the parameters say which library's processes are joined, and over which meshes.
@@ -51,7 +49,7 @@ def _in_order(theirs: Opened, given: Opened) -> Opened:
     return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, stored=ways, parts=parts)
 
 
-def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
+def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     """Return the parameters of the gradients, detached.
 
     Raises
@@ -90,7 +88,7 @@ def _matching(rule: Rule, given: Opened, theirs: Opened) -> Opened:
     return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", parts=parts)
 
 
-def _divided_alike(rule: Rule, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+def _divided_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return the parameters and their parts, divided among processes as the gradients are where norms keep axes."""
     parts = list(theirs.parts or [None] * len(arrays))
     for number in given.kinds.present:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Number
 from operator import eq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,12 +19,10 @@ from uniclip._errors import check, short, stable
 from uniclip.backends import DEFAULT
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Axes, Op, cast, norm_dtype
+from uniclip.choices import Choices
 from uniclip.processes import Join, copies_of, packed
 from uniclip.scopes import Path, Scope, everything
 from uniclip.tree import Nested, Opened, place
-
-if TYPE_CHECKING:
-    from uniclip.rules import Rule
 
 _KEPT = 64
 """The number of plans that a rule keeps."""
@@ -62,7 +60,7 @@ class Measured(NamedTuple):
     """Whether all entries are finite, where that was looked at."""
 
 
-def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None) -> Plan:
+def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None) -> Plan:
     """Return the plan of a rule for an opened tree, one that was made before if possible; traced code makes it anew.
 
     ``params`` are the parameters that are measured, too.
@@ -85,7 +83,7 @@ def plan_of(rule: Rule, given: Opened, mode: int, join: Join | None = None, para
 class Plan:
     """What is the same at every step; made by `plan_of`."""
 
-    def __init__(self, rule: Rule, given: Opened, mode: int, join: Join | None, parts: Any) -> None:
+    def __init__(self, rule: Choices, given: Opened, mode: int, join: Join | None, parts: Any) -> None:
         kinds, backend, scope = given.kinds, given.backend, rule.scope
         self.backend, self.mode, self.join, self.kinds = backend, mode, join, kinds
         self.scope, self.spec, self.name = scope, given.spec, given.name
@@ -126,7 +124,7 @@ class Plan:
             some = kinds.present
             backend.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
 
-    def _own(self, rule: Rule, parts: Sequence[Sequence[Any]]) -> None:
+    def _own(self, rule: Choices, parts: Sequence[Sequence[Any]]) -> None:
         """Find out which processes join the norms of distributed leaves."""
         every = [list(zip(some or [None] * len(self.axes), self.axes, strict=True)) for some in parts]
         self.owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
@@ -150,7 +148,7 @@ class Plan:
             )
             raise ValueError(msg)
 
-    def _divide(self, rule: Rule, given: Opened) -> None:
+    def _divide(self, rule: Choices, given: Opened) -> None:
         """Find out which leaves share a norm, and which norms form an array."""
         kinds, scope = self.kinds, self.scope
         missing = given.parts is not None and len(kinds.present) < len(given.leaves)

@@ -10,17 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import ref
 
 import numpy as np
 
 from uniclip._errors import check, holds_arrays, short, stable
-from uniclip.backends.base import NUMPY, TRACED, Op, Reduce, cast
-
-if TYPE_CHECKING:
-    from uniclip.backends import Backend
-    from uniclip.plan import Plan
+from uniclip.backends.base import NUMPY, TRACED, Backend, Kinds, Op, Reduce, cast
 
 _KEPT = 64
 """How many joins a rule remembers."""
@@ -32,6 +28,24 @@ AllReduce: TypeAlias = Reduce | str | tuple[str, ...] | Any
 """How to reduce over the parts of a tree: a function of ``(array, op)``, a process group, a mesh, or names of axes."""
 Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 """How many processes hold a leaf, given its path and itself; true for all of them."""
+
+
+class Joinable(Protocol):
+    """What is needed of a plan, which is made of what is here."""
+
+    backend: Backend
+    kinds: Kinds
+    mode: int
+    double: bool
+    one_norm: bool
+    sums_on_host: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The groups or leaves of all norms."""
+
+    def to_library(self, array: Any) -> Any:
+        """Return an array as one of the gradients' library."""
 
 
 class Join:
@@ -97,7 +111,7 @@ def refuse_shared(all_reduce: Any, shared: Any) -> None:
         raise ValueError(msg)
 
 
-def compare(join: Join, rule: Any, plan: Plan) -> None:
+def compare(join: Join, rule: Any, plan: Joinable) -> None:
     """Compare the rules and the rows of all processes, once: one sum, from which all come to the same conclusion.
 
     Raises
@@ -128,7 +142,7 @@ def _digest(text: str) -> list[float]:
     return [float(byte) for byte in blake2b(text.encode(), digest_size=_BYTES).digest()]
 
 
-def copies_of(plan: Plan, given: Any, join: Join) -> list[int] | None:
+def copies_of(plan: Joinable, given: Any, join: Join) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
     backend = plan.backend
     answers = (
@@ -156,7 +170,7 @@ def copies_of(plan: Plan, given: Any, join: Join) -> list[int] | None:
     return [join.size if isinstance(one, (bool, np.bool_)) and one else max(1, int(one)) for one in answers]
 
 
-def packed(plan: Plan, arrays: list[Any], op: Op, join: Any) -> list[Any]:
+def packed(plan: Joinable, arrays: list[Any], op: Op, join: Any) -> list[Any]:
     """Return arrays reduced over processes, as one vector in float64; NaN stays NaN in a maximum.
 
     NumPy arrays stay NumPy arrays in the mode in which the host reads them.
@@ -184,7 +198,7 @@ def packed(plan: Plan, arrays: list[Any], op: Op, join: Any) -> list[Any]:
     return [xp.reshape(vector[end - math.prod(shape) : end], shape) for shape, end in pairs]
 
 
-def _reduced(plan: Plan, array: Any, op: Op, join: Any) -> Any:
+def _reduced(plan: Joinable, array: Any, op: Op, join: Any) -> Any:
     reduce = join.reduce if not isinstance(join, Join) else lambda x, op: join.reduce(plan.backend, x, op)
     return reduce(array, op) if op == "sum" else _largest_of_all(plan.backend.xp, array, reduce)
 

@@ -7,20 +7,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from operator import and_, mul, or_
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
-from uniclip.backends import DEFAULT, backend_of
+from uniclip.backends import DEFAULT, Backend, backend_of
 from uniclip.backends.arrays import stacked
 from uniclip.backends.base import NODES, NUMPY
+from uniclip.plan import Plan
 from uniclip.tree import flatten
-
-if TYPE_CHECKING:
-    from uniclip.backends import Backend
-    from uniclip.plan import Plan
 
 NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
 LOGGED = (NORM, LIMIT, "clip/threshold", "clip/factor", SHARE, "clip/skipped")

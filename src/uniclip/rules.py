@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""A rule is its four choices."""
+"""A rule is its four choices; what they are is in `uniclip.choices`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from uniclip._errors import Printed, check, flag, one_of, settle
+from uniclip._errors import Printed, flag
 from uniclip._types import Number, Step, T
 from uniclip.ask import first_state
-from uniclip.curves import Curve, hard
-from uniclip.limits import Constant, Limit, NoState
-from uniclip.limits.base import MaxNorm
-from uniclip.limits.fixed import as_limit
-from uniclip.nonfinite import POLICIES, NonFinite
-from uniclip.norms import L2, Norm
-from uniclip.plan import Plan, plan_of
-from uniclip.processes import AllReduce, Join, Shared
+from uniclip.choices import Choices
+from uniclip.limits import NoState
+from uniclip.plan import plan_of
+from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
-from uniclip.scopes import Scope, all_leaves, everything
 from uniclip.step import decide
 from uniclip.tree import open_tree
 
@@ -79,8 +73,8 @@ class BaseRule(Printed):
         return self._run(grads, state, step)
 
 
-@dataclass(frozen=True, repr=False)
-class Rule(BaseRule):
+@dataclass(frozen=True, repr=False, init=False)
+class Rule(Choices, BaseRule):
     """Multiply each gradient by ``curve(norm, limit)``, with one norm per scope.
 
     Parameters
@@ -115,98 +109,6 @@ class Rule(BaseRule):
     >>> uc.clip(np.asarray([7.0, 1.0]), uc.Rule(1.0, norm=uc.norms.RMS))[0]
     array([1.4, 0.2])
     """
-
-    if TYPE_CHECKING:
-        limit: Limit  # which a number that is given becomes
-    else:
-        limit: MaxNorm
-    scope: Scope = field(default_factory=lambda: all_leaves)  # compilers cannot take plain defaults of a class
-    norm: Norm = field(default_factory=lambda: L2)
-    curve: Curve = hard
-    nonfinite: NonFinite = "propagate"
-    # Found out when a rule is made:
-    memory: ClassVar[bool]
-    """Whether the rule has memory, a state that changes from step to step."""
-    simple: ClassVar[bool]
-    """Whether it is one Euclidean norm with a constant limit and nothing else."""
-    constant: ClassVar[Any]
-    """Its constant limit, ``None`` if it has another one."""
-    takes_numpy: ClassVar[bool]
-    """Whether NumPy can compute its limits and factors."""
-    decides: ClassVar[bool]
-    """Whether it has to know that a step is finite."""
-    by_shape: ClassVar[bool]
-    """Whether its norms depend on more of a leaf than its kind and its place."""
-    plans: ClassVar[dict[Any, Plan]]
-    """What is the same from step to step, by the structure of the gradients."""
-    joins: ClassVar[dict[Any, Join]]
-    """What the processes of a run have told each other."""
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            limit: MaxNorm,
-            scope: Scope = all_leaves,
-            norm: Norm = L2,
-            curve: Curve = hard,
-            nonfinite: NonFinite = "propagate",
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        """Convert a number or an array to a constant limit, and validate the choices."""
-        if not isinstance(self.limit, Limit):
-            settle(self, limit=as_limit(self.limit))
-        check(
-            "scope",
-            self.scope,
-            isinstance(self.scope, Scope),
-            "a uc.Scope, such as uc.scopes.each_leaf or uc.scopes.unit()",
-        )
-        check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.norms.L2")
-        fits = callable(self.curve) and not isinstance(self.curve, type)
-        check(
-            "curve",
-            self.curve,
-            fits,
-            "a function of (xp, norm, limit), such as uc.curves.hard or uc.curves.Regularized(0.01)",
-        )
-        one_of("nonfinite", self.nonfinite, POLICIES)
-        self._find_out()
-
-    def _find_out(self) -> None:
-        limit, scope = self.limit, self.scope
-        constant = limit.value if type(limit) is Constant else None
-        settle(
-            self,
-            memory=bool(limit.memory),
-            constant=constant,
-            simple=constant is not None
-            and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
-            and self.curve is hard,
-            takes_numpy=bool(limit.takes_numpy and getattr(self.curve, "takes_numpy", False)),
-            decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
-            by_shape=scope.axes is not None
-            or scope.label not in {None, everything}
-            or bool(self.norm.size_power)
-            or "sizes" in limit.needs,
-            plans={},
-            joins={},
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the choices, for a copy or a pickle."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
-
-    def __setstate__(self, held: dict[str, Any]) -> None:
-        """Restore from a copy or a pickle."""
-        settle(self, **held)
-        self._find_out()
-
-    def _arguments(self, show: Callable[[object], str]) -> list[str]:
-        """Return the arguments as source text, a constant limit as its value."""
-        limit, *others = super()._arguments(show)
-        return [show(self.limit.value) if type(self.limit) is Constant else limit, *others]
 
     def init(self, grads: Any) -> Any:
         """Return the state before the first step.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -14,22 +14,22 @@ from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, cast
+from uniclip.choices import Choices
 from uniclip.curves import rejects
 from uniclip.measure import cleaned, measured
-from uniclip.nonfinite import refuse
+from uniclip.nonfinite import NonFiniteError
 from uniclip.params import beside
 from uniclip.plan import Measured, Plan, plan_of
 from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
 from uniclip.report import Late, Made, Raw, Report
 from uniclip.tree import Opened, open_tree, same_memory
 
-if TYPE_CHECKING:
-    from uniclip.rules import Rule
-
 __all__ = ["Decision", "decide", "state_where"]
 
 _TINY, _HUGE = 1e-37, 1e76
 """Between them nothing leaves the range of float32: a limit, a factor, the root of a sum."""
+_NAMED = 5
+"""The number of leaves named in an error."""
 
 
 class Scalars(NamedTuple):
@@ -43,7 +43,7 @@ class Scalars(NamedTuple):
 class Decision(NamedTuple):
     """What a step comes to before anything is multiplied."""
 
-    rule: Rule
+    rule: Choices
     given: Opened
     plan: Plan
     outcome: Raw | Scalars
@@ -145,7 +145,7 @@ class Decision(NamedTuple):
         return Late(self.raw)
 
 
-def decide(rule: Rule, grads: Any, state: Any, step: Step = Step(), max_norm: Any = None) -> Decision:  # noqa: B008
+def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm: Any = None) -> Decision:  # noqa: B008
     """Open gradients, measure them, and compute their factors.
 
     Parameters
@@ -195,7 +195,7 @@ def _viewable(kinds: Any, value: Any) -> bool:
     return kinds.backend.viewed(kinds.backend.xp.asarray(value)) is not None
 
 
-def _fast_path(rule: Rule, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:
+def _fast_path(rule: Choices, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:
     """Decide on one Euclidean norm with a constant limit, where the host reads it; ``None`` in any other case."""
     arrays = given.to_measure() if given.stored else given.arrays
     arrays = arrays if len(plan.order) == len(arrays) else [arrays[n] for n in plan.order]
@@ -209,7 +209,7 @@ def _fast_path(rule: Rule, given: Opened, plan: Plan, state: Any, number: float)
 
 
 def _decided(
-    rule: Rule, given: Opened, plan: Plan, state: Any, step: Step, params: Opened | None, constant: Any
+    rule: Choices, given: Opened, plan: Plan, state: Any, step: Step, params: Opened | None, constant: Any
 ) -> Decision:
     """Decide on any norms."""
     policy = rule.nonfinite
@@ -225,7 +225,7 @@ def _decided(
         flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
         [step_finite] = plan.everywhere([plan.all(flags if entries_finite is None else [entries_finite, *flags])])
     if policy == "raise":
-        refuse(given, plan, step_finite)
+        _refuse_nonfinite(given, plan, step_finite)
     limits, new, thresholds = limits_of(rule, plan, given, nan_norms, state, found, constant)
     factors = [factors_of(rule, plan, *some, step_finite, constant) for some in zip(norms, limits, faults, strict=True)]
     if rule.memory:  # NaN never enters a state
@@ -245,7 +245,7 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no)
 
 
-def _skipped(rule: Rule, plan: Plan, factors: list[Any], step_finite: Any, found: Measured) -> Any:
+def _skipped(rule: Choices, plan: Plan, factors: list[Any], step_finite: Any, found: Measured) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     xp, skipped = plan.xp, None
     if rule.nonfinite == "skip":
@@ -262,6 +262,27 @@ def _skipped(rule: Rule, plan: Plan, factors: list[Any], step_finite: Any, found
         none_left = all_gone & xp.logical_not(none_gone)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
+
+
+def _refuse_nonfinite(given: Opened, plan: Plan, finite: Any) -> None:
+    """Raise if the gradients are not finite, naming the leaves."""
+    if plan.norms_backend.traced(finite):
+        msg = (
+            "nonfinite='raise' has to look at the norm, and code that is being compiled or transformed has no values "
+            "to look at: use 'propagate', 'skip' or 'zero' there, and look at report.finite outside"
+        )
+        raise TypeError(msg)
+    if not bool(finite):
+        raise NonFiniteError(_explained(given))
+
+
+def _explained(given: Opened) -> str:
+    xp = given.backend.xp
+    bad = [given.place(number) for number in given.kinds.present if not bool(xp.all(xp.isfinite(given.arrays[number])))]
+    if bad:
+        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+        return f"NaN or ∞ in {', '.join(bad[:_NAMED])}{more}"
+    return "the gradients here are finite, but their norm is beyond the range of its dtype, or another device's are not"
 
 
 def _refuse_summed(given: Opened, plan: Plan) -> None:

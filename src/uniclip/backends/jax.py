@@ -20,7 +20,6 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from uniclip._errors import short
 from uniclip.backends.base import (
     HOST,
     NODES,
@@ -237,7 +236,7 @@ def _size(name: Any) -> int:
         size: int = jax.lax.psum(1, name)
     except NameError as error:
         msg = (
-            f"all_reduce names the axis {short(name)}, and there is none here: call it inside of jax.shard_map or "
+            f"all_reduce names the axis {name!r}, and there is none here: call it inside of jax.shard_map or "
             "jax.pmap, with that axis; under jax.jit, where arrays are whole, leave all_reduce out"
         )
         raise ValueError(msg) from error
@@ -259,11 +258,11 @@ def _untold(name: Any, place: Callable[[int], str]) -> str:
 
 
 def _unnamed(names: Names, more: list[str], where: str) -> str:
-    given = short(names if len(names) > 1 else names[0]) if names else None
+    given = repr(names if len(names) > 1 else names[0]) if names else None
     every = (*names, *more)
     return (
         f"all_reduce={given}, but {where} varies along the axis {more[0]!r} of jax.shard_map: pass "
-        f"all_reduce={short(every if len(every) > 1 else every[0])} if each device holds a part of it; add the "
+        f"all_reduce={every if len(every) > 1 else every[0]!r} if each device holds a part of it; add the "
         "gradients first, by jax.lax.psum or pmean, if they are to be added; and if each device clips its own, pass a "
         "function of (array, op), such as lambda array, op: array, that joins them along no more axes; "
         "to_optax calls all_reduce axis_name"
