@@ -203,7 +203,7 @@ class Recorder:
             self._check_leaves(leaves)
         with self._lock:
             number = self._number(step)
-            if self._is_first_process(backend_in(report)):
+            if self._is_first_process(report):
                 self._kept.append((number, self._labels, to_keep((report, leaves, numbers))))
                 _WAITING.add(self)
             self.step, self.loss = number, None
@@ -239,9 +239,10 @@ class Recorder:
             raise ValueError(msg)
         return number
 
-    def _is_first_process(self, library: Any) -> bool:
+    def _is_first_process(self, report: Any) -> bool:
         """Whether this process writes; once it is known, so it stays."""
         if self._writes is None:
+            library = backend_in(report)
             if library is None:
                 return True
             self._writes = library.rank() == 0
