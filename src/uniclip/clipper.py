@@ -263,7 +263,7 @@ class Clipper:
 
     def _step(self, grads: T, step: Step) -> tuple[T, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
-        if state is None or labelled(self.rule):
+        if state is None or labelled(self.rule) or (self.record is not None and self.record.leaves):
             flat = flatten(grads)
             grads = flat[1].unflatten(flat[0])  # an iterator can be read once
             nothing = all([leaf is None for leaf in flat[0]])

@@ -277,13 +277,13 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return found
 
     def named(self, window: np.ndarray[Any, Any]) -> dict[str, float]:
-        """Return the scalars of a window by their names, with means and the largest norm."""
-        values = dict(zip(LOGGED, map(float, window), strict=False))
+        """Return the scalars of a window by their names, with means and the largest norm; empty if it has no step."""
         *sums, count, largest = map(float, window[-_WINDOW:])
-        if count:
-            values |= {name: total / count for name, total in zip(AVERAGED, sums, strict=True)}
-        found = {name: values[name] for name in self._logged}
-        return found | ({NORM_MAX: largest} if found and count else {})
+        if not (count and self._logged):
+            return {}
+        values = dict(zip(LOGGED, map(float, window), strict=False))
+        values |= {name: total / count for name, total in zip(AVERAGED, sums, strict=True)}
+        return {name: values[name] for name in self._logged} | {NORM_MAX: largest}
 
     def batches(self) -> int:
         """Return how many batches there were: steps that were skipped, too, and parts of accumulated ones."""
