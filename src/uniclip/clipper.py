@@ -67,7 +67,7 @@ class Clipper:
     Raises
     ------
     TypeError
-        If ``rule`` is neither a rule nor a function of one gradient array.
+        If ``rule`` is neither a rule nor a function of one gradient array, or ``record`` not a recorder.
 
     Notes
     -----
@@ -87,6 +87,8 @@ class Clipper:
     """
 
     def __init__(self, rule: AnyRule, record: Recorder | None = None) -> None:
+        fits = record is None or hasattr(record, "norms_of")
+        check("record", record, fits, 'a recorder, such as uniclip.insight.Recorder("run.jsonl")')
         self.rule, self.record = as_rule(rule), record
         self._last = _Last()
         self._window: list[Report] | None = None
