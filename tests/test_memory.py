@@ -620,6 +620,10 @@ def test_renamed() -> None:
 def test_compiled_code(compiler: Framework) -> None:
     """A clipper that remembers refuses code that is being compiled, says what to use there, and is as it was."""
     grads, clipper = {"w": compiler.array([3.0, 4.0])}, uc.Clipper(uc.norm_growth())
+    plain = uc.Clipper(uc.by_global_norm(1.0))
+    plain.logs()
+    compiler.run(lambda grads: plain(grads)["w"], grads)
+    assert plain.logs() == {}  # of code that runs once there is nothing to log
     with pytest.raises(Exception, match=r"rule\.update\(grads, state\)"):  # torch.compile has its own errors
         compiler.run(lambda grads: clipper(grads), grads)
     assert (clipper.state, clipper.report) == (None, None)
@@ -654,6 +658,60 @@ def test_threads_that_read(framework: Framework) -> None:
         assert last <= counts[0] == counts[1] <= norms[0] == norms[1]
         last = norms[0]
     assert len({norms[0] for _, norms, _ in seen}) > 1
+
+
+LOGGED = {
+    "norm": uc.by_global_norm(2.0),
+    "leaves": uc.by_norm(2.0),
+    "chain": uc.chain(uc.by_norm(3.0), uc.by_global_norm(2.0, nonfinite="skip")),
+    "learned": uc.zclip(warmup=2),
+}
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_logs(framework: Framework, name: str) -> None:
+    """Between two logs there are the last scalars, means, and the largest finite norm; first the last step alone."""
+    clipper, seen = uc.Clipper(LOGGED[name]), list[dict[str, float]]()
+    assert (clipper.logs(), clipper.scalars()) == ({}, {})
+    norms = [1.0, 3.0, math.nan, 5.0, 0.5]
+    for norm in norms * 2:
+        clipper({"a": framework.array([norm]), "b": framework.array([0.1])})
+        seen.append({key: float(framework.numpy(value)) for key, value in clipper.scalars().items()})
+        if len(seen) == len(norms):
+            first = clipper.logs()
+    for found, some in ((first, seen[:5]), (clipper.logs(), seen[5:])):
+        wanted = some[-1] | {
+            key: np.mean([one[key] for one in some]) for key in ("clip/share", "clip/skipped") if key in found
+        }
+        wanted["clip/norm_max"] = max(one["clip/norm"] for one in some if math.isfinite(one["clip/norm"]))
+        assert found == pytest.approx(wanted, rel=1e-6)
+    assert clipper.logs() == {}
+
+
+@on_numpy
+def test_logs_of_many_steps() -> None:
+    """However many steps there are between two logs, and while another thread reads, each is counted once."""
+    clipper, done, shares = uc.Clipper(uc.by_global_norm(2.0)), threading.Event(), list[float]()
+    clipper.logs()
+
+    def look() -> None:
+        while not done.is_set():
+            shares.append(clipper.logs().get("clip/share", 0.0))
+
+    for _ in range(1000):
+        clipper([np.asarray([3.0])])
+        clipper([np.asarray([1.0])])
+    assert clipper.logs()["clip/share"] == 0.5
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(look)
+        for _ in range(1000):
+            clipper([np.asarray([1.0])])
+        done.set()
+        reader.result()
+    assert set(shares) == {0.0}
+    bounds = uc.Clipper(uc.by_value(-1.0, 1.0))
+    bounds([np.ones(3)])
+    assert (bounds.logs(), bounds.scalars()) == ({}, {})
 
 
 @pytest.mark.parametrize("percentile", [0, 37, 50, 80, 100])

@@ -7,6 +7,7 @@ An adapter says where its library's gradients, steps, states and logs are; what 
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
 from uniclip.processes import AllReduce, Loss, Shared
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, on_host
+from uniclip.report import AVERAGED, NORM, NORM_MAX, Late, Report, on_host
 from uniclip.rules import taken
 from uniclip.saved import Saved, from_saved, restored, to_saved
 from uniclip.tree import flatten, place
@@ -28,7 +29,7 @@ from uniclip.tree import flatten, place
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-_WINDOW = 200
+_KEPT = 200
 """How many reports wait to be averaged: so many small arrays are kept at most."""
 
 
@@ -91,8 +92,7 @@ class Clipper:
         check("record", record, fits, 'a recorder, such as uniclip.insight.Recorder("run.jsonl")')
         self.rule, self.record = as_rule(rule), record
         self._last = _Last()
-        self._window: list[Report] | None = None
-        self._sums = _Sums()
+        self._window: _Window | None = None
 
     def __repr__(self) -> str:
         """Return source text."""
@@ -188,16 +188,10 @@ class Clipper:
         {'clip/norm': 1.0, 'clip/limit': 2.0, 'clip/factor': 1.0, 'clip/share': 0.5, 'clip/norm_max': 5.0}
         """
         if self._window is None:
-            self._window = [] if self.report is None else [self.report]
-        self._fold()
-        found, self._sums = self._sums.read(), _Sums()
-        return found
-
-    def _fold(self) -> None:
-        """Add up the reports that wait."""
-        waiting, self._window = self._window or [], []
-        for report in on_host(waiting):
-            self._sums.add(report.scalars())
+            self._window = _Window()
+            if self.report is not None:
+                self._window.add(self.report)
+        return self._window.read()
 
     def state_dict(self, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
         """Return the memory of the rule as plain numbers and lists, for any file format and framework.
@@ -299,9 +293,7 @@ class Clipper:
         if self.record is not None:
             self.record(report, loss=loss.own if isinstance(loss, Loss) else loss, leaves=norms)
         if self._window is not None:
-            self._window.append(report)
-            if len(self._window) >= _WINDOW:
-                self._fold()
+            self._window.add(report)
 
     def _refuse_traced(self, state: Any) -> None:
         some = optree.tree_leaves(state)[:1]  # all arrays of a state are computed from the norms
@@ -313,26 +305,48 @@ class Clipper:
             raise TypeError(msg)
 
 
-class _Sums:
-    """The scalars of many steps, added up."""
+class _Window:
+    """The steps between two logs: reports that wait to be read together, and the sums of earlier ones."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._waiting: list[Report] = []
         self._last: dict[str, float] = {}
         self._sums: Counter[str] = Counter()
         self._count, self._largest = 0, 0.0
 
-    def add(self, scalars: dict[str, Any]) -> None:
-        """Add those of a step."""
-        self._last = {name: float(value) for name, value in scalars.items()}
-        self._sums.update({name: self._last[name] for name in AVERAGED if name in self._last})
-        self._count += 1
-        norm = self._last.get(NORM, 0.0)
-        self._largest = max(self._largest, norm if math.isfinite(norm) else 0.0)
+    def add(self, report: Report) -> None:
+        """Add a step, unless it is of code that is being compiled, which runs once."""
+        parts: Any = report
+        arrays = optree.tree_leaves(parts, is_leaf=lambda one: isinstance(one, Late))
+        if not all([(backend_of(array) or DEFAULT).can_keep(array) for array in arrays[:1]]):
+            return
+        with self._lock:
+            self._waiting.append(report)
+            if len(self._waiting) >= _KEPT:
+                self._fold()
+
+    def _fold(self) -> None:
+        """Add up the reports that wait."""
+        waiting, self._waiting = self._waiting, []
+        for report in on_host(waiting):
+            self._last = {name: float(value) for name, value in report.scalars().items()}
+            self._sums.update({name: self._last[name] for name in AVERAGED if name in self._last})
+            self._count += 1
+            norm = self._last.get(NORM, 0.0)
+            self._largest = max(self._largest, norm if math.isfinite(norm) else 0.0)
 
     def read(self) -> dict[str, float]:
-        """Return the last ones, means, and the largest norm."""
-        means = {name: total / self._count for name, total in self._sums.items()}
-        return self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
+        """Return the last scalars, means, and the largest norm, and begin anew."""
+        with self._lock:
+            self._fold()
+            means = {name: total / self._count for name, total in self._sums.items()}
+            found = self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
+            self._begin()
+            return found
 
 
 def _of_others(rule: Any, known: list[str], here: list[str]) -> str:

@@ -560,6 +560,18 @@ def test_a_state_dict_in_two_parts() -> None:
         (attach(late, uc.autoclip()), late.step())
 
 
+def test_names_that_come_with_a_file() -> None:
+    """A file of an optimizer that knows names, loaded into one that does not, changes no name of the rule's leaves."""
+    named, optimizer = SGD([("a", five())], momentum=0.5), SGD([five()], momentum=0.5)
+    named.step()
+    handle = attach(optimizer, uc.adagc(warmup=1))
+    optimizer.load_state_dict(named.state_dict())
+    with pytest.warns(UserWarning, match="attach the rule first"):
+        optimizer.step()
+    optimizer.step()
+    assert handle.numbers()["leaves"] == [["[0][0]"]]
+
+
 def test_a_record_of_leaves(tmp_path: Path) -> None:
     """It has the norms before clipping by the names of leaves, and is written when the optimizer is saved."""
     with insight.Recorder(tmp_path / "run.jsonl", every=100, leaves="all") as record:

@@ -207,12 +207,15 @@ class _Reduced(torch.autograd.Function):  # type: ignore[misc]
     """A sum or maximum over a process group, with the derivative of the sum of what all processes make of it."""
 
     @staticmethod
-    def forward(ctx: Any, array: Any, op: Op, group: Any) -> Any:
+    def forward(array: Any, op: Op, group: Any) -> Any:
         """Reduce."""
-        found = _reduced(array, op, group)
-        ctx.op, ctx.group = op, group
-        ctx.save_for_backward(array, found)
-        return found
+        return _reduced(array, op, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep what the derivative needs."""
+        array, ctx.op, ctx.group = inputs
+        ctx.save_for_backward(array, output)
 
     @staticmethod
     def backward(ctx: Any, slope: Any) -> Any:
@@ -229,10 +232,15 @@ class _Weighted(torch.autograd.Function):  # type: ignore[misc]
     """A value times one number, with its derivative times another one."""
 
     @staticmethod
-    def forward(ctx: Any, value: Any, by: float, slope_by: float) -> Any:
+    def forward(value: Any, by: float, slope_by: float) -> Any:  # noqa: ARG004 - of the derivative
         """Multiply."""
-        ctx.by = slope_by, by
         return value * by
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+        """Keep the factors."""
+        _, by, slope_by = inputs
+        ctx.by = slope_by, by
 
     @staticmethod
     def backward(ctx: Any, slope: Any) -> Any:

@@ -190,8 +190,8 @@ class ClippedTrainer:
     *args, **kwargs
         Those of the trainer.
     rule : Rule or callable
-    all_reduce, shared, record : optional
-        As for `ClipGradients`.
+    all_reduce, shared : optional
+        As for `ClipGradients`, which can also record steps.
 
     Attributes
     ----------
@@ -220,11 +220,9 @@ class ClippedTrainer:
         rule: AnyRule,
         all_reduce: Any = None,
         shared: Any = None,
-        record: Recorder | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse_record(record, all_reduce)
-        self._rule, self._how = rule_for_steps(rule), (all_reduce, shared, record)
+        self._rule, self._how = rule_for_steps(rule), (all_reduce, shared)
         self.clipping: Attached | None = None
         super().__init__(*args, **kwargs)
 
@@ -233,6 +231,8 @@ class ClippedTrainer:
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer):
             _refuse(self.accelerator.distributed_type.value, self._rule)
+            if self.clipping is not None:
+                self.clipping.remove()
             self.clipping = attach(optimizer, self._rule, *self._how)
             self.clipping.logs()
         return optimizer

@@ -161,6 +161,7 @@ class Attached:
     def __init__(self, optimizer: Any, clipper: Clipper, all_reduce: Any, shared: Any) -> None:
         self.optimizer, self._clipper = optimizer, clipper
         self._join, self._shared = held(all_reduce), shared
+        self._names: list[list[Any]] = []
         self._hidden: list[tuple[Any, Any]] = []
         self._flagged = False
         self._loading: Any = None
@@ -432,10 +433,16 @@ class Attached:
 
     def _tree(self, values: list[Any]) -> list[Any]:
         """Return a value for each parameter, by its group and name (its index without unique names)."""
-        trees, left = [], iter(values)
-        for group in self.optimizer.param_groups:
-            numbers = range(len(group["params"]))
-            names = group.get("param_names", numbers)
-            names = names if len(set(names)) == len(numbers) else numbers
-            trees.append(OrderedDict(zip(names, left, strict=False)))
-        return trees
+        groups, left = self.optimizer.param_groups, iter(values)
+        # The names of the first time: a file that is loaded may bring others.
+        self._names += [_names(group) for group in groups[len(self._names) :]]
+        pairs = zip(groups, self._names, strict=True)
+        every = [names if len(names) == len(group["params"]) else _names(group) for group, names in pairs]
+        return [OrderedDict(zip(names, left, strict=False)) for names in every]
+
+
+def _names(group: dict[str, Any]) -> list[Any]:
+    """Return the names of a group's parameters, numbers if there are no unique names."""
+    numbers = list(range(len(group["params"])))
+    names = list(group.get("param_names", numbers))
+    return names if len(set(names)) == len(numbers) else numbers
