@@ -52,7 +52,15 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", ["other_values", "drop_ins", "drop_in_of_parts", "drop_in_without_a_gradient", "layout_refused"]
+    "check",
+    [
+        "other_values",
+        "drop_ins",
+        "drop_in_of_parts",
+        "drop_in_without_a_gradient",
+        "layout_refused",
+        "derived_of_addends",
+    ],
 )
 def test_in_two(pool: Pool, check: str) -> None:
     """Two processes do together what one does."""

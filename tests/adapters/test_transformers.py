@@ -227,6 +227,14 @@ class Clipping(ClippedTrainer, Feeding):
     """A trainer of one's own."""
 
 
+class Own(Clipping):
+    """One that makes its optimizer by itself."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make it."""
+        return self.optimizer
+
+
 def test_mixin(tmp_path: Path) -> None:
     """A trainer that clips trains as the callback does, also resumed; its first logger sees the scalars."""
     rule, first, saved = uc.autoclip(50, window=4), Seeing(), {"save_strategy": "steps", "save_steps": 3}
@@ -244,6 +252,8 @@ def test_mixin(tmp_path: Path) -> None:
     assert all("clip/norm" in names for names in first.logs[:6])
     assert first.logs[6] == set()
     made.train()  # the same optimizer, which Accelerate has wrapped
+    with pytest.raises(RuntimeError, match="create_optimizer"):
+        Own(tmp_path, [tensors(BATCHES[0])], rule=rule).train()
     for wrong in (1.0, uc.Rule):
         with pytest.raises(TypeError, match="rule"):
             Clipping(tmp_path, [], rule=wrong)

@@ -248,6 +248,17 @@ def derived(name: str, group: bool) -> None:
     torch.testing.assert_close(whole(found), whole(parts), rtol=1e-5, atol=1e-6)
 
 
+def derived_of_addends() -> None:
+    """Differentiate through a clip of gradients that are still to be added: each addend has the derivative of the sum."""
+    mesh, (full, weights) = init_device_mesh("cpu", (2,)), drawn((4, 3), (4, 3))
+    one = full.clone().requires_grad_()
+    (uc.clip(one, uc.by_global_norm(0.5))[0] * weights).sum().backward()
+    own = (full * (0.25 if rank() == 0 else 0.75)).requires_grad_()
+    clipped = uc.clip(DTensor.from_local(own, mesh, [Partial()]), uc.by_global_norm(0.5))[0]
+    (clipped.full_tensor() * weights).sum().backward()
+    same(own.grad, one.grad)
+
+
 # Drop-ins.
 
 

@@ -54,7 +54,7 @@ def first_of(like: Any, whole: Any) -> Any:
     """Return this process's share of partial values: the first process has all of them."""
     for axis, placement in enumerate(like.placements):
         if placement.is_partial("sum") and like.device_mesh.get_local_rank(axis):
-            whole = torch.zeros_like(whole)
+            whole = _Weighted.apply(whole, 0.0, 1.0) if recorded(whole) else torch.zeros_like(whole)
     return whole
 
 

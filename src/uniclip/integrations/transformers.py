@@ -202,6 +202,8 @@ class ClippedTrainer:
     ------
     TypeError, ValueError
         As `ClipGradients`.
+    RuntimeError
+        At the first step, if the optimizer was made without ``create_optimizer``.
 
     Examples
     --------
@@ -244,6 +246,17 @@ class ClippedTrainer:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.max_grad_norm = given
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss and the gradients; refuse an optimizer that no rule is attached to."""
+        if self.clipping is None:
+            msg = (
+                "no rule is attached to the optimizer, which ClippedTrainer.create_optimizer does: call it in a "
+                "create_optimizer of your own, by super(); where another library makes the optimizer, use the callback "
+                "ClipGradients"
+            )
+            raise RuntimeError(msg)
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the scalars since the last log."""
