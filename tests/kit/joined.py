@@ -249,7 +249,7 @@ def derived(name: str, group: bool) -> None:
 
 
 def derived_of_addends() -> None:
-    """Differentiate through a clip of gradients that are still to be added: each addend has the derivative of the sum."""
+    """Differentiate through a clip of gradients still to be added: each addend has the derivative of the sum."""
     mesh, (full, weights) = init_device_mesh("cpu", (2,)), drawn((4, 3), (4, 3))
     one = full.clone().requires_grad_()
     (uc.clip(one, uc.by_global_norm(0.5))[0] * weights).sum().backward()
