@@ -241,6 +241,7 @@ class ClippedTrainer:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; the trainer does not also clip."""
+        _warn(self.args)
         given, self.args.max_grad_norm = self.args.max_grad_norm, 0.0
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
