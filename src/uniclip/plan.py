@@ -167,7 +167,7 @@ class Plan:
             self.axes[number] = _axes(given, scope, number)
         for group in groups.values() if scope.axes is not None else ():
             _refuse_unequal(given, self.axes, group)
-        self.blocks = self._blocks(given, groups, everywhere)
+        self.blocks = self._blocks(given, groups, everywhere=everywhere)
         self.members = [members[label] for block in self.blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
         self.places = {
@@ -188,7 +188,7 @@ class Plan:
 
     # Which leaves share a norm.
 
-    def _blocks(self, given: Opened, groups: dict[Hashable, list[int]], everywhere: bool) -> list[Block]:  # noqa: FBT001
+    def _blocks(self, given: Opened, groups: dict[Hashable, list[int]], *, everywhere: bool) -> list[Block]:
         alike: dict[Hashable, list[Hashable]] = {}
         seen: list[tuple[int, ...]] = []
         for number, (label, group) in enumerate(groups.items()):

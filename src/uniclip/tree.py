@@ -143,9 +143,9 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False) -> Open
             break
     if kinds is None:
         leaves, spec = flatten(tree, name)
-        opened = _learned(leaves, spec, name, in_place)
+        opened = _learned(leaves, spec, name, in_place=in_place)
     elif kinds.odd:
-        arrays, ways, parts = _dense(kinds.backend, kinds.odd, leaves, spec, name, in_place)
+        arrays, ways, parts = _dense(kinds.backend, kinds.odd, leaves, spec, name, in_place=in_place)
         opened = Opened(kinds, leaves, arrays, spec, name, in_place, ways, parts)
     else:
         opened = Opened(kinds, leaves, leaves, spec, name, in_place)
@@ -154,12 +154,12 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False) -> Open
     return opened
 
 
-def _learned(leaves: list[Any], spec: Any, name: str, in_place: bool) -> Opened:  # noqa: FBT001
+def _learned(leaves: list[Any], spec: Any, name: str, *, in_place: bool) -> Opened:
     """Open a tree with leaves of new kinds, which are refused if they cannot be clipped; and remember their kinds."""
     backend = backend_for(leaves, name, spec)
     with backend.quiet():
         present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-        arrays, ways, parts = _dense(backend, present, leaves, spec, name, in_place)
+        arrays, ways, parts = _dense(backend, present, leaves, spec, name, in_place=in_place)
         kinds = Kinds(backend, arrays, tuple(ways))
     if not compiling():
         if len(backend.known) >= _KEPT:
@@ -168,7 +168,7 @@ def _learned(leaves: list[Any], spec: Any, name: str, in_place: bool) -> Opened:
     return Opened(kinds, leaves, arrays, spec, name, in_place, ways, parts)
 
 
-def _dense(backend: Backend, numbers: Sequence[int], leaves: list[Any], spec: Any, name: str, in_place: bool) -> Any:  # noqa: FBT001
+def _dense(backend: Backend, numbers: Sequence[int], leaves: list[Any], spec: Any, name: str, *, in_place: bool) -> Any:
     """Return the arrays of leaves, the ways back of those that are none, and the parts of distributed ones."""
     xp, arrays, ways = backend.xp, list(leaves), {}
     for number in numbers:

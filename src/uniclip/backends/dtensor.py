@@ -232,12 +232,12 @@ class _Weighted(torch.autograd.Function):  # type: ignore[misc]
     """A value times one number, with its derivative times another one."""
 
     @staticmethod
-    def forward(value: Any, by: float, slope_by: float) -> Any:  # noqa: ARG004 - of the derivative
+    def forward(value: Any, by: float, slope_by: float) -> Any:
         """Multiply."""
         return value * by
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep the factors."""
         _, by, slope_by = inputs
         ctx.by = slope_by, by
