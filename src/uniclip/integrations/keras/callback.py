@@ -109,6 +109,6 @@ class LogClipping(keras.callbacks.Callback):
         *sums, _ = self._epoch[len(LOGGED) :] + window[len(LOGGED) :]
         self._epoch = np.asarray([*window[: len(LOGGED)], *sums, max(self._epoch[-1], window[-1])])
         row = self._optimizer.named(window)
-        if self.record is not None and row:
+        if self.record is not None and row and window[-2]:
             row[NORM] = row.pop(NORM_MAX) or row[NORM]
             self.record(row, step=self._optimizer.batches())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -259,8 +260,9 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return {name: values[LOGGED.index(name)] for name in self._logged}
 
     def logs(self) -> dict[str, float]:
-        """Return the scalars since the last call as floats, as `uniclip.Clipper.logs` does."""
-        return self.named(self.window())
+        """Return the scalars since the last call as floats, as `uniclip.Clipper.logs` does; empty without a step."""
+        window = self.window()
+        return self.named(window) if window[-2] else {}
 
     def window(self) -> np.ndarray[Any, Any]:
         """Return what the steps since the last call have left, and begin anew.
@@ -277,13 +279,12 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return found
 
     def named(self, window: np.ndarray[Any, Any]) -> dict[str, float]:
-        """Return the scalars of a window by their names, with means and the largest norm; empty if it has no step."""
+        """Return the scalars of a window by their names; means and the largest norm are NaN if it has no step."""
         *sums, count, largest = map(float, window[-_WINDOW:])
-        if not (count and self._logged):
-            return {}
         values = dict(zip(LOGGED, map(float, window), strict=False))
-        values |= {name: total / count for name, total in zip(AVERAGED, sums, strict=True)}
-        return {name: values[name] for name in self._logged} | {NORM_MAX: largest}
+        values |= {name: total / count if count else math.nan for name, total in zip(AVERAGED, sums, strict=True)}
+        found = {name: values[name] for name in self._logged}
+        return found | ({NORM_MAX: largest if count else math.nan} if found else {})
 
     def batches(self) -> int:
         """Return how many batches there were: steps that were skipped, too, and parts of accumulated ones."""

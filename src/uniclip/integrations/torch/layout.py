@@ -74,7 +74,7 @@ class LayoutCheck:
         Raises
         ------
         ValueError
-            If `ok` is false.
+            If ``ok`` is false.
         """
         if not self.ok:
             raise ValueError(str(self))
