@@ -35,8 +35,8 @@ class ClipState(NamedTuple):
     >>> from uniclip.integrations.optax import to_optax
     >>> clip = to_optax(uc.by_global_norm(1.0))
     >>> _, state = clip.update(jnp.asarray([3.0, 4.0]), clip.init(jnp.zeros(2)))
-    >>> type(state).__name__, float(state.clip["clip/norm"]), round(float(state.clip["clip/factor"]), 3)
-    ('ClipState', 5.0, 0.2)
+    >>> {name: round(float(value), 3) for name, value in sorted(state.clip.items())}
+    {'clip/factor': 0.2, 'clip/limit': 1.0, 'clip/norm': 5.0, 'clip/share': 1.0}
     """
 
     memory: Any

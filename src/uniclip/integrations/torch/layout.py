@@ -22,9 +22,9 @@ from uniclip.scopes import Path
 from uniclip.tree import flatten, place
 
 _WHAT_TO_DO = (
-    "if plain tensors are parts of the model: all_reduce= the process group of those that hold the rest, or mesh[...]",
-    "if there are copies beside them: shared=lambda path, leaf: ..., true for the copies, so that they count once",
-    "if the gradients of copies differ: average them before the step, as DistributedDataParallel does",
+    "plain tensors that are parts: all_reduce= the group of those with the rest, or mesh[...]",
+    "copies beside them: shared=lambda path, leaf: ..., true for the copies, so that they count once",
+    "copies whose gradients differ: average these first, as DistributedDataParallel does",
 )
 
 
