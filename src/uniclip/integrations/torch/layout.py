@@ -23,7 +23,7 @@ from uniclip.tree import flatten, place
 
 _WHAT_TO_DO = (
     "plain tensors that are parts: all_reduce= the group of those with the rest, or mesh[...]",
-    "copies beside them: shared=lambda path, leaf: ..., true for the copies, so that they count once",
+    "copies beside them: shared=lambda path, leaf: ..., true for copies, which then count once",
     "copies whose gradients differ: average these first, as DistributedDataParallel does",
 )
 
