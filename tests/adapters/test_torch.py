@@ -584,6 +584,20 @@ def test_a_record_of_leaves(tmp_path: Path) -> None:
     assert [label.strip("[]0'") for label in found.labels] == ["a", "none", "c"]
 
 
+def test_a_closed_record() -> None:
+    """A step that cannot be recorded changes nothing: neither the gradients nor what the rule remembers."""
+    p, record = five(), insight.Recorder(lambda row: None)
+    optimizer = SGD([p])
+    handle = attach(optimizer, uc.autoclip(50, window=4), record=record)
+    optimizer.step()
+    before, grad = handle.numbers(), p.grad.clone()
+    record.close()
+    with pytest.raises(ValueError, match="closed"):
+        optimizer.step()
+    assert handle.numbers() == before
+    torch.testing.assert_close(p.grad, grad)
+
+
 def test_a_record_after_other_parameters_came(tmp_path: Path) -> None:
     """The leaves of a group that is added later are recorded, too."""
     with insight.Recorder(tmp_path / "run.jsonl", leaves="all") as record:

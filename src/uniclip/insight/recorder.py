@@ -212,6 +212,7 @@ class Recorder:
 
     def norms_of(self, grads: Any) -> Any:
         """Return the norms of the leaves of a step, before they are clipped; ``None`` if they are not recorded."""
+        self._refuse_closed()  # before anything is changed
         return leaf_norms(grads) if self.leaves else None
 
     def _check_leaves(self, leaves: Any) -> None:
@@ -225,11 +226,14 @@ class Recorder:
             raise ValueError(msg)
         real("leaves", leaves, "norms")
 
-    def _number(self, step: int | None) -> int:
-        """Return the number of a step; refuse one that cannot be recorded."""
+    def _refuse_closed(self) -> None:
         if self._closed:
             msg = f"{self!r} is closed"
             raise ValueError(msg)
+
+    def _number(self, step: int | None) -> int:
+        """Return the number of a step; refuse one that cannot be recorded."""
+        self._refuse_closed()
         if step is None:
             return 1 if self.step is None else self.step + 1
         number = int(whole("step", step, 0))
