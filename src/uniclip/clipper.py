@@ -297,8 +297,7 @@ class Clipper:
             self._window.add(report)
 
     def _refuse_traced(self, state: Any) -> None:
-        some = optree.tree_leaves(state)[:1]  # all arrays of a state are computed from the norms
-        if not all([(backend_of(array) or DEFAULT).can_keep(array) for array in some]):
+        if not _can_keep(optree.tree_leaves(state)):
             msg = (
                 f"Clipper({short(self.rule)}) would remember values of code that is being compiled, which runs once: "
                 "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
@@ -323,7 +322,7 @@ class _Window:
         """Add a step, unless it is of code that is being compiled, which runs once."""
         parts: Any = report
         arrays = optree.tree_leaves(parts, is_leaf=lambda one: isinstance(one, Late))
-        if not all([(backend_of(array) or DEFAULT).can_keep(array) for array in arrays[:1]]):
+        if not _can_keep(arrays):
             return
         with self._lock:
             self._waiting.append(report)
@@ -348,6 +347,11 @@ class _Window:
             found = self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
             self._begin()
             return found
+
+
+def _can_keep(arrays: list[Any]) -> bool:
+    """Whether values can be kept after the step; the first says it for all, which are computed from the norms."""
+    return all([(backend_of(array) or DEFAULT).can_keep(array) for array in arrays[:1]])
 
 
 def _of_others(rule: Any, known: list[str], here: list[str]) -> str:

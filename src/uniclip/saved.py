@@ -237,7 +237,7 @@ def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any) -> dict[str, Any
     """Return the numbers of a saved state with rows in the order of the leaves or groups here."""
     theirs, values = saved.leaves or [], dict(saved.values)
     if [part and set(part) for part in theirs] != [part and set(part) for part in here]:
-        raise ValueError(of_others(rule, labels_of(theirs), labels_of(here)))
+        raise ValueError(_of_others(rule, labels_of(theirs), labels_of(here)))
     for (way, state), old, new in zip(parts_of(rule, like), theirs, here, strict=True):
         if old is None or new is None or old == new:
             continue
@@ -249,7 +249,7 @@ def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any) -> dict[str, Any
             moved = {name: np.asarray(to_lists(a))[order] for name, a in found.items() if a.shape[0] == len(order)}
             values |= moved  # others are shared by all rows
         else:
-            raise ValueError(of_others(rule, old, new))
+            raise ValueError(_of_others(rule, old, new))
     return values
 
 
@@ -259,7 +259,7 @@ def _has_rows(state: Any, count: int) -> bool:
     return own and all(tuple(array.shape)[:1] in {(), (1,), (count,)} for array in optree.tree_leaves(state))
 
 
-def of_others(rule: Any, theirs: list[str], ours: list[str]) -> str:
+def _of_others(rule: Any, theirs: list[str], ours: list[str]) -> str:
     """Return the error that a state belongs to other leaves or groups."""
     missing, extra = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []

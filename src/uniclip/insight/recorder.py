@@ -216,7 +216,7 @@ class Recorder:
         return leaf_norms(grads) if self.leaves else None
 
     def _check_leaves(self, leaves: Any) -> None:
-        """Refuse norms of others leaves than before."""
+        """Refuse norms of other leaves than before."""
         shape = tuple(getattr(leaves, "shape", ()))
         if self._labels is None and len(shape) == 1:
             self._labels = list(map(str, range(shape[0])))

@@ -245,7 +245,8 @@ class Attached:
 
     def _name(self, record: Recorder) -> None:
         """Name the leaves in the record."""
-        every, self._named = self._tree([p.detach() for p in self._params()]), len(self._params())
+        params = self._params()
+        every, self._named = self._tree([p.detach() for p in params]), len(params)
         record.describe(self.rule, every if len(every) > 1 else every[0])
 
     # The memory of the rule.
@@ -382,7 +383,7 @@ class Attached:
             return
         if scale is not None:
             self._unscale(list({id(grad): grad for grad in grads if grad is not None}.values()), scale)
-        if self.record is not None and self.record.leaves and self._named != len(self._params()):
+        if self.record is not None and self.record.leaves and self._named != len(params):
             self._name(self.record)  # after add_param_group
         every = self._tree(params) if self._compares or absent or all_reduce is not None else None
         report = self._clipper.clip_(self._tree(grads), every, all_reduce, loss=loss, shared=self._shared)
