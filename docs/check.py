@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_pages
+
 HERE = Path(__file__).parent
 PAGES = HERE / "_build" / "html"
 # -a: an index for the search is only whole where all pages are written.
-BUILD = ["-m", "sphinx", "-W", "-t", "generated", "-n", "--keep-going", "-a", "-b", "html", str(HERE), str(PAGES)]
-STEPS = ([str(HERE / "generate.py")], BUILD, [str(HERE / "check_pages.py"), str(PAGES)])
+BUILD = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-a", "-b", "html", str(HERE), str(PAGES)]
 
 if __name__ == "__main__":
-    sys.exit(any(subprocess.run([sys.executable, *step], check=False).returncode for step in STEPS))
+    sys.exit(subprocess.run(BUILD, check=False).returncode or check_pages.main(PAGES))

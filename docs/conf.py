@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bs4 import BeautifulSoup
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
@@ -21,6 +22,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE))
 
 import generate  # noqa: E402 - needs the path above
+import search_words  # noqa: E402 - needs the path above
 
 project = "uniclip"
 author = "The uniclip developers"
@@ -30,7 +32,6 @@ version = release = uniclip.__version__
 extensions = [
     "myst_parser",
     "notfound.extension",
-    "search_words",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
@@ -38,7 +39,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_llms_txt",
-    "stacked_tables",
 ]
 exclude_patterns = ["_build", "_generated"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
@@ -54,13 +54,8 @@ napoleon_use_param = False  # types such as "array or tree of arrays" are prose,
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
-nitpick_ignore_regex = [("py:class", r"[nmk]|array|int64|float64|str to|\{?\".*")]  # shapes and dtypes are prose
-nitpick_ignore = [
-    ("py:class", "tree"),  # the type of an attribute is prose, too
-    ("py:class", "arrays"),
-    ("py:class", "0-d array"),
-    ("py:exc", "lightning.pytorch.utilities.exceptions.MisconfigurationException"),  # not ours
-]
+nitpick_ignore_regex = [("py:class", r"[nmk]|(0-d )?arrays?|tree|int64|float64|str to|\{?\".*")]  # these are prose
+nitpick_ignore = [("py:exc", "lightning.pytorch.utilities.exceptions.MisconfigurationException")]  # not ours
 
 html_theme = "furo"
 html_title = "uniclip"
@@ -75,13 +70,14 @@ llms_txt_summary = "Gradient clipping for PyTorch, TensorFlow, JAX, Keras, NumPy
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-if not tags.has("generated"):  # noqa: F821 - of Sphinx; set where it is made already
-    generate.everything()
+MANY = 3  # columns that are too many for a phone
+AS_THEY_ARE = ["marks", "tally"]  # the classes around tables that fit a phone by themselves
+
+generate.everything()
 
 
 def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signature of the event
-    """Warn of public names that are not documented or have no example, and of documented names that are not public."""
-    warning = logging.getLogger(__name__).warning
+    """Warn of public names that are not documented, and of documented names that are not public."""
     objects = [name.split(".") for name, entry in env.domaindata["py"]["objects"].items() if not entry.aliased]
     for home in (uniclip, uniclip.scopes, uniclip.norms, uniclip.limits, uniclip.curves, insight):
         path = home.__name__.split(".")
@@ -89,26 +85,37 @@ def check_public_names(app: Any, env: Any) -> None:  # noqa: ARG001 - the signat
         public = set(home.__all__) - ({"Limit", "Norm", "Scope"} if home is not uniclip else set())
         for name in sorted((documented - {"config", "insight", "integrations", "saved"}) ^ public):
             where = "docs/api/" if name in public else f"{home.__name__}.__all__"
-            warning("%s.%s is missing from %s", home.__name__, name, where)
-        for name in sorted(public):
-            value = getattr(home, name)
-            if callable(value) and ">>>" not in (value.__doc__ or ""):
-                warning("%s.%s has no example in its docstring", home.__name__, name)
+            logging.getLogger(__name__).warning("%s.%s is missing from %s", home.__name__, name, where)
 
 
-def inline_math(translator: Any, node: Any) -> None:
-    """Write a formula as MathML, which browsers draw without a script."""
-    translator.body.append(tex2mathml(node.astext()))
+def formula(translator: Any, node: Any) -> None:
+    """Write a formula as MathML, which browsers draw without a script; some are on a line of their own."""
+    block = isinstance(node, nodes.math_block)
+    math = tex2mathml(node.astext(), as_block=block)
+    translator.body.append(f'<div class="math">{math}</div>' if block else math)
     raise nodes.SkipNode
 
 
-def display_math(translator: Any, node: Any) -> None:
-    """Write a formula on a line of its own."""
-    translator.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
-    raise nodes.SkipNode
+def stack_tables(app: Any, page: str, template: str, context: Any, doctree: Any) -> None:  # noqa: ARG001 - the event's
+    """Write into each cell of a table of many columns the name of its column: custom.css makes lists of narrow ones."""
+    if "<table" not in context.get("body", ""):
+        return
+    body = BeautifulSoup(context["body"], "html.parser")
+    for table in body.select("table.docutils"):
+        names = [cell.get_text(" ", strip=True) for cell in table.select("thead th")]
+        if len(names) >= MANY and not table.find_parent(class_=AS_THEY_ARE):
+            table["class"] = [*table["class"], "stacked"]
+            for row in table.select("tbody tr"):
+                for name, cell in zip(names, row.find_all("td"), strict=True):
+                    if not cell.get_text(strip=True):
+                        cell.clear()  # so that it is hidden
+                    cell["data-label"] = name
+    context["body"] = str(body)
 
 
 def setup(app: Any) -> None:
-    """Register the check of the public names and the renderer of formulas."""
+    """Register the functions above, and the words that people search for."""
     app.connect("env-check-consistency", check_public_names)
-    app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
+    app.connect("html-page-context", stack_tables)
+    app.connect("source-read", search_words.add_words)
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))

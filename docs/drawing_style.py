@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""The colors and settings that all pictures share."""
+"""The colors that all pictures share, and their settings, which importing this sets."""
 
 from __future__ import annotations
 
-from typing import Any
+import matplotlib as mpl
 
 GRAY, BLUE, ORANGE, GREEN, RED = "#808080", "#3b82d0", "#e07b1a", "#2f9e62", "#d0453b"
-STYLE: dict[str, Any] = {
+WIDTH = 5.0
+"""Inches: narrow enough that the text can be read where the page is 360 pixels wide."""
+TEXT = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+mpl.rcParams |= dict.fromkeys(TEXT, GRAY) | {  # gray on nothing: readable on a light and on a dark page
     "svg.hashsalt": "uniclip",  # the same bytes at every build
-    "font.size": 10,
-    "text.color": GRAY,  # gray on nothing: readable on a light and on a dark page
-    "axes.edgecolor": GRAY,
-    "axes.labelcolor": GRAY,
-    "xtick.color": GRAY,
-    "ytick.color": GRAY,
+    "font.size": 10.5,
+    "axes.titlesize": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.facecolor": "none",
     "figure.facecolor": "none",
+    "figure.constrained_layout.use": True,
     "legend.frameon": False,
     "lines.linewidth": 2,
 }

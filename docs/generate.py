@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
 import performance_tables  # noqa: E402 - needs the path above
@@ -19,27 +18,19 @@ import rule_tables  # noqa: E402 - needs the path above
 from kit import contract  # noqa: E402 - needs the path above
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file if that changes it: an unchanged one is not built again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
-
-
 def everything() -> None:
     """Write the tables and draw the pictures that are made of what is measured."""
-    write(HERE / "_generated" / "promises.md", contract.table())
-    write(HERE / "_generated" / "dtypes.md", contract.dtypes())
-    compared = json.loads((HERE / "compared-pages.json").read_text(encoding="utf-8"))
-    for name, text in compared["parts"].items():
-        write(HERE / "_generated" / f"compared-{name}.md", text)
-    figures.draw(HERE / "_static" / "generated")
-    rule_figures.draw(HERE / "_static" / "generated")
-    for name, text in rule_tables.parts():
-        write(HERE / "_generated" / f"{name}.md", text)
-    measured = json.loads((HERE / "performance.json").read_text(encoding="utf-8"))
-    for name, text in performance_tables.parts(measured).items():
-        write(HERE / "_generated" / f"speed-{name}.md", text)
+    pictures, tables = HERE / "_static" / "generated", HERE / "_generated"
+    compared, speed = (json.loads((HERE / f"{name}.json").read_bytes()) for name in ("compared-pages", "performance"))
+    texts = {"promises": contract.table(), "dtypes": contract.dtypes()} | rule_tables.parts()
+    texts |= {f"compared-{name}": text for name, text in compared["parts"].items()}
+    texts |= {f"speed-{name}": text for name, text in performance_tables.parts(speed).items()}
+    for folder in (pictures, tables):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (tables / f"{name}.md").write_text(text, encoding="utf-8")
+    figures.draw(pictures)
+    rule_figures.draw(pictures)
 
 
 if __name__ == "__main__":
