@@ -15,7 +15,7 @@ import speed
 from calls import LIBRARIES, uniclip_on
 from cases import GROUPS, Case
 from compared import RIGHT, offers, result
-from trees import LSTM, RESNET, SMALL, TREES
+from trees import LSTM, MLP, RESNET, SMALL, TREES
 
 ROOT = Path(__file__).parents[1]
 CASES = [case for cases in GROUPS.values() for case in cases]
@@ -49,6 +49,25 @@ def test_what_is_said() -> None:
     assert f"In {wrong} of {len(CASES)} cases at least one" in readme
     assert f"uniclip is right in all {right}." in readme
     assert f"right in all {right} cases. At least one built-in function is wrong, without an error, in {wrong}." in page
+
+
+@pytest.mark.parametrize(
+    ("title", "library", "way"),
+    [
+        ("PyTorch", "torch", "eager"),
+        ("TensorFlow, eager", "tensorflow", "eager"),
+        ("JAX, `jit`", "jax", "jax.jit"),
+        ("JAX, no `jit`", "jax", "eager"),
+    ],
+)
+def test_speed_is_said(title: str, library: str, way: str) -> None:
+    """The README has the ratios that were measured."""
+    rows = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))["rows"]
+    rows = [row for row in rows if (row["framework"], row["way"]) == (library, way)]
+    found = {(row["what"], row.get("clipped")): row["times"]["uniclip"][1] for row in rows if "uniclip" in row["times"]}
+    texts = {key: f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}" for key, ratio in found.items()}
+    cells = " | ".join(f"{texts[tree, False]} / {texts[tree, True]}" for tree in (SMALL, MLP, LSTM, RESNET))
+    assert f"| {title} | {cells} |" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("tree", "leaves", "entries"), [(RESNET, 161, 25_557_032), (LSTM, 10, 66_688)])

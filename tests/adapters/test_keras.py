@@ -200,6 +200,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scaled": (lambda: clipped(LossScaleOptimizer(SGD())), ValueError, r"LossScaleOptimizer\(ClippedOptimizer"),
     "accumulated": (lambda: clipped(SGD(gradient_accumulation_steps=4)), ValueError, "gradient_accumulation_steps=4"),
     "scaling": (lambda: clipped(SGD(loss_scale_factor=4.0)), ValueError, "loss_scale_factor=4"),
+    "clips nothing": (lambda: clipped(SGD(clipnorm=0.0)), ValueError, "which Keras takes for none"),
     "no numbers": (lambda: fit(compiled(sgd()), FINITE, LogClipping()), TypeError, "ClippedOptimizer"),
     "not built": (lambda: clipped(SGD()).apply([keras.ops.ones(2)]), ValueError, "build"),
     "too few": (lambda: clipped(SGD()).apply([keras.ops.ones(2)], Net().trainable_variables), ValueError, "shorter"),

@@ -691,7 +691,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "model": (lambda: attach(torch.nn.Linear(1, 1), uc.by_norm(1.0)), TypeError, r"attach\("),
     "rule first": (lambda: attach(uc.by_norm(1.0), SGD([five()])), TypeError, r"attach\(optimizer, rule\)"),
     "not called": (lambda: attach(SGD([five()]), uc.by_norm), TypeError, "call it"),
-    "examples": (lambda: attach(SGD([five()]), uc.by_example_norm(1.0)), ValueError, "uc.clip_and_sum"),
+    "examples": (lambda: attach(SGD([five()]), uc.by_example_layer_norm(1.0)), ValueError, "uc.clip_and_sum"),
     "derivatives": (lambda: attach(SGD([five()], differentiable=True), uc.by_norm(1.0)), ValueError, "uc.clip"),
     "record": (lambda: attach(SGD([five()]), uc.by_norm(1.0), record="run.jsonl"), TypeError, "record"),
     "names": (lambda: clip_grad_norm_(iter([("w", five())]), 1.0), TypeError, r"model\.parameters\(\)"),

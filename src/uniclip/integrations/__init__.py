@@ -6,8 +6,9 @@ from typing import Any
 import uniclip
 from uniclip._errors import check, short
 from uniclip.arraywise import AnyRule, as_rule
+from uniclip.limits import Split
 from uniclip.rules import BaseRule
-from uniclip.scopes import each_example
+from uniclip.scopes import each_example, each_row
 
 if not hasattr(uniclip, "Rule"):
     _found = f"the package uniclip in {', '.join(uniclip.__path__)} is not that of uniclip-gradients, or not all of it"
@@ -65,7 +66,9 @@ def looks_at(what: str, rule: Any) -> bool:
 
 def _by_example(rule: Any) -> bool:
     """Whether a rule, or one inside it, has a norm for each example."""
-    return getattr(rule, "scope", None) == each_example or any(map(_by_example, inside(rule)))
+    scope, limit = getattr(rule, "scope", None), getattr(rule, "limit", None)
+    by_layer = scope == each_row and isinstance(limit, Split)  # uniclip.by_example_layer_norm
+    return by_layer or scope == each_example or any(map(_by_example, inside(rule)))
 
 
 def inside(rule: Any) -> list[Any]:

@@ -31,8 +31,8 @@ def refuse_optimizer(inner: Any) -> None:
     for option, preset in _INSTEAD.items():
         value = getattr(inner, option)
         if value is not None:
-            rule = preset.format(value)
-            msg = f"inner clips by itself, {option}={value!r}: leave that out, and give {rule} as the rule"
+            instead = f", and give {preset.format(value)} as the rule" if value > 0 else ", which Keras takes for none"
+            msg = f"inner clips by itself, {option}={value!r}: leave that out{instead}"
             raise ValueError(msg)
     for option in ("loss_scale_factor", "gradient_accumulation_steps"):
         value = getattr(inner, option)
