@@ -45,7 +45,7 @@ PROMISES = [
     Promise(
         "accuracy",
         "relative error of the norm ≤ 5·10⁻⁷ for 25 million float32 entries, 3 million equal ones, whose rounding "
-        "errors all have one sign (≤ 1.5·10⁻⁶ in TensorFlow graphs without XLA), and columns of 2 million rows; "
+        "errors all have one sign (≤ 1.5·10⁻⁶ in TensorFlow graphs without XLA), and rows and columns of 2 million; "
         "≤ 2·10⁻⁶ for half precision",
         (programs.Accurate(), programs.EqualEntries(), programs.AlongAxes()),
     ),

@@ -254,19 +254,25 @@ class EqualEntries(Program):
 
 
 class AlongAxes(Program):
-    """The norms of long columns."""
+    """The norms of long columns, and of long rows: a prime number of entries, those of the second row equal."""
 
     large = True
 
     def arrays(self, fw: Framework) -> Any:
-        return fw.array(np.random.default_rng(0).standard_normal((2_000_000, 2), dtype="float32"))
+        columns, rows = (
+            np.random.default_rng(0).standard_normal(shape, dtype="float32")
+            for shape in [(2_000_000, 2), (2, 2_000_003)]
+        )
+        rows[1] = 0.1
+        return [fw.array(columns), fw.array(rows)]
 
     def run(self, uc: Any, given: Any) -> Any:
-        return uc.clip(given, uc.by_norm(1.0, axis=0))[1].norms
+        return [uc.clip(leaf, uc.by_norm(1.0, axis=axis))[1].norms for axis, leaf in enumerate(given)]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
-        true = np.linalg.norm(fw.numpy(given).astype("float64"), axis=0)
-        np.testing.assert_allclose(fw.numpy(found), true, rtol=5e-7)
+        for axis, (leaf, norms) in enumerate(zip(given, found, strict=True)):
+            true = np.linalg.norm(fw.numpy(leaf).astype("float64"), axis=axis)
+            np.testing.assert_allclose(fw.numpy(norms), true, rtol=5e-7)
 
 
 class Split(Program):
