@@ -119,11 +119,13 @@ def _spikes(ax: Any, record: Record) -> None:
     look: dict[str, Any] = {"color": VERMILION, "fillstyle": "none", "clip_on": False}
     ax.plot([one.step for one in found], [one.norm for one in found], "o", **look)
     ax.margins(y=0.4 if found else None)
+    line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6}
+    look = {"textcoords": ax.get_xaxis_transform(), "fontsize": "small", "parse_math": False, "arrowprops": line}
     for number, one in enumerate(sorted(found)):
         text = " ".join([f"{one.step}", *[_last(label) for label, _ in one.leaves[:1]]])
         side = "right" if one.step > record.steps[[0, -1]].mean() else "left"
-        look = {"transform": ax.get_xaxis_transform(), "fontsize": "small", "parse_math": False}
-        ax.text(one.step, 0.93 - 0.07 * number, f" {printable(text)} ", ha=side, **look)
+        place = one.step, 0.93 - 0.07 * number
+        ax.annotate(f" {printable(text)} ", (one.step, one.norm), place, ha=side, **look)
 
 
 def _last(label: str) -> str:
