@@ -234,6 +234,27 @@ def test_tensorflow() -> None:
     right(fw, "above", twice(x)[0], accumulator.jvp(along))
 
 
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("bounds", ["numbers", "tensors"])
+def test_the_derivative_at_a_bound(bounds: str) -> None:
+    """It is 1, and does not go through PyTorch's ``clamp``, for which it depends on the version; NaN stays NaN."""
+    import torch
+
+    def names(node: Any) -> set[str]:
+        return {node.name()}.union(*[names(one) for one, _ in node.next_functions if one is not None])
+
+    low, high = (-1.0, 2.0) if bounds == "numbers" else (torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]), torch.tensor(2.0))
+    x = torch.tensor([-3.0, -1.0, 0.5, 2.0, 4.0], requires_grad=True)
+    for clip in (uc.clip_by_value, torch.compile(uc.clip_by_value, backend="aot_eager", fullgraph=True)):
+        clipped = clip(x, low, high)
+        assert not [name for name in names(clipped.grad_fn) if "Clamp" in name]
+        np.testing.assert_array_equal(clipped.detach(), [-1.0, -1.0, 0.5, 2.0, 2.0])
+        np.testing.assert_array_equal(torch.autograd.grad(clipped.sum(), x)[0], [0, 1, 1, 1, 0])
+    assert torch.func.jacfwd(lambda x: uc.clip_by_value(x, -1.0, 2.0))(torch.tensor(2.0)) == 1
+    bad = torch.tensor([math.nan, math.inf, -math.inf], requires_grad=True)
+    np.testing.assert_array_equal(uc.clip_by_value(bad, -1.0, 2.0).detach(), [math.nan, 2.0, -1.0])
+
+
 @pytest.mark.needs("mlx")
 def test_mlx() -> None:
     """Reverse mode, in float32; at a bound of values MLX takes the other side."""

@@ -15,6 +15,8 @@ import pytest
 import uniclip as uc
 from kit.frameworks import Framework
 from kit.trees import close
+from kit.trees import leaves as leaves_of
+from uniclip.saved import to_dict
 
 
 class Pair(NamedTuple):
@@ -31,6 +33,14 @@ class Layer:
     w: Any
     b: Any = None
     cache: Any = dataclasses.field(default=None, init=False)
+
+
+class Tracked(collections.OrderedDict[str, Any]):
+    """An ordered mapping of one's own, as Keras makes it of the attributes of its objects."""
+
+
+class Sorted(dict[str, Any]):
+    """A dict of one's own."""
 
 
 class Parameters(list[Any]):
@@ -51,6 +61,8 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], type, Callable[[Any], lis
     "keys of two kinds": (lambda a, b: {1: a, "x": b, (0,): None}, dict, lambda tree: [tree[1], tree["x"]]),
     "OrderedDict": (lambda a, b: collections.OrderedDict(z=a, a=b), collections.OrderedDict, VALUES),
     "defaultdict": (lambda a, b: collections.defaultdict(list, z=a, a=b), collections.defaultdict, VALUES),
+    "OrderedDict subclass": (lambda a, b: Tracked(z=a, a=b), collections.OrderedDict, VALUES),
+    "dict subclass": (lambda a, b: Sorted(z=a, a=b), dict, VALUES),
     "mapping": (lambda a, b: types.MappingProxyType({"z": a, "a": b}), object, VALUES),
     "UserDict": (lambda a, b: collections.UserDict(z=a, a=b), object, VALUES),
     "dataclass": (lambda a, b: Layer(a, {"deep": [b]}), Layer, lambda tree: [tree.w, tree.b["deep"][0]]),
@@ -71,6 +83,25 @@ def test_containers(framework: Framework, name: str) -> None:
     within = leaves(uc.clip_by_norm(make(*arrays), 9.0))
     assert [found is leaf for found, leaf in zip(within, arrays, strict=True)] == [True, True]
     assert [framework.numpy(leaf).item() for leaf in arrays] == [3.0, 4.0]
+
+
+ORDERED = ("OrderedDict", "OrderedDict subclass")
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax")
+@pytest.mark.parametrize("name", [*ORDERED, "dict", "dict subclass", "defaultdict", "mapping", "UserDict"])
+def test_the_order_of_a_mapping(framework: Framework, name: str) -> None:
+    """A state belongs to the leaves of the tree that it was made for, whichever mapping holds them at the next step."""
+    rule, order = uc.norm_growth(1.5), ["['z']", "['a']"] if name in ORDERED else ["['a']", "['z']"]
+    make = CONTAINERS[name][0]
+    tree = make(framework.array([3.0, 4.0]), framework.array([1.0]))
+    _, state, _ = rule.update(tree, rule.init(tree))
+    assert to_dict(rule, state, tree)["leaves"] == [order]
+    plain = collections.OrderedDict if name in ORDERED else dict
+    again = plain(z=framework.array([30.0, 40.0]), a=framework.array([1.0]))
+    clipped, _, _ = rule.update(again, state)
+    close(framework, clipped["z"], [4.5, 6.0])
+    close(framework, clipped["a"], [1.0])
 
 
 @pytest.mark.needs("numpy")
@@ -219,3 +250,57 @@ def test_nodes_and_settings_of_jax() -> None:
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.devices() == {here}
         np.testing.assert_array_equal(one, two)
+
+
+BY_ROW: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "memory": ("remembers", lambda fw: uc.Rule(uc.limits.Ema(1.05, 0.9), scope=uc.scopes.axes(1))),
+    "memory of entries": ("remembers", lambda fw: uc.spam()),
+    "limits": ("limit", lambda fw: uc.by_norm(fw.array([1.0, 2.0, 3.0, 4.0]), axis=1)),
+    "limits of a group": (
+        "limit",
+        lambda fw: uc.Rule(
+            uc.limits.PerGroup({0: fw.array([1.0, 2.0, 3.0, 4.0])}),
+            scope=uc.Scope(label=lambda path, leaf: 0, axes=(1,)),
+        ),
+    ),
+    "bounds": ("bounds", lambda fw: uc.by_value(-1.0, fw.array([[1.0], [2.0], [3.0], [4.0]]))),
+}
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+@pytest.mark.parametrize("name", BY_ROW)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_value_for_each_row_of_a_sparse_gradient(framework: Framework, name: str, in_place: bool) -> None:
+    """It would go by the position in which a row is stored, and is refused by name; a value for each column is not."""
+    word, make = BY_ROW[name]
+    rule, grads = make(framework), [framework.sparse((4, 2), [3, 1, 2, 0], [[3.0, 4.0]] * 4)]
+    state = rule.init([framework.array(np.zeros((4, 2)))])
+    before = framework.dense(grads[0])
+    with pytest.raises(TypeError, match=rf"grads\[0\](.|\n)*sparse(.|\n)*{word}(.|\n)*each row"):
+        rule.update(grads, state, in_place=in_place and framework.writes)
+    np.testing.assert_array_equal(framework.dense(grads[0]), before)
+    dense, _, _ = rule.update([framework.array(before)], state)
+    assert framework.numpy(dense[0]).shape == (4, 2)
+    columns, wide = framework.array([1.0, 9.0]), framework.array([[1.0, 9.0]])
+    for fine, wanted in (
+        (uc.by_value(-1.0, columns), [1.0, 4.0]),
+        (uc.by_value(-1.0, wide), [1.0, 4.0]),
+        (uc.by_norm(2.5, axis=1), [1.5, 2.0]),
+        (uc.by_norm(framework.array([3.0, 4.0]), axis=0), [1.5, 2.0]),
+    ):
+        clipped, _ = uc.clip(grads, fine)
+        np.testing.assert_allclose(framework.dense(clipped[0]), [wanted] * 4, rtol=1e-6)
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+@pytest.mark.parametrize("rule", [uc.by_block_rms(1.0), uc.by_average_norm(0.5), uc.by_norm(0.5, axis=0)])
+def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:
+    """Means are over all entries, those that are not stored too, as of the dense gradient."""
+    rows, values = [0, 0, 2], [[1.0, 2.0], [2.0, 2.0], [-3.0, 8.0]]
+    dense = framework.array([[3.0, 4.0], [0.0, 0.0], [-3.0, 8.0]])
+    (found, report), (wanted, expected) = (
+        uc.clip(grads, rule) for grads in (framework.sparse((3, 2), rows, values), dense)
+    )
+    np.testing.assert_allclose(framework.dense(found), framework.numpy(wanted), rtol=1e-6)
+    for one, other in zip(leaves_of(report.norms), leaves_of(expected.norms), strict=True):
+        np.testing.assert_allclose(framework.numpy(one), framework.numpy(other), rtol=1e-6)

@@ -73,6 +73,22 @@ __all__ += _examples.__all__
 __all__ += verbs.__all__
 
 
+_ELSEWHERE = {
+    "attach": "torch",
+    "check_layout": "torch",
+    "clip_grad_norm_": "torch",
+    "clip_grad_value_": "torch",
+    "clip_grads_with_norm_": "torch",
+    "get_total_norm": "torch",
+    "ClippedOptimizer": "keras",
+    "LogClipping": "keras",
+    "to_optax": "optax",
+    "ClipGradients": "lightning, and for Hugging Face in uniclip.integrations.transformers",
+    "ClippedTrainer": "transformers",
+}
+"""What people look for here, and the module of `uniclip.integrations` that has it."""
+
+
 def __dir__() -> list[str]:
     """Return the public names, without uniclip's private modules."""
     return [*__all__, "__version__"]
@@ -86,5 +102,7 @@ else:  # for which every name would be there
         """Look the version up when asked (PEP 562)."""
         if name == "__version__":
             return _version()
-        msg = f"module {__name__!r} has no attribute {name!r}"
+        home = _ELSEWHERE.get(name)
+        hint = f"; it is in uniclip.integrations.{home}" if home else ""
+        msg = f"module {__name__!r} has no attribute {name!r}{hint}"
         raise AttributeError(msg, name=name, obj=_sys.modules[__name__])

@@ -14,7 +14,13 @@ from uniclip.backends import Backend, backend_of
 
 def to_lists(array: Any) -> Any:
     """Return the values of an array as a number or nested lists."""
-    return array.tolist() if hasattr(array, "tolist") else np.asarray(array).tolist()
+    return numpy_of(array).tolist()
+
+
+def numpy_of(array: Any) -> np.ndarray[Any, Any]:
+    """Return the values of an array of any library as one of NumPy."""
+    backend = backend_of(array)
+    return np.asarray(array) if backend is None else backend.to_host([array])[0]
 
 
 def array_of(value: Any) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -46,6 +47,8 @@ class EachArray(BaseRule):
                 stored = backend.stored(single, in_place=step.in_place and single is leaves[number])
                 arrays[number] = single, stored or Stored(single, unchanged, view=True)
                 array = arrays[number][1].array
+                if stored is not None and stored.sparse:
+                    _named(where, number, self._refuse_rows, leaves[number], array)
                 changes[number] = _named(where, number, self._change, backend, array, step.in_place)
             again = same_memory(backend, leaves, where) if step.in_place else set()
             for number in present:
@@ -58,6 +61,9 @@ class EachArray(BaseRule):
     def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
         """Return an elementwise function of the array and of operands that broadcast against it, and these operands."""
         raise NotImplementedError
+
+    def _refuse_rows(self, leaf: Any, array: Any) -> None:
+        """Refuse a sparse leaf that stores values in an array, if there is something for each of its rows."""
 
 
 def _put(backend: Backend, leaf: Any, single: Any, stored: Stored, change: tuple[Any, ...], in_place: bool) -> Any:  # noqa: FBT001, PLR0913, PLR0917
@@ -123,6 +129,18 @@ class ByValue(EachArray):
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule."""
         return f"uc.by_value({show(self.min)}, {show(self.max)})"
+
+    def _refuse_rows(self, leaf: Any, array: Any) -> None:
+        """Refuse bounds for each row, since at each step other rows are stored."""
+        for bound in (self.min, self.max):
+            shape = getattr(bound, "shape", ())
+            by_column = len(array.shape) == len(leaf.shape) and (len(shape) < len(array.shape) or shape[0] == 1)
+            if math.prod(shape) != 1 and not by_column:
+                msg = (
+                    f"it is sparse: {short(self)} has bounds for each row, and at each step other rows are stored; make "
+                    "the gradient dense, or give bounds for whole leaves"
+                )
+                raise TypeError(msg)
 
     def _wrong_way(self) -> str:
         return f"min must not be above max, and neither NaN: got min={short(self.min)}, max={short(self.max)}"

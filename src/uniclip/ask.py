@@ -15,9 +15,9 @@ from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import NUMPY, TRACED, cast
 from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, within
-from uniclip.limits import Context, NoState, PerGroup
+from uniclip.limits import Constant, Context, NoState, PerGroup
 from uniclip.limits.base import BuiltIn, Rows
-from uniclip.plan import Measured, Plan
+from uniclip.plan import Measured, Plan, refuse_rows
 from uniclip.tree import Opened
 
 NUMBERS = (float, int, np.float32, np.bool_)
@@ -29,6 +29,8 @@ def limits_of(
 ) -> tuple[list[Any], Any, list[Any] | None]:
     """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
     limit = rule.limit
+    if given.stored and any([_by_row(plan, value) for value in _constants(limit, constant)]):
+        refuse_rows(given, plan.axes, f"{short(rule)} has a limit")
     if constant is not None:  # which needs no context
         return [_checked(plan, constant, n) for n in seen], state, None
     if limit.memory:
@@ -51,6 +53,20 @@ def limits_of(
         return limits, state, thresholds
     new = [old if new is None else new for (_, new), old in zip(answers, states, strict=True)]
     return limits, new[0] if len(new) == 1 else tuple(new), thresholds
+
+
+def _constants(limit: Any, constant: Any) -> list[Any]:
+    """Return the constant limits of a step."""
+    if constant is None and isinstance(limit, PerGroup):
+        return [one.value for _, one in limit.limits if isinstance(one, Constant)]
+    return [constant]
+
+
+def _by_row(plan: Plan, value: Any) -> bool:
+    """Whether a constant limit has a value for each row of some norms."""
+    shape = getattr(value, "shape", ())
+    kept = {block.kept for block in plan.blocks if block.kept}
+    return any([len(shape) >= axes and shape[-axes] != 1 for axes in kept])
 
 
 def _contexts(rule: Choices, plan: Plan, seen: list[Any], found: Measured) -> list[Context]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -23,7 +24,7 @@ from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
 from uniclip.processes import AllReduce, Loss, Shared
 from uniclip.report import AVERAGED, NORM, NORM_MAX, Late, Report, on_host
 from uniclip.rules import taken
-from uniclip.saved import Saved, from_saved, restored, to_saved
+from uniclip.saved import Saved, by_name, from_saved, restored, to_saved, together, values_of
 from uniclip.tree import flatten, place
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class _Last(NamedTuple):
     """The structure of the gradients that they were read from."""
     loaded: Saved | None = None
     """The loaded state, until the first step."""
+    kept: Saved | None = None
+    """The rows of leaves or groups that are not in the tree, where an integration keeps them; else ``None``."""
 
 
 class Clipper:
@@ -215,6 +218,10 @@ class Clipper:
             return {**to_saved(self.rule, last.loaded.leaves, ()), "state": values}
         if last.state is None or not self.rule.memory:
             return {}
+        if last.kept is not None and last.leaves is not None:
+            every = together(self.rule, Saved(last.leaves, values_of(last.state)), last.kept)
+            values = {name: convert(array) for name, array in every.values.items()}
+            return {**to_saved(self.rule, every.leaves, ()), "state": values}
         known = last.leaves is not None or labelled(self.rule)
         return to_saved(self.rule, last.leaves if known else leaves_of(self.rule, flatten([])), last.state, convert)
 
@@ -237,13 +244,51 @@ class Clipper:
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         if saved and self.state is not None:
-            self.state = self.restored(saved)
+            self.state = restored(from_saved(saved, self.rule), self.rule, self._last.leaves, self.state)
         else:
             self._last = _Last(loaded=from_saved(saved, self.rule) if saved else None)
 
-    def restored(self, saved: dict[str, Any]) -> Any:
-        """Return a saved memory in arrays like those of the state, which there is; nothing is loaded."""
-        return restored(from_saved(saved, self.rule), self.rule, self._last.leaves, self.state)
+    def change_leaves(self, grads: Any, names: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Go on with a tree of other leaves, for integrations that know which of them are the same.
+
+        Leaves that were there before keep their rows of the memory, also while they are gone; others get new ones.
+
+        Parameters
+        ----------
+        grads : tree
+            Gradients, or parameters of the same shapes.
+        names : mapping
+            The new names of leaves that have others now.
+        """
+        before = self._last
+        self.init(grads)
+        if before.state is not None and before.leaves is not None:
+            rows = Saved(before.leaves, values_of(before.state))
+            rows = rows if before.kept is None else together(self.rule, rows, before.kept)
+            leaves = [part and [names.get(label, label) for label in part] for part in rows.leaves or ()]
+            self._last = self._with_rows(rows._replace(leaves=leaves))[0]
+        self._last = self._last._replace(report=before.report)
+
+    def lookup(self, saved: dict[str, Any]) -> tuple[_Last, list[str]]:
+        """Return what `resume` takes to go on from a saved memory, and the names of leaves without a row there.
+
+        Nothing is loaded yet. Rows are looked up by the names of leaves, and those of others are kept; if they are all of
+        others, they are refused.
+        """
+        found = from_saved(saved, self.rule)
+        if set(labels_of(found.leaves)).isdisjoint(labels_of(self._last.leaves)):
+            state = restored(found, self.rule, self._last.leaves, self.state)
+            return self._last._replace(state=state, report=None, kept=None), []
+        return self._with_rows(found)
+
+    def resume(self, last: _Last) -> None:
+        """Go on from what `lookup` returned."""
+        self._last = last
+
+    def _with_rows(self, rows: Saved) -> tuple[_Last, list[str]]:
+        leaves: Any = self._last.leaves
+        state, kept, new = by_name(rows, self.rule, leaves, self.state)
+        return self._last._replace(state=state, report=None, kept=kept if labels_of(kept.leaves) else None), new
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which holds no framework's arrays."""
@@ -285,7 +330,7 @@ class Clipper:
         norms = None if self.record is None else self.record.norms_of(grads)  # before they are clipped
         clipped, state, report = taken(self.rule, grads, state, step)
         self._refuse_traced(state)
-        self._last = _Last(state, report, leaves, spec)
+        self._last = _Last(state, report, leaves, spec, kept=self._last.kept)
         self._see(report, step.loss, norms)
         return clipped, report
 

@@ -14,6 +14,7 @@ from uniclip._errors import check, holds_arrays
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.limits import NoState
+from uniclip.plan import refuse_one_answer
 from uniclip.report import Report, Reports
 from uniclip.rules import BaseRule, taken
 from uniclip.scopes import Path
@@ -153,6 +154,9 @@ class Masked(BaseRule):
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         some = self.chosen(leaves, spec)
+        if step.all_reduce is None:  # else others may have the rest
+            answers = [leaf is not None for leaf in some]
+            refuse_one_answer("masked(rule, where)", self.where, answers, leaves, spec.paths())
         if all([leaf is None for leaf in some]) and step.all_reduce is None:
             return spec.unflatten(leaves), state, Report()
         clipped, state, report = taken(self.rule, spec.unflatten(some), state, step)

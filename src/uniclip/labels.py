@@ -72,15 +72,15 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
     return [sorted({stable(repr(one)) for one in [*rule.limit.groups, *labels]})]
 
 
-def parts_of(rule: Any, state: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the state of each rule with memory, in the order of `leaves_of`, and the indices that lead to it."""
+def memories_of(rule: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield each rule with memory, in the order of `leaves_of`, behind the beginning of the names of its numbers."""
     if isinstance(rule, Chain) and rule.memory:
-        for number, (one, inside) in enumerate(zip(rule.rules, state, strict=True)):
-            yield from parts_of(one, inside, (*way, str(number)))
+        for number, one in enumerate(rule.rules):
+            yield from memories_of(one, (*way, f"{number}."))
     elif isinstance(rule, Masked):
-        yield from parts_of(rule.rule, state, way)
+        yield from memories_of(rule.rule, way)
     elif rule.memory:
-        yield way, state
+        yield "".join(way), rule
 
 
 def labels_of(leaves: Leaves | None) -> list[str]:

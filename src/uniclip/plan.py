@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from uniclip._errors import check, short, stable
-from uniclip.backends import DEFAULT
+from uniclip.backends import DEFAULT, backend_of, compiling
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Axes, Op, cast, norm_dtype
 from uniclip.choices import Choices
@@ -154,6 +154,9 @@ class Plan:
         missing = given.parts is not None and len(kinds.present) < len(given.leaves)
         everywhere = rule.memory or self.join is not None or missing
         members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
+        if self.join is None and not rule.limit.groups and scope.label not in {None, everything}:
+            answers = [label for label, some in members.items() for _ in some]
+            refuse_one_answer("scopes.groups(label)", scope.label, answers, given.leaves, given.paths())
         groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
@@ -167,6 +170,8 @@ class Plan:
             self.axes[number] = _axes(given, scope, number)
         for group in groups.values() if scope.axes is not None else ():
             _refuse_unequal(given, self.axes, group)
+        if rule.memory:
+            refuse_rows(given, self.axes, f"{short(rule)} remembers something")
         self.blocks = self._blocks(given, groups, everywhere=everywhere)
         self.members = [members[label] for block in self.blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
@@ -527,6 +532,38 @@ def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bo
     return dict(sorted(groups.items(), key=lambda item: _text(item[0])))
 
 
+def refuse_one_answer(what: str, function: Any, answers: Sequence[Any], leaves: list[Any], paths: list[Path]) -> None:
+    """Refuse a mask or a label that looks at paths, and says the same of all leaves: most likely they have other names.
+
+    Raises
+    ------
+    ValueError
+        If there are several leaves, and all have gradients.
+    """
+    if len(leaves) < 2 or len(set(answers)) > 1 or any([leaf is None for leaf in leaves]) or compiling():
+        return
+    with (backend_of(leaves[0]) or DEFAULT).quiet():
+        if not _reads_path(function):
+            return
+    msg = (
+        f"{what} says {short(answers[0])} of all {len(leaves)} leaves, whose paths are like {short(paths[0])}: look for "
+        "these names. Parameters of PyTorch's optimizers have numbers unless they get names, by attach(optimizer, rule, "
+        "names=model). If all are meant, give a function that does not look at the path"
+    )
+    raise ValueError(msg)
+
+
+def _reads_path(function: Any) -> bool:
+    """Whether a Python function of (path, leaf) uses its path."""
+    import dis  # noqa: PLC0415 - hardly ever needed
+
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    path = code.co_varnames[hasattr(function, "__self__")]
+    return any([path in (one.argval if isinstance(one.argval, tuple) else [one.argval]) for one in dis.get_instructions(code)])
+
+
 def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Hashable:
     """Return the label of a leaf's group; refuse labels that are unhashable or hold arrays."""
     try:
@@ -560,6 +597,24 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
         msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
     return axes
+
+
+def refuse_rows(given: Opened, axes: list[Axes], what: str) -> None:
+    """Refuse something for each row of a sparse leaf, which stores other rows at each step.
+
+    Raises
+    ------
+    TypeError
+        If the norms of a leaf that stores only some of its rows are along other axes.
+    """
+    for number, way in given.stored.items():
+        covered = axes[number]
+        if way.sparse and covered is not None and 0 not in covered:
+            msg = (
+                f"{given.place(number)} is sparse: {what} for each row, and at each step other rows are stored; make the "
+                "gradient dense, or take a norm of whole leaves"
+            )
+            raise TypeError(msg)
 
 
 def _stacking_key(given: Opened, number: int, axes: Axes, seen: list[tuple[int, ...]]) -> Hashable:

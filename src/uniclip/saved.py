@@ -23,11 +23,12 @@ import numpy as np
 import optree
 
 from uniclip._errors import check, short
-from uniclip._values import array_like, array_of, to_lists
+from uniclip._values import array_like, array_of, numpy_of, to_lists
 from uniclip._version import version
 from uniclip.arraywise import as_rule
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.labels import Leaves, identity, labels_of, leaves_of, parts_of, shown
+from uniclip.labels import Leaves, identity, labelled, labels_of, leaves_of, memories_of, shown
+from uniclip.limits import PerGroup
 from uniclip.tree import flatten
 
 FORMAT = 2
@@ -42,6 +43,15 @@ class Saved(NamedTuple):
     leaves: Leaves | None
     """``None`` if unknown, or not to be checked."""
     values: dict[str, Any]
+
+
+class Memory(NamedTuple):
+    """What one rule remembers, as NumPy arrays by the names of its numbers."""
+
+    rows: dict[str, dict[str, Any]]
+    """For each leaf or group."""
+    shared: dict[str, Any]
+    """For all of them."""
 
 
 def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
@@ -155,7 +165,7 @@ def names_of(state: Any) -> list[str]:
 
 def to_saved(rule: Any, leaves: Leaves | None, state: Any, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
     """Return a state in its saved form; ``convert`` converts each array for the file."""
-    values = dict(zip(names_of(state), map(convert, optree.tree_leaves(state)), strict=True))
+    values = {name: convert(array) for name, array in values_of(state).items()}
     return {"format": FORMAT, "rule": identity(rule), "leaves": _copied(leaves), "state": values}
 
 
@@ -208,18 +218,50 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> Any:
     ValueError
         If it belongs to other leaves, or if an array is missing or has another shape.
     """
-    numbers = saved.values
-    accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
-    names = [_name(path) for path in accessors]
-    if not (saved.leaves is None or leaves is None or saved.leaves == leaves):
-        numbers = _in_order(rule, saved, leaves, like)
-    if set(names) != set(numbers):
-        msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {_ANEW}"
-        raise ValueError(msg)
-    values = [numbers[name] for name in names]
-    backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # a Python bool has no backend
-    new = [array_like(backend, *one) for one in zip(names, values, arrays, strict=True)]
-    return optree.tree_unflatten(spec, new)
+    if saved.leaves is None or leaves is None or saved.leaves == leaves:
+        return _filled(rule, saved.values, like)
+    if [part and set(part) for part in saved.leaves] != [part and set(part) for part in leaves]:
+        raise ValueError(_of_others(rule, labels_of(saved.leaves), labels_of(leaves)))
+    return by_name(saved, rule, leaves, like)[0]
+
+
+def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Saved, list[str]]:
+    """Return a state whose rows are looked up in a saved one by the names of leaves or groups.
+
+    Parameters
+    ----------
+    saved, rule, leaves, like
+        As for `restored`; ``like`` has the rows of names that are not in the saved state.
+
+    Returns
+    -------
+    state : tree of arrays
+    kept : Saved
+        The rows of names that are not here.
+    new : list of str
+        The names that are not in the saved state.
+    """
+    theirs, ours = _memories(rule, saved), _memories(rule, Saved(leaves, values_of(like)))
+    joined, left, new = [], [], []
+    for there, here in zip(theirs, ours, strict=True):
+        common = {name for one in (there, here) for name in one.shared}  # a single row does not tell that it is of all
+        once = {name: value[None] for row in there.rows.values() for name, value in row.items() if name in common}
+        rows = {label: {**row, **there.rows.get(label, {})} for label, row in here.rows.items()}
+        joined.append(Memory(rows, {**here.shared, **once, **there.shared}))
+        left.append(Memory({label: row for label, row in there.rows.items() if label not in rows}, {}))
+        new += [label for label in rows if label not in there.rows]
+    return _filled(rule, _saved(rule, joined).values, like), _saved(rule, left), new
+
+
+def together(rule: Any, one: Saved, other: Saved) -> Saved:
+    """Return two saved states of a rule, of different leaves or groups, as one; what all share is that of the first."""
+    pairs = zip(_memories(rule, one), _memories(rule, other), strict=True)
+    return _saved(rule, [Memory({**b.rows, **a.rows}, {**b.shared, **a.shared}) for a, b in pairs])
+
+
+def values_of(state: Any) -> dict[str, Any]:
+    """Return the numbers of a state by name."""
+    return dict(zip(names_of(state), optree.tree_leaves(state), strict=True))
 
 
 def _refuse_format(saved: Any) -> None:
@@ -233,30 +275,63 @@ def _refuse_format(saved: Any) -> None:
         raise ValueError(msg)
 
 
-def _in_order(rule: Any, saved: Saved, here: Leaves, like: Any) -> dict[str, Any]:
-    """Return the numbers of a saved state with rows in the order of the leaves or groups here."""
-    theirs, values = saved.leaves or [], dict(saved.values)
-    if [part and set(part) for part in theirs] != [part and set(part) for part in here]:
-        raise ValueError(_of_others(rule, labels_of(theirs), labels_of(here)))
-    for (way, state), old, new in zip(parts_of(rule, like), theirs, here, strict=True):
-        if old is None or new is None or old == new:
+def _filled(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
+    """Return the numbers of a saved state in arrays like those of a state."""
+    accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
+    names = [_name(path) for path in accessors]
+    if set(names) != set(numbers):
+        msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {_ANEW}"
+        raise ValueError(msg)
+    backend = next(filter(None, map(backend_of, arrays)), DEFAULT)  # a Python bool has no backend
+    new = [array_like(backend, name, numbers[name], array) for name, array in zip(names, arrays, strict=True)]
+    return optree.tree_unflatten(spec, new)
+
+
+def _memories(rule: Any, saved: Saved) -> list[Memory]:
+    """Return what each rule with memory remembers, row by row."""
+    parts = zip(memories_of(rule), saved.leaves or (), strict=True)
+    return [_memory(one, way, labels, saved.values) for (way, one), labels in parts]
+
+
+def _memory(rule: Any, way: str, labels: list[str] | None, values: dict[str, Any]) -> Memory:
+    numbers = {name[len(way) :]: numpy_of(value) for name, value in values.items() if name.startswith(way)}
+    rows: dict[str, dict[str, Any]] = {label: {} for label in labels or ()}
+    if _apart(rule):
+        for number, row in enumerate(rows.values()):
+            front = _front(rule, number, len(rows))
+            row.update({name[len(front) :]: array for name, array in numbers.items() if name.startswith(front)})
+        return Memory(rows, {})
+    shared = {name: array for name, array in numbers.items() if not rows or array.shape[:1] != (len(rows),)}
+    for number, row in enumerate(rows.values()):
+        row.update({name: array[number] for name, array in numbers.items() if name not in shared})
+    return Memory(rows, shared)
+
+
+def _saved(rule: Any, memories: list[Memory]) -> Saved:
+    """Return what rules remember as a saved state."""
+    leaves: Leaves = []
+    values: dict[str, Any] = {}
+    for (way, one), (rows, shared) in zip(memories_of(rule), memories, strict=True):
+        leaves.append(list(rows) if labelled(one) else None)
+        if _apart(one):
+            for number, row in enumerate(rows.values()):
+                front = way + _front(one, number, len(rows))
+                values |= {front + name: array for name, array in row.items()}
             continue
-        names = [".".join([*way, name]) for name in names_of(state)]
-        rows = {name: array for name, array in zip(names, optree.tree_leaves(state), strict=True) if array.shape != ()}
-        found = {name: values[name] for name in rows if name in values}
-        if _has_rows(state, len(new)) and all(tuple(a.shape[:1]) in {(1,), (len(old),)} for a in found.values()):
-            order = [old.index(label) for label in new]
-            moved = {name: np.asarray(to_lists(a))[order] for name, a in found.items() if a.shape[0] == len(order)}
-            values |= moved  # others are shared by all rows
-        else:
-            raise ValueError(_of_others(rule, old, new))
-    return values
+        names = dict.fromkeys([name for row in rows.values() for name in row if name not in shared])
+        values |= {way + name: np.stack([row[name] for row in rows.values()]) for name in names}
+        values |= {way + name: array for name, array in shared.items()}
+    return Saved(leaves, values)
 
 
-def _has_rows(state: Any, count: int) -> bool:
-    """Whether each array of a state has a row for each leaf or group, or one for all; true only of uniclip's states."""
-    own = hasattr(state, "_fields") and type(state).__module__.startswith("uniclip.")
-    return own and all(tuple(array.shape)[:1] in {(), (1,), (count,)} for array in optree.tree_leaves(state))
+def _apart(rule: Any) -> bool:
+    """Whether each leaf or group has a state of its own, as shapes or limits differ, not a row of the same arrays."""
+    return labelled(rule) and (rule.scope.axes is not None or isinstance(rule.limit, PerGroup))
+
+
+def _front(rule: Any, number: int, count: int) -> str:
+    """Return the beginning of the names of a leaf's own state; a single leaf's along axes is no tuple of states."""
+    return "" if rule.scope.axes is not None and count == 1 else f"{number}."
 
 
 def _of_others(rule: Any, theirs: list[str], ours: list[str]) -> str:

@@ -13,7 +13,7 @@ from uniclip._errors import refuse_in_step, short
 from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, cast
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Kinds, cast
 from uniclip.choices import Choices
 from uniclip.curves import rejects
 from uniclip.measure import cleaned, measured
@@ -168,14 +168,13 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
         refuse_kept_axes(rule.scope, step.all_reduce)
         given, params = beside(rule, given, step)
     kinds = given.kinds
-    mode = kinds.backend.mode(kinds)
-    if step.all_reduce is not None or step.shared is not None:
-        join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     constant = rule.constant if max_norm is None else max_norm
     plain = type(constant) is float and step.norm is None
-    numbers = () if plain or mode != HOST else (constant, step.norm, step.loss)
-    if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(kinds, n) for n in numbers])):
-        mode = LIBRARY
+    mode = kinds.backend.mode(kinds)
+    if not (plain and params is None):
+        mode = _mode_beside(mode, kinds, params, [constant, step.norm, step.loss], state if rule.memory else None)
+    if step.all_reduce is not None or step.shared is not None:
+        join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     plan = plan_of(rule, given, mode, join, params)
     if plain and plan.fast:
         decision = _fast_path(rule, given, plan, state, constant)
@@ -188,11 +187,18 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
         return _decided(rule, given, plan, state, step, params, constant)
 
 
-def _viewable(kinds: Any, value: Any) -> bool:
-    """Whether an argument is a number, or an array that the host reads."""
-    if not hasattr(value, "dtype") or isinstance(value, NUMPY):
-        return True
-    return kinds.backend.viewed(kinds.backend.xp.asarray(value)) is not None
+def _mode_beside(mode: int, kinds: Kinds, params: Opened | None, numbers: list[Any], state: Any) -> int:
+    """Return the mode of a step on gradients of some mode, given all that comes in beside them."""
+    backend = kinds.backend
+    if mode == TRACED or (params is not None and params.kinds.traced):
+        return TRACED
+    arrays = [number for number in numbers if hasattr(number, "dtype") and not isinstance(number, NUMPY)]
+    if any(map(backend.traced, [*arrays, *optree.tree_leaves(state)])):
+        return TRACED
+    reads = params is None or params.kinds.reads
+    if mode == HOST and not (reads and all([backend.viewed(backend.xp.asarray(array)) is not None for array in arrays])):
+        return LIBRARY
+    return mode
 
 
 def _fast_path(rule: Choices, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:

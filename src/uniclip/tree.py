@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any, NamedTuple
@@ -301,8 +302,8 @@ def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
         return opened
     if isinstance(node, (list, tuple)):
         return list(node), unchanged
-    if isinstance(node, Mapping):
-        return dict(node), unchanged
+    if isinstance(node, Mapping):  # in the order of the class that it stands for: that of a dict is sorted
+        return OrderedDict(node) if isinstance(node, OrderedDict) else dict(node), unchanged
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}, lambda new: _replaced(node, new)
     return None

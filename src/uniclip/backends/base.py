@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import accumulate
+from operator import and_, or_
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -426,7 +427,7 @@ def repaired(
     """Return ``Σ|x|²`` in float64, of long arrays by float32 sums where these are accurate.
 
     ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
-    whose rare branch measures its long arrays again.
+    whose rare branch measures its long arrays again, unless those of each sum of 0 are zeros.
     """
     xp, (low, high) = backend.xp, FITS
     found = [short(array) if some is None else None for array, some in zip(arrays, axes, strict=True)]
@@ -438,17 +439,25 @@ def repaired(
         some = [number for group in block for number in group if number in long]
         if not some:
             continue
-        totals = [_combined(backend, [xp.astype(found[n], xp.float32) for n in g], "sum") for g in block if long & {*g}]
-        ok = reduce(lambda a, b: a & b, [(total > low) & (total < high) for total in totals])
+        groups = [group for group in block if long & {*group}]
+        totals = [_combined(backend, [xp.astype(found[n], xp.float32) for n in group], "sum") for group in groups]
+        fits = [(total > low) & (total < high) for total in totals]
         sums = [found[number] for number in some]
 
         def usual(sums: list[Array] = sums) -> list[Array]:
             return [xp.astype(one, xp.float64) for one in sums]
 
-        def rare(some: list[int] = some) -> list[Array]:
+        def again(some: list[int] = some) -> list[Array]:
             return [power_sum(backend, arrays[number], 2, None) for number in some]
 
-        for number, one in zip(some, backend.cond(ok, usual, rare), strict=True):
+        def rare(
+            groups: list[Sequence[int]] = groups, fits: list[Array] = fits, usual: Any = usual, again: Any = again
+        ) -> list[Array]:
+            sizes = [[xp.sum(xp.abs(xp.astype(arrays[n], xp.float32))) for n in group if n in long] for group in groups]  # of zeros 0
+            zero = [xp.equal(_combined(backend, each, "sum"), 0) for each in sizes]
+            return backend.cond(reduce(and_, map(or_, fits, zero)), usual, again)
+
+        for number, one in zip(some, backend.cond(reduce(and_, fits), usual, rare), strict=True):
             found[number] = one
     return found
 

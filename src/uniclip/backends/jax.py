@@ -28,6 +28,7 @@ from uniclip.backends.base import (
     Axes,
     Backend,
     Blocks,
+    Kinds,
     Reduce,
     Stored,
     both,
@@ -38,7 +39,7 @@ from uniclip.backends.base import (
     unchanged,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, few, squares, squares_of, sums_of
+from uniclip.backends.numpy import HIGH, LOW, all_zero, few, squares, squares_of, sums_of
 
 
 def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
@@ -330,6 +331,11 @@ class _JAX(Backend):
     def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         return *super().facts(arrays)[:2], False  # derivatives are traced
 
+    def mode(self, kinds: Kinds) -> int:
+        mode = super().mode(kinds)
+        # In compiled code what is made of constants is a tracer too, as the sums of a sparse leaf's entries are.
+        return TRACED if kinds.odd and self.traced(jnp.zeros(())) else mode
+
     def has_float64(self, arrays: list[Array]) -> bool:
         return jax.default_backend() != "tpu"  # whose float64 has the exponents of float32
 
@@ -371,7 +377,8 @@ class _JAX(Backend):
                 return squares(list(map(np.asarray, arrays)), lengths)
             totals = np.concatenate([np.asarray(_squares(some)) for some in _in_parts(arrays)]).astype(np.float64)
             odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
-            totals[odd] = [squares_of(np.asarray(arrays[number])) for number in odd]
+            views = [np.asarray(arrays[number]) for number in odd]
+            totals[odd] = [0.0 if all_zero(view) else squares_of(view) for view in views]
             return np.array(sums_of(totals.tolist(), lengths))
         each = jnp.stack([total for some in _in_parts(arrays) for total in _totals(some, 2, (None,) * len(some), None)])
         return ended(each if len(each) == len(lengths) else _sums(each, tuple(lengths)))

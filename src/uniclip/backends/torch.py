@@ -35,7 +35,7 @@ from uniclip.backends.base import (
 )
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, few, small, squares, squares_of, squares_of_joined
+from uniclip.backends.numpy import HIGH, LOW, all_zero, few, small, squares, squares_of, squares_of_joined
 from uniclip.backends.torch_modes import (
     at_home,
     in_forward_mode,
@@ -75,7 +75,12 @@ def _isfinite(x: torch.Tensor, /) -> torch.Tensor:
 
 
 def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
-    """Clip in one operation where bounds are numbers; array-api-compat, which also takes arrays, does more."""
+    """Clip, with derivative 1 on the bounds too: what that of ``clamp`` is there depends on PyTorch's version."""
+    if x.is_floating_point() and (tracing() or any([recorded(one) for one in (x, min, max) if hasattr(one, "dtype")])):
+        for bound, holds in ((min, torch.ge), (max, torch.le)):
+            x = x if bound is None else torch.where(holds(x, bound) | x.isnan(), x, bound)
+        return x
+    # One operation where bounds are numbers; array-api-compat, which also takes arrays, does more.
     numbers = all([bound is None or isinstance(bound, (int, float)) for bound in (min, max)])
     return torch.clamp(x, min, max) if numbers and x.is_floating_point() else compat.clip(x, min, max)
 
@@ -159,9 +164,14 @@ def _total(arrays: Sequence[torch.Tensor]) -> float | None:
             parts += _rows(flat.float() if narrow else flat)
     rows = torch.cat(parts).double()
     total = float(rows.dot(rows))
-    if LOW < total < HIGH or (total and arrays[0].dtype is torch.float64):
+    if LOW < total < HIGH or (total and arrays[0].dtype is torch.float64) or (total == 0 and all(map(_all_zero, arrays))):
         return total
     return sum([squares_of(view_of(p.double())) for array in arrays for p in in_order(array).view(-1).split(PIECE)])
+
+
+def _all_zero(array: torch.Tensor) -> bool:
+    """Whether all entries are 0, by their bits."""
+    return all_zero(view_of(array.view(torch.int16) if array.dtype is torch.bfloat16 else array))
 
 
 def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
@@ -332,6 +342,8 @@ class _Torch(dtensor.Distributed):
         for numbers in _by_device(arrays):
             flat = torch.cat([arrays[number].detach().reshape(-1) for number in numbers]).cpu()
             flat = flat if flat.dtype is not torch.bfloat16 else flat.float()
+            if type(flat) is not torch.Tensor:  # one that wraps others gives single values only
+                flat = torch.tensor([one.item() for one in flat.unbind()], dtype=flat.dtype)
             ends = np.cumsum([arrays[number].numel() for number in numbers])[:-1]
             for number, piece in zip(numbers, np.split(flat.numpy(), ends), strict=True):
                 found[number] = piece.reshape(arrays[number].shape)

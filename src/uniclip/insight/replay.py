@@ -70,7 +70,8 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
     TypeError
         If it is another kind of rule, or has another scope.
     ValueError
-        If ``norms`` has another number of dimensions, or the rule needs the parameters.
+        If ``norms`` has another number of dimensions, or is of one norm where the rule has one for each leaf; or if the
+        rule needs the parameters.
     FloatingPointError
         If a step is not finite, and the rule has the policy ``"raise"``, which would have stopped there.
     ModuleNotFoundError
@@ -99,6 +100,9 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
     check("rule", own, fits, "a uc.Rule with one norm of all leaves, or one for each leaf")
     if norms.ndim not in {1, 2}:
         msg = f"norms must be record.norms, (n,), or record.leaves, (n, k), got {short(norms)}"
+        raise ValueError(msg)
+    if norms.ndim == 1 and own.scope == each_leaf:
+        msg = f"{short(own)} has a norm for each leaf: give record.leaves, (n, k), recorded with leaves=\"all\""
         raise ValueError(msg)
     state = own.init(list(np.ones((*norms.shape[1:], 1)) if norms.ndim > 1 else np.ones((1, 1))))
     losses = np.full(len(norms), math.nan) if losses is None else np.asarray(losses, np.float64)

@@ -128,7 +128,7 @@ class ClipGradients(TrainerCallback):
         self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer.accelerator_state.distributed_type.value, self.rule)
-        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record)
+        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, kwargs["model"])
         self.handle.logs()
         self._seen = None
         saved = state.stateful_callbacks.get(_KEY) or self._loaded
@@ -139,7 +139,6 @@ class ClipGradients(TrainerCallback):
         self._loaded = {}
         if self.record is not None:
             self.record.resume(state.global_step)
-            self.handle.name_leaves(kwargs["model"])
         self._given = args, args.max_grad_norm
         _warn(args)
         args.max_grad_norm = 0.0

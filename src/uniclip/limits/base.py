@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from uniclip._errors import Printed
@@ -254,7 +253,7 @@ MaxNorm: TypeAlias = Number | Limit
 class BuiltIn(Printed, Limit):
     """One of uniclip's limits, which accepts NumPy arrays unless it holds arrays of a framework."""
 
-    @cached_property
+    @property
     def takes_numpy(self) -> bool:  # type: ignore[override]
         """Whether none of its attributes is an array."""
         return not any(hasattr(value, "shape") for value in vars(self).values())

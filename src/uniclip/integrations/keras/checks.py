@@ -28,6 +28,8 @@ def refuse_optimizer(inner: Any) -> None:
             "LossScaleOptimizer(ClippedOptimizer(optimizer, rule))"
         )
         raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
+    for one in getattr(inner, "optimizers", ()):  # those of a MultiOptimizer
+        refuse_optimizer(one)
     for option, preset in _INSTEAD.items():
         value = getattr(inner, option)
         if value is not None:

@@ -81,7 +81,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
         refuse_optimizer(inner)
         super().__init__(
-            learning_rate=lambda: inner.learning_rate,  # a number would become a variable itself
+            learning_rate=lambda: self.learning_rate,  # a number would become a variable itself
             loss_scale_factor=loss_scale_factor,
             gradient_accumulation_steps=gradient_accumulation_steps,
             name=name,
@@ -107,6 +107,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             return
         variables = list(variables)
         self.inner.build(variables)
+        refuse_optimizer(self.inner)  # again: a MultiOptimizer may only now have chosen those inside
         self._paths = paths_of(variables)
         self._stand_ins = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
         first, self._spec = optree.tree_flatten(self.rule.init(self._stand_ins))
@@ -172,8 +173,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the wrapped optimizer."""
-        return self.inner.learning_rate
+        """The learning rate of the wrapped optimizer; NaN for one without, such as ``MultiOptimizer``."""
+        return getattr(self.inner, "learning_rate", math.nan)
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:

@@ -6,28 +6,35 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from uniclip._errors import counted, short
+from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
 from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
 from uniclip.clipper import Clipper
 from uniclip.integrations import looks_at, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
-from uniclip.integrations.torch.functions import grads_of
+from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
+from uniclip.labels import shown
 from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
 from uniclip.rules import BaseRule
+from uniclip.tree import place
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
+
+Names: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
+"""The names of parameters: a module, or pairs as of its ``named_parameters()``."""
 
 _SKIPPING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 """The optimizers whose fused kernels skip a step by themselves, if ``optimizer.found_inf`` is 1.
@@ -49,6 +56,7 @@ def attach(
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
     record: Recorder | None = None,
+    names: Names | None = None,
 ) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
 
@@ -62,7 +70,7 @@ def attach(
         Wrappers, such as those of Accelerate and Lightning, stand for the optimizer inside.
     rule : Rule or a function of one gradient
         The state of a rule with memory is saved in ``optimizer.state_dict()``. Paths are ``(group, name)``, where name
-        is an index if the optimizer knows no names.
+        is an index if neither the optimizer nor ``names`` knows names.
     all_reduce : ProcessGroup, DeviceMesh, or function of (array, op), optional
         The processes whose optimizers hold parts of one tree as plain tensors: stages of a pipeline, experts, the
         parameters of ``FullyShardedDataParallel`` (FSDP1). Leaves with equal names are parts of one leaf; a leaf that
@@ -74,6 +82,9 @@ def attach(
         Records each step, with the loss if the handle or a closure provides one, and is written at each
         ``state_dict()``. Each of several processes has one, and the first writes. After a checkpoint call
         ``record.resume(step)``.
+    names : torch.nn.Module, or pairs as of ``model.named_parameters()``, optional
+        The names of the parameters, for optimizers that were made without, as by ``AdamW(model.parameters())``: the rule,
+        its memory and the record then have them in their paths. Parameters that it does not name have their numbers.
 
     Returns
     -------
@@ -82,9 +93,10 @@ def attach(
     Raises
     ------
     TypeError
-        If ``optimizer`` is not an optimizer, or ``rule`` not a rule.
+        If ``optimizer`` is not an optimizer, or ``rule`` not a rule, or ``names`` neither a module nor pairs.
     ValueError
-        If the optimizer already has a rule, or is differentiable. With several processes, if the parameters are those
+        If the optimizer already has a rule, holds another optimizer, or is differentiable; if ``names`` has none of its
+        parameters. With several processes, if the parameters are those
         of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, or if ``all_reduce`` would join norms of leaves
         without names. At the first step, if the processes have different rules, or leaves that are neither parts of the
         same leaves nor distinct.
@@ -93,10 +105,15 @@ def attach(
     -----
     UserWarning
         At a step of a rule with memory, if the optimizer had taken steps before it was attached, or loaded a
-        ``state_dict`` without the state of the rule.
+        ``state_dict`` without the state of the rule; and where a state is loaded that has none of the norms of some
+        parameters, which then begin anew.
 
     Notes
     -----
+    What a rule remembers of a parameter belongs to the parameter itself: groups can be added, taken away and changed
+    between steps, and a parameter that comes back goes on from its own norms. In a saved state they go by the names; those
+    of parameters that are not here are kept for ``add_param_group``.
+
     A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
     taken: parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
     the host, except in the fused Adam, AdamW and Adagrad.
@@ -130,9 +147,10 @@ def attach(
     refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, all_reduce)
     if all_reduce is not None:
         reducer_of(BACKEND, all_reduce)  # which says what is taken
-        refuse_unnamed(rule, optimizer.param_groups)
+        if names is None:
+            refuse_unnamed(rule, optimizer.param_groups)
     refuse_record(record, all_reduce)
-    return Attached(optimizer, Clipper(rule, record), all_reduce, shared)
+    return Attached(optimizer, Clipper(rule, record), all_reduce, shared, names_of(names, optimizer))
 
 
 class Attached:
@@ -158,10 +176,19 @@ class Attached:
     """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
     the step. With several processes the rule gets the mean."""
 
-    def __init__(self, optimizer: Any, clipper: Clipper, all_reduce: Any, shared: Any) -> None:
+    def __init__(
+        self, optimizer: Any, clipper: Clipper, all_reduce: Any, shared: Any, names: WeakTensorKeyDictionary
+    ) -> None:
         self.optimizer, self._clipper = optimizer, clipper
         self._join, self._shared = held(all_reduce), shared
-        self._names: list[list[Any]] = []
+        self._names = names
+        """The names of parameters; those of the first time, as a file that is loaded may bring others."""
+        self._paths = WeakTensorKeyDictionary()
+        """The path of each parameter as text, also of those that are gone: under it the rule has its memory."""
+        self._keys: list[list[Any]] = []
+        """The names or numbers of the parameters of each group."""
+        self._known: list[int] = []
+        """Which parameters these are."""
         self._hidden: list[tuple[Any, Any]] = []
         self._flagged = False
         self._loading: Any = None
@@ -170,9 +197,9 @@ class Attached:
         used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
         self._forgotten = self.rule.memory and used
         self._compares = looks_at("params", self.rule)
+        self._look_up_leaves()
         self._begin()
         if self.record is not None:
-            self._name(self.record)
             self.record.holder = ref(self)
         eager = torch.compiler.disable  # a compiled step would not see what is set for it
         self._hooks = [
@@ -236,19 +263,6 @@ class Attached:
             self.record.flush()
             self.record.holder = None
 
-    def name_leaves(self, model: torch.nn.Module) -> None:
-        """Let the recorder name leaves as the model does, as many optimizers know no names."""
-        if self.record is not None:
-            names = {id(p): name for name, p in model.named_parameters()}
-            some = OrderedDict((names.get(id(p), str(number)), p.detach()) for number, p in enumerate(self._params()))
-            self.record.describe(self.rule, some)
-
-    def _name(self, record: Recorder) -> None:
-        """Name the leaves in the record."""
-        params = self._params()
-        every, self._named = self._tree([p.detach() for p in params]), len(params)
-        record.describe(self.rule, every if len(every) > 1 else every[0])
-
     # The memory of the rule.
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,14 +297,25 @@ class Attached:
         ValueError
             If it belongs to another rule or other parameters.
         """
-        self._clipper.load_state_dict(saved)
-        if not saved:
+        check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
+        self._look_up_leaves()
+        if saved:
+            self._resume(self._clipper.lookup(saved))
+        else:
             self._begin()
         self._forgotten = False
 
     def _begin(self) -> None:
-        """Make the state before the first step, in which frozen parameters have rows without entries."""
-        self._clipper.init(self._tree([p.detach() if p.requires_grad else None for p in self._params()]))
+        """Make the state before the first step."""
+        self._clipper.init(self._tree([p.detach() for p in self._params()]))
+
+    def _resume(self, found: Any) -> None:
+        """Go on from a memory that was looked up."""
+        last, new = found
+        self._clipper.resume(last)
+        if new:
+            msg = f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which begin anew"
+            warnings.warn(msg, UserWarning, stacklevel=5)
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
@@ -301,13 +326,15 @@ class Attached:
     def _check(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
         there = self.rule.memory and _KEY in state_dict
-        self._loading = self._clipper.restored(state_dict[_KEY]) if there else None
+        self._look_up_leaves()
+        self._loading = self._clipper.lookup(state_dict[_KEY]) if there else None
 
     def _load(self, _: Any) -> None:
         """Restore the loaded state, now that the optimizer has accepted the rest."""
         self._forgotten = self.rule.memory and self._loading is None
-        if self._loading is not None:
-            self._clipper.state, self._loading = self._loading, None
+        found, self._loading = self._loading, None
+        if found is not None:
+            self._resume(found)
 
     # A step.
 
@@ -318,7 +345,7 @@ class Attached:
         self._hidden.clear()
         self._after()  # if the previous step failed
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None and "closure" in kwargs and self._initializes():
+        if closure is None and "closure" in kwargs and self._makes_state():
             return None
         self._warn()
         if "grad_scaler" in kwargs:
@@ -331,9 +358,19 @@ class Attached:
         clipped = partial(self._evaluate, closure, given)
         return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
 
-    def _initializes(self) -> bool:
-        """Whether a step makes the state only, as ``torch.distributed.checkpoint`` does, with rates of 0."""
-        return not any(float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group)
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _makes_state(self) -> bool:
+        """Whether a step only makes the optimizer's state, as ``torch.distributed.checkpoint`` does before it loads one.
+
+        Then all rates are 0, and each parameter that takes a gradient has one of zeros; all processes decide alike.
+        """
+        params, all_reduce = self._params(), given_back(self._join)
+        if any([float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]):
+            return False
+        if any([p.grad is None and p.requires_grad for p in params]):
+            return False
+        norm = get_total_norm([p.grad for p in params], all_reduce=all_reduce)
+        return bool(norm == 0)
 
     def _warn(self) -> None:
         """Warn that the rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
@@ -364,6 +401,7 @@ class Attached:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _clip(self, loss: Any) -> None:
+        self._look_up_leaves()
         params, all_reduce = self._params(), given_back(self._join)
         device = params[0].device if params else None
         if several():
@@ -383,8 +421,6 @@ class Attached:
             return
         if scale is not None:
             self._unscale(list({id(grad): grad for grad in grads if grad is not None}.values()), scale)
-        if self.record is not None and self.record.leaves and self._named != len(params):
-            self._name(self.record)  # after add_param_group
         every = self._tree(params) if self._compares or absent or all_reduce is not None else None
         report = self._clipper.clip_(self._tree(grads), every, all_reduce, loss=loss, shared=self._shared)
         if report.skipped is not None:
@@ -433,17 +469,60 @@ class Attached:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _tree(self, values: list[Any]) -> list[Any]:
-        """Return a value for each parameter, by its group and name (its index without unique names)."""
-        groups, left = self.optimizer.param_groups, iter(values)
-        # The names of the first time: a file that is loaded may bring others.
-        self._names += [_names(group) for group in groups[len(self._names) :]]
-        pairs = zip(groups, self._names, strict=True)
-        every = [names if len(names) == len(group["params"]) else _names(group) for group, names in pairs]
-        return [OrderedDict(zip(names, left, strict=False)) for names in every]
+        """Return a value for each parameter, by its group and name."""
+        left = iter(values)
+        return [OrderedDict(zip(keys, left, strict=False)) for keys in self._keys]
+
+    def _look_up_leaves(self) -> None:
+        """Name the parameters, and give each its own rows of the memory, if groups have changed."""
+        params = self._params()
+        known = list(map(id, params))
+        if known == self._known:
+            return
+        groups = self.optimizer.param_groups
+        for group in groups:
+            for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
+                if p not in self._paths:
+                    self._names.setdefault(p, name)
+        self._keys, self._known = [_keys(group["params"], self._names) for group in groups], known
+        places = [stable(place("", (number, key))) for number, keys in enumerate(self._keys) for key in keys]
+        here, moved = dict(zip(known, places, strict=True)), {}
+        for p, path in list(self._paths.items()):
+            new = here.get(id(p), path)
+            if id(p) not in here and path in places:  # another one has that path now
+                new = next(other for other in (f"{path}#{n}" for n in count(2)) if other not in self._paths.values())
+            if new != path:
+                moved[path] = self._paths[p] = new
+        for p, path in zip(params, places, strict=True):
+            self._paths[p] = path
+        every = self._tree([p.detach() for p in params])
+        if self._clipper.state is not None:
+            self._clipper.change_leaves(every, moved)
+        if self.record is not None:
+            names = [key for keys in self._keys for key in keys]
+            apart = len(set(names)) == len(names)
+            self.record.describe(self.rule, OrderedDict(zip(names, params, strict=True)) if apart else every)
 
 
-def _names(group: dict[str, Any]) -> list[Any]:
-    """Return the names of a group's parameters, numbers if there are no unique names."""
-    numbers = list(range(len(group["params"])))
-    names = list(group.get("param_names", numbers))
-    return names if len(set(names)) == len(numbers) else numbers
+def names_of(names: Any, optimizer: Any) -> WeakTensorKeyDictionary:
+    """Return the names of parameters, from a module or from pairs."""
+    found = WeakTensorKeyDictionary()
+    if names is None:
+        return found
+    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names
+    wanted = "a torch.nn.Module, or pairs as of model.named_parameters()"
+    check("names", names, isinstance(pairs, Iterable) and not isinstance(pairs, (str, torch.Tensor)), wanted)
+    for pair in pairs:
+        fits = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)
+        check("names", names, fits, wanted)
+        found[pair[1]] = pair[0]
+    if not any(p in found for group in optimizer.param_groups for p in group["params"]):
+        msg = "names has none of the parameters of the optimizer: give the model that it was made for"
+        raise ValueError(msg)
+    return found
+
+
+def _keys(params: list[Any], names: WeakTensorKeyDictionary) -> list[Any]:
+    """Return the names of a group's parameters, numbers for those without one, or if names are not unique."""
+    keys = [names.get(p, number) for number, p in enumerate(params)]
+    return keys if len(set(keys)) == len(keys) else list(range(len(keys)))
