@@ -20,7 +20,7 @@ import uniclip as uc
 from conftest import chosen, quickly
 from kit import rules
 from kit.contract import PROMISES
-from kit.frameworks import COMPILED, Framework, JAXJit, JAXx64, TensorFlow, Torch, TorchCompile
+from kit.frameworks import COMPILED, Framework, JAXJit, JAXx64, TensorFlow, TensorFlowFunction, Torch, TorchCompile
 from kit.promise import Program
 from kit.trees import leaves, mapped, walk
 
@@ -481,6 +481,105 @@ def test_scan_with_donated_states() -> None:
     looks = jax.tree.map(lambda leaf: leaf.shape, every)
     assert jax.tree.map(jnp.shape, jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(every)) == looks
     assert jax.tree.structure(last) == jax.tree.structure(states)
+
+
+CONSTANTS = {
+    "zclip": uc.zclip(z=1.0, warmup=2),
+    "adagc": uc.adagc(warmup=1),
+    "spam": uc.spam(warmup=1),
+    "chain of agc": uc.chain(uc.agc(0.1, axis=-1), uc.autoclip(50, window=4)),
+    "skip_spikes": uc.skip_spikes(z=1.0, window=4, warmup=2),
+    "zero": uc.norm_growth(1.01, nonfinite="zero"),
+}
+"""Rules that remember norms of all leaves, of each, of entries; rules among others; one that looks at the loss."""
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(TorchCompile(), marks=pytest.mark.needs("torch"), id="torch.compile"),
+        pytest.param(TensorFlowFunction(), marks=pytest.mark.needs("tensorflow"), id="tf.function"),
+        pytest.param(JAXJit(), marks=pytest.mark.needs("jax"), id="jax.jit"),
+    ],
+)
+def test_gradients_that_are_constants(way: Framework) -> None:
+    """Only the state is traced, or the parameters, the loss, a limit, a norm: what is computed is as in NumPy."""
+    values, sizes = {"w": np.asarray([[3.0, 4.0], [0.0, 1.0]]), "b": np.asarray([0.5])}, (1.0, 2.0, 30.0)
+    numpy = mapped(lambda leaf: np.asarray(leaf, np.float32), values)
+    grads, params = mapped(way.array, values), mapped(lambda leaf: way.array(0.1 * leaf), values)
+
+    def step(states: Any, loss: Any) -> Any:
+        return {
+            name: rule.update(grads, states[name], params, loss=loss)[:2] for name, rule in CONSTANTS.items()
+        }
+
+    run, states = way.compiled(step), {name: rule.init(grads) for name, rule in CONSTANTS.items()}
+    plain = {name: rule.init(numpy) for name, rule in CONSTANTS.items()}
+    weights = mapped(lambda leaf: 0.1 * leaf, numpy)
+    for size in sizes:
+        found = run(states, way.array(size))
+        for name, rule in CONSTANTS.items():
+            clipped, plain[name], _ = rule.update(numpy, plain[name], weights, loss=size)
+            for one, other in zip(leaves([found[name], ()]), leaves([(clipped, plain[name]), ()]), strict=True):
+                np.testing.assert_allclose(way.numpy(one), other, rtol=2e-6, err_msg=name)
+        states = {name: state for name, (_, state) in found.items()}
+
+    def beside(weights: Any, limit: Any, norm: Any) -> Any:
+        return (
+            uc.clip(grads, uc.agc(0.1, axis=-1), weights)[0],
+            uc.clip_by_global_norm(grads, limit)[0],
+            uc.clip_by_norm(grads, limit),
+            uc.clip_by_global_norm(grads, 1.0, norm=norm)[0],
+        )
+
+    found = way.compiled(beside)(params, way.array(2.0), way.array(10.0))
+    plain = (
+        uc.clip(numpy, uc.agc(0.1, axis=-1), weights)[0],
+        uc.clip_by_global_norm(numpy, 2.0)[0],
+        uc.clip_by_norm(numpy, 2.0),
+        uc.clip_by_global_norm(numpy, 1.0, norm=10.0)[0],
+    )
+    for one, other in zip(leaves(found), leaves(plain), strict=True):
+        np.testing.assert_allclose(way.numpy(one), other, rtol=2e-6)
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.usefixtures("_quickly")
+def test_a_scan_over_constants(name: str) -> None:
+    """The state alone is the carry; entries of a sparse constant that are stored twice are summed in the program."""
+    import jax
+    import jax.numpy as jnp
+
+    fw, rule = JAXJit(), CONSTANTS[name]
+    grads = [fw.array([3.0, 4.0]), fw.array([[1.0]])]
+    step = lambda state: rule.update(grads, state, grads, loss=1.0)[:2]
+    state, _ = jax.lax.scan(lambda state, _: (step(state)[1], 0), rule.init(grads), None, length=3)
+    wanted = rule.init(grads)
+    for _ in range(3):
+        wanted = step(wanted)[1]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), state, wanted)
+    sparse = fw.sparse((3, 2), [1, 1], [[3.0, 0.0], [0.0, 4.0]])
+    norm = jax.jit(lambda scale: scale * uc.clip_by_global_norm([sparse], 1.0)[1])(jnp.float32(2.0))
+    assert norm == 10
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("torch")
+def test_rules_made_in_compiled_code() -> None:
+    """A rule can be made inside of the code that is compiled, without a graph break."""
+    import torch
+
+    makes = [lambda: uc.agc(0.1), uc.zclip, uc.autoclip, uc.adagc, uc.norm_growth, uc.spam, uc.adagn, uc.skip_spikes,
+             lambda: uc.by_global_norm(1.0), lambda: uc.by_value(-1.0, 1.0), lambda: uc.larc(0.1)]  # fmt: skip
+
+    def clipped(x: Any) -> Any:
+        return [rule.update([x], rule.init([x]), [x], loss=1.0)[0][0] for rule in [make() for make in makes]]
+
+    x = torch.tensor([3.0, 4.0])
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(clipped, fullgraph=True, backend="eager")(x), clipped(x))
 
 
 @pytest.mark.compiled

@@ -300,3 +300,39 @@ def test_rules_hold_plain_numbers() -> None:
         (uc.agc(Decimal("0.25"), axis=np.int64(0)), uc.agc(0.25, axis=0)),
     ):
         assert (one, repr(one)) == (two, repr(two))
+
+
+MISSED: dict[str, Callable[[Any], Any]] = {
+    "mask that takes none": lambda fn: uc.masked(uc.by_global_norm(1.0), fn),
+    "mask that takes all": lambda fn: uc.masked(uc.by_global_norm(1.0), lambda path, leaf: not fn(path, leaf)),
+    "label": lambda fn: uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: fn(path, leaf))),
+    "mask with memory, in a chain": lambda fn: uc.chain(uc.by_value(-9.0, 9.0), uc.masked(uc.adagc(), fn)),
+}
+
+
+def in_head(path: Any, leaf: Any) -> bool:
+    """Whether a leaf is of the head."""
+    return any("head" in str(key) for key in path)
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax", "mlx", "array-api-strict")
+@pytest.mark.parametrize("name", MISSED)
+def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
+    """A mask or a label that looks for names and says the same of all leaves is refused; with them it is not."""
+    rule = MISSED[name](in_head)
+    w, b = framework.array([3.0, 4.0]), framework.array([1.0])
+    for tree in ([w, b], {"body": w, "tail": [b]}):
+        with pytest.raises(ValueError, match=r"(where|label)\) says (True|False) of all 2 leaves(.|\n)*names=model"):
+            rule.update(tree, rule.init(tree))
+    for tree in ({"body": w, "head": b}, {"body": w, "tail": None}, [w]):  # another step may have the rest; one leaf
+        rule.update(tree, rule.init(tree))
+
+
+@pytest.mark.needs("numpy")
+def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
+    """Those that do not look at paths do: constants, and those that look at leaves; groups that a limit names do, too."""
+    grads = [np.asarray([3.0, 4.0]), np.asarray([1.0])]
+    for where in (lambda path, leaf: True, lambda path, leaf: False, lambda path, leaf: leaf.ndim == 1):
+        uc.clip(grads, uc.masked(uc.by_global_norm(1.0), where))
+        uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.groups(where)))
+    uc.clip(grads, uc.by_group_norm({"list": 1.0, "dict": 2.0}, lambda path, leaf: "list" if path[0] in {0, 1} else "dict"))

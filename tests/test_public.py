@@ -45,6 +45,20 @@ def test_the_top_level_is_small() -> None:
     assert not [name for name in uc.__all__ if name not in uc.__doc__ and name not in classes]
 
 
+def test_what_is_elsewhere() -> None:
+    """What people type first, and is in an adapter, is an AttributeError that names the module that has it."""
+    named = ("clip_grad_norm_", "attach", "to_optax", "ClippedOptimizer", "ClipGradients", "LogClipping", "ClippedTrainer")
+    for name in named:
+        with pytest.raises(AttributeError, match=r"uniclip\.integrations\.(\w+)") as seen:
+            getattr(uc, name)
+        for module in re.findall(r"uniclip\.integrations\.(\w+)", str(seen.value)):
+            source = "".join(path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}*/*.py"))
+            source += "".join(path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}.py"))
+            assert re.search(rf"^(def|class) {name}\b", source, re.MULTILINE), module
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
+        _ = uc.nonsense  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("module", CHOICES, ids=lambda module: module.__name__)
 def test_the_four_choices_are_four_modules(module: ModuleType) -> None:
     """Each shows its choices and nothing else, and a choice that is an object prints as it is found."""

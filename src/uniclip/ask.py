@@ -30,7 +30,7 @@ def limits_of(
     """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
     limit = rule.limit
     if given.stored and any([_by_row(plan, value) for value in _constants(limit, constant)]):
-        refuse_rows(given, plan.axes, f"{short(rule)} has a limit")
+        refuse_rows(given, plan.axes, rule, "has a limit")
     if constant is not None:  # which needs no context
         return [_checked(plan, constant, n) for n in seen], state, None
     if limit.memory:

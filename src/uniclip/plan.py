@@ -171,7 +171,7 @@ class Plan:
         for group in groups.values() if scope.axes is not None else ():
             _refuse_unequal(given, self.axes, group)
         if rule.memory:
-            refuse_rows(given, self.axes, f"{short(rule)} remembers something")
+            refuse_rows(given, self.axes, rule, "remembers something")
         self.blocks = self._blocks(given, groups, everywhere=everywhere)
         self.members = [members[label] for block in self.blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
@@ -599,8 +599,8 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     return axes
 
 
-def refuse_rows(given: Opened, axes: list[Axes], what: str) -> None:
-    """Refuse something for each row of a sparse leaf, which stores other rows at each step.
+def refuse_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> None:
+    """Refuse what a rule does for each row of a sparse leaf, which stores other rows at each step.
 
     Raises
     ------
@@ -611,8 +611,8 @@ def refuse_rows(given: Opened, axes: list[Axes], what: str) -> None:
         covered = axes[number]
         if way.sparse and covered is not None and 0 not in covered:
             msg = (
-                f"{given.place(number)} is sparse: {what} for each row, and at each step other rows are stored; make the "
-                "gradient dense, or take a norm of whole leaves"
+                f"{given.place(number)} is sparse: {short(rule)} {does} for each row, and at each step other rows are "
+                "stored; make the gradient dense, or take a norm of whole leaves"
             )
             raise TypeError(msg)
 

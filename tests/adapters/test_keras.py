@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,7 @@ from uniclip.integrations.keras import ClippedOptimizer, LogClipping
 from uniclip.saved import renamed
 
 pytestmark = IGNORED
+needs_multi = pytest.mark.needs(*([] if hasattr(keras.optimizers, "MultiOptimizer") else ["a newer Keras"]))
 BY_NORM = uc.by_norm(1.0)
 if BACKEND == "tensorflow":
     import tensorflow as tf
@@ -152,6 +154,70 @@ def test_refused_memories() -> None:
         with pytest.raises(ValueError, match=reason):
             made.optimizer.load_rule_state_dict(other)
         assert made.optimizer.rule_state_dict() == saved
+
+
+def test_the_order_of_variables() -> None:
+    """A memory belongs to the variables by their names, in the order of the model, also if that is not sorted."""
+    rule = uc.norm_growth(1.5)
+    made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    kernel, bias = made.trainable_variables
+    grads = OrderedDict([(kernel.path, np.full((3, 2), 10.0, np.float32)), (bias.path, np.full(2, 1.0, np.float32))])
+    clipper = uc.Clipper(rule)
+    clipper(grads)
+    optimizer = ClippedOptimizer(SGD(1.0), rule)
+    optimizer.build(made.trainable_variables)
+    optimizer.load_rule_state_dict(clipper.state_dict())
+    assert optimizer.rule_state_dict()["leaves"] == [[f"['{kernel.path}']", f"['{bias.path}']"]]
+    (before, _), larger = made.get_weights(), [10 * keras.ops.convert_to_tensor(grad) for grad in grads.values()]
+    optimizer.apply(larger, made.trainable_variables)
+    assert np.linalg.norm(before - made.get_weights()[0]) == pytest.approx(1.5 * 600**0.5, rel=1e-5)
+    assert optimizer.rule_state_dict()["state"]["averages"] == pytest.approx([1.5 * 600**0.5, 1.5 * 2**0.5], rel=1e-5)
+
+
+def test_a_memory_of_each_entry_of_variables_that_are_not_sorted() -> None:
+    """It has the shapes of the variables, in whatever order they are."""
+    made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    made.compile(ClippedOptimizer(SGD(0.1), uc.spam(warmup=1)), loss="mse")
+    made.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+    shapes = [np.shape(value) for name, value in made.optimizer.rule_state_dict()["state"].items() if "averages" in name]
+    assert shapes == [(1, 3, 2), (1, 2)]
+
+
+def muon_and_adam(*, clipnorm: float | None = None) -> Any:
+    """Return Keras' way to two optimizers, one of them for the matrices."""
+    inside = {"matrix": SGD(RATE, momentum=MOMENTUM), "rest": SGD(RATE, momentum=MOMENTUM, clipnorm=clipnorm)}
+    return keras.optimizers.MultiOptimizer(lambda variable: inside["matrix" if len(variable.shape) == 2 else "rest"])
+
+
+@needs_multi
+def test_several_optimizers_inside(tmp_path: Path) -> None:
+    """One rule over all variables, whichever optimizer steps each; files and the memory go on as with a single one."""
+    rule = uc.chain(uc.by_global_norm(0.5), uc.adagc(warmup=2))
+    made, again = (compiled(ClippedOptimizer(muon_and_adam(), rule)) for _ in range(2))
+    fit(made, FINITE, LogClipping())
+    hand, _ = by_hand(rule, FINITE)
+    same(values(made.weights), [hand.weights[variable.name] for variable in made.weights], rtol=2e-5)
+    made.save_weights(tmp_path / "made.weights.h5")
+    fit(again, FINITE[:1])  # which builds
+    again.load_weights(tmp_path / "made.weights.h5")
+    assert again.optimizer.rule_state_dict() == made.optimizer.rule_state_dict()
+    for one in (made, again):
+        fit(one, FINITE[:3])
+    same(made.get_weights(), again.get_weights(), rtol=1e-6)
+    assert math.isnan(made.optimizer.learning_rate)  # there is none for all
+    with pytest.raises(AttributeError, match="MultiOptimizer"):
+        made.optimizer.learning_rate = 0.1
+
+
+@needs_multi
+def test_an_optimizer_inside_that_clips_by_itself() -> None:
+    """It is seen where it is known, and when it has been chosen; else it would clip again."""
+    given = keras.optimizers.OptimizerMap(SGD(), {".*kernel": SGD(clipnorm=1.0)})
+    with pytest.raises(ValueError, match=r"clipnorm=1\.0(.|\n)*uc\.by_norm\(1\.0\)"):
+        ClippedOptimizer(keras.optimizers.MultiOptimizer(given), BY_NORM)
+    made = Net()
+    with pytest.raises(ValueError, match=r"clipnorm=2\.0"):
+        ClippedOptimizer(muon_and_adam(clipnorm=2.0), BY_NORM).build(made.trainable_variables)
 
 
 @keras.saving.register_keras_serializable("test")

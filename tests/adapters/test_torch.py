@@ -470,6 +470,98 @@ def test_a_step_inside_a_step(closure: Any) -> None:
     torch.testing.assert_close(w.detach(), torch.tensor([-1.0 - 2.0 - 3.0, 0.0]))
 
 
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
+    """A wrapper that forwards it in a warm-up from 0 is clipped, and NaN skipped: moments are those of clipped steps."""
+    for rule, grad, wanted in (
+        (uc.by_global_norm(1.0), [30.0, 40.0], [0.06, 0.08]),
+        (uc.by_global_norm(1.0, nonfinite="skip"), [math.nan, 1.0], None),
+    ):
+        w = five()
+        optimizer = Adam([w], lr=rate)
+        handle = attach(optimizer, rule)
+        w.grad = torch.tensor(grad)
+        optimizer.step(closure=None)
+        assert handle.report is not None
+        if wanted is None:
+            assert not optimizer.state
+        else:
+            torch.testing.assert_close(optimizer.state[w]["exp_avg"], torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1, momentum=0.9)])
+def test_a_step_that_only_makes_the_state(make: Any) -> None:
+    """That of ``torch.distributed.checkpoint``, before it loads, is no step of the rule: nothing is learned or recorded."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, rows = torch.nn.Linear(2, 1), []
+    optimizer = make(model.parameters())
+    handle = attach(optimizer, uc.adagc(), record=insight.Recorder(rows.append, every=1))
+    first = handle.numbers()
+    get_optimizer_state_dict(model, optimizer)
+    assert len(optimizer.state) == 2
+    assert handle.numbers() == first
+    assert handle.report is None
+    assert rows == []
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert handle.numbers() != first
+
+
+class TwoSteps(Optimizer):
+    """An optimizer that climbs before it steps, as SAM does, with another one inside under a name of its own."""
+
+    def __init__(self, params: Any, inside: str, held: Callable[[Any], Any]) -> None:
+        super().__init__(params, {})
+        setattr(self, inside, held(SGD(self.param_groups, lr=1.0)))
+
+    def first_step(self) -> None:
+        """Climb."""
+
+    def second_step(self) -> None:
+        """Step."""
+
+
+@pytest.mark.parametrize(
+    ("inside", "held", "place"),
+    [
+        ("base_optimizer", lambda one: one, "optimizer.base_optimizer"),
+        ("_inner", lambda one: [None, one], r"optimizer._inner\[1\]"),
+        ("opts", lambda one: {"body": one}, r"optimizer.opts\['body'\]"),
+    ],
+)
+def test_an_optimizer_that_holds_another(inside: str, held: Any, place: str) -> None:
+    """A rule attached to it would never act where it does not step by itself: refused, with the one inside by name."""
+    optimizer = TwoSteps([five()], inside, held)
+    for outer in (optimizer, Wrapper(optimizer)):
+        with pytest.raises(ValueError, match=rf"attach\({place}, rule\)"):
+            attach(outer, uc.by_global_norm(1.0))
+    if inside == "base_optimizer":
+        attach(optimizer.base_optimizer, uc.by_global_norm(1.0))
+        optimizer.base_optimizer.step()
+        torch.testing.assert_close(optimizer.param_groups[0]["params"][0].detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_gradients_of_a_wrapper_subclass() -> None:
+    """What a rule saw of them is logged, saved and recorded as of others."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def two(*values: float) -> Any:
+        return TwoTensor(torch.tensor(values), torch.tensor(values))
+
+    w, rows = torch.nn.Parameter(two(0.0, 0.0)), []
+    optimizer = SGD([w], lr=1.0)
+    handle = attach(optimizer, uc.adagc(warmup=1), record=insight.Recorder(rows.append, every=1))
+    handle.logs()
+    for _ in range(2):
+        w.grad = two(3.0, 4.0)
+        optimizer.step()
+    assert handle.logs()["clip/norm"] == 5.0
+    assert [row["clip/norm"] for row in rows] == [5.0, 5.0]
+    assert handle.numbers()["state"]["averages"] == pytest.approx([1.001])
+    torch.testing.assert_close(w.a.detach(), torch.tensor([-0.6, -0.8]) * 2.05)
+
+
 def test_groups_and_names() -> None:
     """Paths are those of groups and names, also in errors; groups that are added later are clipped with the others."""
     a, b = five(), five()
@@ -489,21 +581,26 @@ def test_groups_and_names() -> None:
 
 
 def test_a_state_of_other_layers() -> None:
-    """It is refused by name; neither the optimizer nor the rule has changed then, nor if PyTorch refuses the rest."""
-    saving, optimizer, fitting = Adam(layers(1)), Adam(layers(1, first=1)), Adam(layers(2))
-    source, handle, other = (attach(one, uc.adagc()) for one in (saving, optimizer, fitting))
+    """Rows are looked up by name; a state of none of the leaves is refused, and then nothing has changed."""
+    saving, optimizer, fitting, strange = Adam(layers(1)), Adam(layers(1, first=1)), Adam(layers(2)), Adam(layers(0, 7))
+    source, handle, other, last = (attach(one, uc.adagc()) for one in (saving, optimizer, fitting, strange))
     saving.step()
-    saved, first = saving.state_dict(), (handle.numbers(), other.numbers())
-    with pytest.raises(ValueError, match=r"0\.weight(.|\n)*3\.weight|3\.weight(.|\n)*0\.weight"):
-        optimizer.load_state_dict(saved)
+    saved, first = saving.state_dict(), (other.numbers(), last.numbers())
+    with pytest.raises(ValueError, match=r"0\.weight(.|\n)*7\.weight|7\.weight(.|\n)*0\.weight"):
+        strange.load_state_dict(saved)
     with pytest.raises(ValueError, match="parameter groups"):
         fitting.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
-    assert (handle.numbers(), other.numbers()) == first
-    assert not optimizer.state
+    assert (other.numbers(), last.numbers()) == first
+    assert not strange.state
     assert not fitting.state
     fitting.load_state_dict(saved)  # in which another layer is frozen
+    with pytest.warns(UserWarning, match=r"no norms of grads\[0\]\['3\.weight'\], which begin anew"):
+        optimizer.load_state_dict(saved)
+    rows = dict(zip(handle.numbers()["leaves"][0], handle.numbers()["state"]["averages"], strict=True))
+    kept = dict(zip(source.numbers()["leaves"][0], source.numbers()["state"]["averages"], strict=True))
+    assert rows == {**kept, "[0]['3.weight']": -1}
     saved["uniclip"]["state"]["averages"].fill_(7.0)  # what was saved is a copy, and what was loaded too
-    assert other.numbers()["state"] == source.numbers()["state"] != first[1]["state"]
+    assert other.numbers()["state"] == source.numbers()["state"] != first[0]["state"]
     assert 7.0 not in source.numbers()["state"]["averages"]
 
 
@@ -528,7 +625,7 @@ def test_absent_gradients(name: str) -> None:
         wanted = OrderedDict((key, p if clipped[key] is None else p - clipped[key]) for key, p in wanted.items())
         for key, p in named:
             p.grad = None if grads[key] is None else grads[key].clone()
-            p.requires_grad_(key != absent or name == "entries")  # frozen ones would have no rows at first
+            p.requires_grad_(key != absent)
         if absent == "2.weight":
             again = SGD(named, lr=1.0)
             saved = optimizer.state_dict()
@@ -538,6 +635,110 @@ def test_absent_gradients(name: str) -> None:
         optimizer.step()
         torch.testing.assert_close([p.detach() for _, p in named], list(wanted.values()))
     assert handle.numbers()["state"] == to_dict(rule, state, [OrderedDict(named)])["state"]
+
+
+EACH: dict[str, Any] = {
+    "leaves": uc.norm_growth(1.5),
+    "entries": uc.Rule(uc.limits.Ema(1.5, 0.5), scope=uc.scopes.each_entry),
+    "units": uc.chain(uc.by_value(-100.0, 100.0), uc.Rule(uc.limits.Ema(1.5, 0.5), scope=uc.scopes.unit(0))),
+    "masked": uc.masked(uc.norm_growth(1.5), lambda path, leaf: leaf.ndim == 1),
+    "groups": uc.Rule(uc.limits.Ema(1.5, 0.5), scope=uc.scopes.groups(lambda path, leaf: tuple(leaf.shape))),
+    "limits": uc.by_group_norm(
+        {2: uc.limits.Ema(1.5, 0.5), 3: uc.limits.ZScore(1.0, 0.5, warmup=2), 4: 2.0, 5: uc.limits.Ema(2.0, 0.9)},
+        lambda path, leaf: leaf.shape[0],
+    ),
+}
+"""Rules that remember something for each leaf by itself; each of the leaves below has a shape of its own."""
+
+
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("named", [False, True])
+def test_leaves_that_come_and_go(name: str, named: bool) -> None:
+    """A parameter has its own memory: new ones begin anew, those that come back, in any place, go on from theirs."""
+    rule, sizes = EACH[name], {"a": 2, "b": 3, "c": 4, "d": 5}
+    params = {key: torch.nn.Parameter(torch.zeros(size)) for key, size in sizes.items()}
+    model = torch.nn.ParameterDict(params)
+    alone = {key: uc.Clipper(rule) for key in params}
+    optimizer = SGD([params["a"], params["b"]], lr=1.0)
+    handle = attach(optimizer, rule, names=model if named else None)
+    groups = iter([
+        [["a", "b"]], [["a", "b"]], [["a", "b"], ["c"]], [["b"], ["c"]], [["c", "d"]], [["d"], ["b", "c"]],
+        [["c", "b", "d"], ["a"]], [["a"]],
+    ])  # fmt: skip
+    for step, keys in enumerate(groups):
+        group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        optimizer.param_groups[:] = [{**group, "params": [params[key] for key in some]} for some in keys]
+        for number, key in enumerate(key for some in keys for key in some):
+            grad = torch.arange(1.0, sizes[key] + 1) * 2.0 ** (step * (1 + number) % 5)
+            params[key].grad, wanted = grad.clone(), grad.clone()
+            alone[key].clip_([wanted])
+            params[key].wanted = params[key].detach() - wanted
+        optimizer.step()
+        for key in (key for some in keys for key in some):
+            torch.testing.assert_close(params[key].detach(), params[key].wanted, msg=f"{key} at step {step}")
+    names = {label.rpartition("[")[2].strip("']") for part in handle.numbers()["leaves"] for label in part or ()}
+    assert names >= {"a", "b", "c", "d"} or not named or name in {"groups", "limits"}
+
+
+def test_leaves_that_are_gone_are_saved() -> None:
+    """What is saved has their rows, and gives them back where the leaves come later, with a warning for new ones."""
+    rule, (a, b, c) = uc.norm_growth(1.5), [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    saving = SGD([{"params": [("a", a)]}, {"params": [("b", b)]}])
+    source = attach(saving, rule)
+    a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([30.0, 40.0])
+    saving.step()
+    saving.param_groups.pop()
+    saving.step()
+    saved = saving.state_dict()
+    loading = SGD([{"params": [("a", a)]}])
+    handle = attach(loading, rule)
+    loading.load_state_dict(saved)  # no warning
+    assert handle.numbers() == source.numbers()
+    loading.add_param_group({"params": [("b", b)]})
+    loading.add_param_group({"params": [("c", c)]})
+    a.grad, b.grad, c.grad = (torch.tensor([3e4, 4e4]) for _ in range(3))
+    loading.step()
+    torch.testing.assert_close([a.grad, b.grad, c.grad], [torch.tensor(v) for v in ([4.5, 6.0], [45.0, 60.0], [3e4, 4e4])])
+    elsewhere = uc.Clipper(rule)
+    elsewhere.init([OrderedDict(a=a.detach())])
+    with pytest.raises(ValueError, match=r"norms of grads\[1\]\['b'\]"):  # where nothing says that it may come back
+        elsewhere.load_state_dict(saved["uniclip"])
+
+
+def test_names_of_a_model() -> None:
+    """An optimizer without names has those of the model in paths, errors and records; parts of it keep numbers."""
+    model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(2, 2), head=torch.nn.Linear(2, 1)))
+    more, rows = five(), []
+    optimizer = SGD([*model.parameters(), more], lr=1.0)
+    rule = uc.masked(uc.by_global_norm(0.0), lambda path, leaf: str(path[1]).startswith("head"))
+    record = insight.Recorder(rows.append, leaves="all")
+    handle = attach(optimizer, rule, record=record, names=model)
+    model(torch.ones(1, 2)).sum().backward()
+    before = [p.detach().clone() for p in model.head.parameters()]
+    optimizer.step()
+    torch.testing.assert_close([p.detach() for p in model.head.parameters()], before)
+    record.close()
+    assert list(rows[0]["leaves"]) == ["body.weight", "body.bias", "head.weight", "head.bias", "4"]
+    handle.remove()
+    attach(optimizer, uc.by_norm(1.0, nonfinite="raise"), names=model.named_parameters())
+    model.head.bias.grad.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match=r"grads\[0\]\['head\.bias'\]"):
+        optimizer.step()
+
+
+def test_masks_of_names_that_are_not_there() -> None:
+    """Without names a mask of names takes all or none, silently: it is refused at the first step."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    for rule in (
+        uc.masked(uc.by_global_norm(1.0), lambda path, leaf: "head" not in str(path)),
+        uc.chain(uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: "head" in str(path)))),
+    ):
+        optimizer = SGD(model.parameters(), lr=1.0)
+        handle = attach(optimizer, rule)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ValueError, match=r"names=model"):
+            optimizer.step()
+        handle.remove()
 
 
 def test_a_state_dict_in_two_parts() -> None:
@@ -609,8 +810,8 @@ def test_a_record_after_other_parameters_came(tmp_path: Path) -> None:
             group["params"][0].grad = five().grad
         optimizer.step()
     found = insight.read(record.path)
-    assert [len(label) > 0 for label in found.labels] == [True] * 3
-    np.testing.assert_allclose(np.nansum(found.leaves, axis=1), [5.0, 10.0])
+    assert found.labels == ["a", "b"]
+    np.testing.assert_allclose(found.leaves, [[5.0, math.nan], [5.0, 5.0]])
 
 
 # The functions of ``torch.nn.utils``, beside what `test_native` compares with them.
@@ -694,8 +895,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "examples": (lambda: attach(SGD([five()]), uc.by_example_norm(1.0)), ValueError, "uc.clip_and_sum"),
     "layers": (lambda: attach(SGD([five()]), uc.by_example_layer_norm(1.0)), ValueError, "uc.clip_and_sum"),
     "derivatives": (lambda: attach(SGD([five()], differentiable=True), uc.by_norm(1.0)), ValueError, "uc.clip"),
+    "names": (lambda: attach(SGD([five()]), uc.by_norm(1.0), names=["w"]), TypeError, "named_parameters"),
+    "other names": (
+        lambda: attach(SGD([five()]), uc.by_norm(1.0), names=torch.nn.Linear(1, 1)),
+        ValueError,
+        "none of the parameters",
+    ),
     "record": (lambda: attach(SGD([five()]), uc.by_norm(1.0), record="run.jsonl"), TypeError, "record"),
-    "names": (lambda: clip_grad_norm_(iter([("w", five())]), 1.0), TypeError, r"model\.parameters\(\)"),
+    "pairs": (lambda: clip_grad_norm_(iter([("w", five())]), 1.0), TypeError, r"model\.parameters\(\)"),
     "module": (lambda: clip_grad_norm_(torch.nn.Linear(2, 1), 1.0), TypeError, r"model\.parameters\(\)"),
     "limit first": (lambda: clip_grad_norm_(1.0, [five()]), TypeError, "parameters"),
     "negative": (lambda: clip_grad_norm_([five()], -1.0), ValueError, "max_norm"),

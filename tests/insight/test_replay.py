@@ -82,3 +82,5 @@ def test_edges() -> None:
         replay([1.0, math.nan], uc.by_global_norm(1.0, nonfinite="raise"))
     with pytest.raises(ValueError, match=r"norms must be record\.norms"):
         replay(np.ones((2, 2, 2)), uc.zclip())
+    with pytest.raises(ValueError, match=r"a norm for each leaf: give record\.leaves"):
+        replay(np.ones(3), uc.by_norm(1.0))  # whose norms these are not
