@@ -510,9 +510,7 @@ def test_gradients_that_are_constants(way: Framework) -> None:
     grads, params = mapped(way.array, values), mapped(lambda leaf: way.array(0.1 * leaf), values)
 
     def step(states: Any, loss: Any) -> Any:
-        return {
-            name: rule.update(grads, states[name], params, loss=loss)[:2] for name, rule in CONSTANTS.items()
-        }
+        return {name: rule.update(grads, states[name], params, loss=loss)[:2] for name, rule in CONSTANTS.items()}
 
     run, states = way.compiled(step), {name: rule.init(grads) for name, rule in CONSTANTS.items()}
     plain = {name: rule.init(numpy) for name, rule in CONSTANTS.items()}

@@ -330,9 +330,11 @@ def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
 
 @pytest.mark.needs("numpy")
 def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
-    """Those that do not look at paths do: constants, and those that look at leaves; groups that a limit names do, too."""
+    """Those that do not look at paths do: constants, those that look at leaves; groups that a limit names do, too."""
     grads = [np.asarray([3.0, 4.0]), np.asarray([1.0])]
     for where in (lambda path, leaf: True, lambda path, leaf: False, lambda path, leaf: leaf.ndim == 1):
         uc.clip(grads, uc.masked(uc.by_global_norm(1.0), where))
         uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.groups(where)))
-    uc.clip(grads, uc.by_group_norm({"list": 1.0, "dict": 2.0}, lambda path, leaf: "list" if path[0] in {0, 1} else "dict"))
+    uc.clip(
+        grads, uc.by_group_norm({"list": 1.0, "dict": 2.0}, lambda path, leaf: "list" if path[0] in {0, 1} else "dict")
+    )

@@ -243,7 +243,9 @@ def test_the_derivative_at_a_bound(bounds: str) -> None:
     def names(node: Any) -> set[str]:
         return {node.name()}.union(*[names(one) for one, _ in node.next_functions if one is not None])
 
-    low, high = (-1.0, 2.0) if bounds == "numbers" else (torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]), torch.tensor(2.0))
+    low, high = (
+        (-1.0, 2.0) if bounds == "numbers" else (torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0]), torch.tensor(2.0))
+    )
     x = torch.tensor([-3.0, -1.0, 0.5, 2.0, 4.0], requires_grad=True)
     for clip in (uc.clip_by_value, torch.compile(uc.clip_by_value, backend="aot_eager", fullgraph=True)):
         clipped = clip(x, low, high)

@@ -47,7 +47,15 @@ def test_the_top_level_is_small() -> None:
 
 def test_what_is_elsewhere() -> None:
     """What people type first, and is in an adapter, is an AttributeError that names the module that has it."""
-    named = ("clip_grad_norm_", "attach", "to_optax", "ClippedOptimizer", "ClipGradients", "LogClipping", "ClippedTrainer")
+    named = (
+        "clip_grad_norm_",
+        "attach",
+        "to_optax",
+        "ClippedOptimizer",
+        "ClipGradients",
+        "LogClipping",
+        "ClippedTrainer",
+    )
     for name in named:
         with pytest.raises(AttributeError, match=r"uniclip\.integrations\.(\w+)") as seen:
             getattr(uc, name)
@@ -55,7 +63,7 @@ def test_what_is_elsewhere() -> None:
             source = "".join(path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}*/*.py"))
             source += "".join(path.read_text() for path in (PACKAGE / "integrations").glob(f"{module}.py"))
             assert re.search(rf"^(def|class) {name}\b", source, re.MULTILINE), module
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'$"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         _ = uc.nonsense  # type: ignore[attr-defined]
 
 

@@ -83,6 +83,27 @@ def test_memory(framework: Framework, dtype: str) -> None:
         assert {name: most for name, most in found.items() if most >= little} == {}
 
 
+@pytest.mark.only("numpy", "torch", "tensorflow", "jax")
+@pytest.mark.parametrize("scope", ["leaves", "rows"])
+def test_zeros_are_not_added_again(framework: Framework, scope: str) -> None:
+    """A sum of 0 is told from underflow by looking at bits: nothing is copied into float64, as what underflows is."""
+    peak, shape = (in_torch if framework.name == "torch" else on_the_host), (100, 20_000)
+    rule = uc.by_norm(1e9, axis=None if scope == "leaves" else -1)
+    values = np.random.default_rng(0).standard_normal(shape)
+
+    def grads(scale: float) -> list[Any]:
+        some, other = np.array(values), np.array(values)
+        some[40:50], other[:] = scale * some[40:50], scale * other
+        return [framework.array(some), *([framework.array(other)] if scope == "leaves" else [])]
+
+    healthy, zero, tiny = (
+        min(peak(lambda: uc.clip(given, rule)) for _ in range(2)) for given in map(grads, (1.0, 0.0, 1e-30))
+    )
+    copied = 10 * shape[1] * 4 if scope == "rows" else 0  # the rows of zeros, to look at their bits
+    assert zero < healthy + copied + 2**18
+    assert tiny > healthy + copied + 2**19
+
+
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("donate", [False, True])
 def test_memory_in_jit(donate: bool) -> None:

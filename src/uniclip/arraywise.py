@@ -134,11 +134,11 @@ class ByValue(EachArray):
         """Refuse bounds for each row, since at each step other rows are stored."""
         for bound in (self.min, self.max):
             shape = getattr(bound, "shape", ())
-            by_column = len(array.shape) == len(leaf.shape) and (len(shape) < len(array.shape) or shape[0] == 1)
+            by_column = len(array.shape) == len(leaf.shape) and (len(shape) < len(array.shape) or shape[:1] == (1,))
             if math.prod(shape) != 1 and not by_column:
                 msg = (
-                    f"it is sparse: {short(self)} has bounds for each row, and at each step other rows are stored; make "
-                    "the gradient dense, or give bounds for whole leaves"
+                    f"it is sparse: {short(self)} has bounds for each row, and at each step other rows are stored; "
+                    "make the gradient dense, or give bounds for whole leaves"
                 )
                 raise TypeError(msg)
 

@@ -272,8 +272,8 @@ class Clipper:
     def lookup(self, saved: dict[str, Any]) -> tuple[_Last, list[str]]:
         """Return what `resume` takes to go on from a saved memory, and the names of leaves without a row there.
 
-        Nothing is loaded yet. Rows are looked up by the names of leaves, and those of others are kept; if they are all of
-        others, they are refused.
+        Nothing is loaded yet. Rows are looked up by the names of leaves, and those of others are kept; if they are all
+        of others, they are refused.
         """
         found = from_saved(saved, self.rule)
         if set(labels_of(found.leaves)).isdisjoint(labels_of(self._last.leaves)):

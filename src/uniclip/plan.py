@@ -546,9 +546,9 @@ def refuse_one_answer(what: str, function: Any, answers: Sequence[Any], leaves: 
         if not _reads_path(function):
             return
     msg = (
-        f"{what} says {short(answers[0])} of all {len(leaves)} leaves, whose paths are like {short(paths[0])}: look for "
-        "these names. Parameters of PyTorch's optimizers have numbers unless they get names, by attach(optimizer, rule, "
-        "names=model). If all are meant, give a function that does not look at the path"
+        f"{what} says {short(answers[0])} of all {len(leaves)} leaves, whose paths are like {short(paths[0])}: look "
+        "for these names. Parameters of PyTorch's optimizers have numbers unless they get names, by "
+        "attach(optimizer, rule, names=model). If all are meant, give a function that does not look at the path"
     )
     raise ValueError(msg)
 
@@ -561,7 +561,9 @@ def _reads_path(function: Any) -> bool:
     if code is None:
         return False
     path = code.co_varnames[hasattr(function, "__self__")]
-    return any([path in (one.argval if isinstance(one.argval, tuple) else [one.argval]) for one in dis.get_instructions(code)])
+    return any(
+        [path in (one.argval if isinstance(one.argval, tuple) else [one.argval]) for one in dis.get_instructions(code)]
+    )
 
 
 def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Hashable:

@@ -196,7 +196,9 @@ def _mode_beside(mode: int, kinds: Kinds, params: Opened | None, numbers: list[A
     if any(map(backend.traced, [*arrays, *optree.tree_leaves(state)])):
         return TRACED
     reads = params is None or params.kinds.reads
-    if mode == HOST and not (reads and all([backend.viewed(backend.xp.asarray(array)) is not None for array in arrays])):
+    if mode == HOST and not (
+        reads and all([backend.viewed(backend.xp.asarray(array)) is not None for array in arrays])
+    ):
         return LIBRARY
     return mode
 

@@ -179,7 +179,9 @@ def test_a_memory_of_each_entry_of_variables_that_are_not_sorted() -> None:
     made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     made.compile(ClippedOptimizer(SGD(0.1), uc.spam(warmup=1)), loss="mse")
     made.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
-    shapes = [np.shape(value) for name, value in made.optimizer.rule_state_dict()["state"].items() if "averages" in name]
+    shapes = [
+        np.shape(value) for name, value in made.optimizer.rule_state_dict()["state"].items() if "averages" in name
+    ]
     assert shapes == [(1, 3, 2), (1, 2)]
 
 

@@ -472,7 +472,7 @@ def test_a_step_inside_a_step(closure: Any) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
-    """A wrapper that forwards it in a warm-up from 0 is clipped, and NaN skipped: moments are those of clipped steps."""
+    """A wrapper that forwards it in a warm-up from 0 is clipped, and NaN skipped: moments are of clipped steps."""
     for rule, grad, wanted in (
         (uc.by_global_norm(1.0), [30.0, 40.0], [0.06, 0.08]),
         (uc.by_global_norm(1.0, nonfinite="skip"), [math.nan, 1.0], None),
@@ -491,7 +491,7 @@ def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
 
 @pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1, momentum=0.9)])
 def test_a_step_that_only_makes_the_state(make: Any) -> None:
-    """That of ``torch.distributed.checkpoint``, before it loads, is no step of the rule: nothing is learned or recorded."""
+    """That of ``torch.distributed.checkpoint``, before it loads, is no step of the rule, nor of a record."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model, rows = torch.nn.Linear(2, 1), []
@@ -698,7 +698,9 @@ def test_leaves_that_are_gone_are_saved() -> None:
     loading.add_param_group({"params": [("c", c)]})
     a.grad, b.grad, c.grad = (torch.tensor([3e4, 4e4]) for _ in range(3))
     loading.step()
-    torch.testing.assert_close([a.grad, b.grad, c.grad], [torch.tensor(v) for v in ([4.5, 6.0], [45.0, 60.0], [3e4, 4e4])])
+    torch.testing.assert_close(
+        [a.grad, b.grad, c.grad], [torch.tensor(v) for v in ([4.5, 6.0], [45.0, 60.0], [3e4, 4e4])]
+    )
     elsewhere = uc.Clipper(rule)
     elsewhere.init([OrderedDict(a=a.detach())])
     with pytest.raises(ValueError, match=r"norms of grads\[1\]\['b'\]"):  # where nothing says that it may come back

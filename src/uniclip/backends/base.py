@@ -453,7 +453,9 @@ def repaired(
         def rare(
             groups: list[Sequence[int]] = groups, fits: list[Array] = fits, usual: Any = usual, again: Any = again
         ) -> list[Array]:
-            sizes = [[xp.sum(xp.abs(xp.astype(arrays[n], xp.float32))) for n in group if n in long] for group in groups]  # of zeros 0
+            sizes = [
+                [xp.sum(xp.abs(xp.astype(arrays[n], xp.float32))) for n in group if n in long] for group in groups
+            ]  # of zeros 0
             zero = [xp.equal(_combined(backend, each, "sum"), 0) for each in sizes]
             return backend.cond(reduce(and_, map(or_, fits, zero)), usual, again)
 

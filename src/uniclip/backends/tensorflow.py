@@ -307,7 +307,9 @@ class _TensorFlow(Backend):
                 msg = "an IndexedSlices gradient without dense_shape has no known size to average over"
                 raise ValueError(msg)
             if not self.traced(leaf.dense_shape):
-                return math.prod([int(leaf.dense_shape[axis]) for axis in range(leaf.shape.rank) if axes is None or axis in axes])
+                return math.prod(
+                    [int(leaf.dense_shape[axis]) for axis in range(leaf.shape.rank) if axes is None or axis in axes]
+                )
             shape = leaf.dense_shape if axes is None else tf.gather(leaf.dense_shape, axes)
             return tf.reduce_prod(tf.cast(shape, tf.int64))
         if leaf.shape.is_fully_defined():

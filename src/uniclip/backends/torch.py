@@ -164,7 +164,11 @@ def _total(arrays: Sequence[torch.Tensor]) -> float | None:
             parts += _rows(flat.float() if narrow else flat)
     rows = torch.cat(parts).double()
     total = float(rows.dot(rows))
-    if LOW < total < HIGH or (total and arrays[0].dtype is torch.float64) or (total == 0 and all(map(_all_zero, arrays))):
+    if (
+        LOW < total < HIGH
+        or (total and arrays[0].dtype is torch.float64)
+        or (total == 0 and all(map(_all_zero, arrays)))
+    ):
         return total
     return sum([squares_of(view_of(p.double())) for array in arrays for p in in_order(array).view(-1).split(PIECE)])
 

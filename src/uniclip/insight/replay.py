@@ -102,7 +102,7 @@ def replay(norms: Any, rule: AnyRule, losses: Any = None) -> Replay:
         msg = f"norms must be record.norms, (n,), or record.leaves, (n, k), got {short(norms)}"
         raise ValueError(msg)
     if norms.ndim == 1 and own.scope == each_leaf:
-        msg = f"{short(own)} has a norm for each leaf: give record.leaves, (n, k), recorded with leaves=\"all\""
+        msg = f'{short(own)} has a norm for each leaf: give record.leaves, (n, k), recorded with leaves="all"'
         raise ValueError(msg)
     state = own.init(list(np.ones((*norms.shape[1:], 1)) if norms.ndim > 1 else np.ones((1, 1))))
     losses = np.full(len(norms), math.nan) if losses is None else np.asarray(losses, np.float64)

@@ -131,8 +131,8 @@ class ClipGradients(Callback):
             msg = f"record holds the steps of one optimizer, and {len(chosen)} are clipped: set None for the others"
             raise MisconfigurationException(msg)
         for number in chosen:  # one by one, so that those before an error can be removed
-            how = self.all_reduce, self.shared, self.record, pl_module
-            self.handles.append(attach(optimizers[number], rules[number], *how))
+            how = self.all_reduce, self.shared, self.record
+            self.handles.append(attach(optimizers[number], rules[number], *how, names=pl_module))
         self._numbers, self._logged = chosen, {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

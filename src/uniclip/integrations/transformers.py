@@ -128,7 +128,7 @@ class ClipGradients(TrainerCallback):
         self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer.accelerator_state.distributed_type.value, self.rule)
-        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, kwargs["model"])
+        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, names=kwargs["model"])
         self.handle.logs()
         self._seen = None
         saved = state.stateful_callbacks.get(_KEY) or self._loaded

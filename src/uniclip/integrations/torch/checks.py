@@ -31,8 +31,8 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
         inside = _optimizers_in(inner)
         if inside:
             msg = (
-                f"{type(inner).__qualname__} holds another optimizer, and may take steps that do not go through its own "
-                f"step(), as the two of SAM do: attach to the one inside, attach(optimizer.{inside[0]}, rule)"
+                f"{type(inner).__qualname__} holds another optimizer, and may take steps that do not go through its "
+                f"own step(), as the two of SAM do: attach to the one inside, attach(optimizer.{inside[0]}, rule)"
             )
             raise ValueError(msg)
         return
@@ -51,7 +51,9 @@ def _optimizers_in(optimizer: Any) -> list[str]:
         return []
     found = []
     for name, value in vars(optimizer).items():
-        keyed = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        keyed = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        )
         held = [(name, value), *((f"{name}[{key!r}]", one) for key, one in keyed)]
         found += [place for place, one in held if isinstance(one, torch.optim.Optimizer)]
     return found

@@ -136,6 +136,9 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
     is taken. If the parameters differ they are parts of one leaf; so give the optimizer the names of the whole model.
     Parameters that are constant, such as biases of 0, look like copies even if they are parts: check after some steps.
 
+    An optimizer that averages gradients in its own ``step``, as Horovod's does, is clipped before that, which no check
+    sees: let it average first, clip by `clip_grad_norm_`, then step.
+
     Norms along axes of plain parts cannot be checked, which is a problem of its own. Those along an axis that DTensors
     divide are not compared, as each process has the norms of its own part.
 

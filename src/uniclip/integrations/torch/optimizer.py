@@ -50,12 +50,13 @@ _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule attached to each optimizer."""
 
 
-def attach(
+def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     optimizer: Optimizer,
     rule: AnyRule,
     all_reduce: AllReduce | None = None,
     shared: Shared | None = None,
     record: Recorder | None = None,
+    *,
     names: Names | None = None,
 ) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
@@ -83,8 +84,8 @@ def attach(
         ``state_dict()``. Each of several processes has one, and the first writes. After a checkpoint call
         ``record.resume(step)``.
     names : torch.nn.Module, or pairs as of ``model.named_parameters()``, optional
-        The names of the parameters, for optimizers that were made without, as by ``AdamW(model.parameters())``: the rule,
-        its memory and the record then have them in their paths. Parameters that it does not name have their numbers.
+        The names of the parameters, for optimizers that were made without, as by ``AdamW(model.parameters())``: the
+        rule, its memory and the record then have them in their paths. Parameters that it does not name have numbers.
 
     Returns
     -------
@@ -111,8 +112,8 @@ def attach(
     Notes
     -----
     What a rule remembers of a parameter belongs to the parameter itself: groups can be added, taken away and changed
-    between steps, and a parameter that comes back goes on from its own norms. In a saved state they go by the names; those
-    of parameters that are not here are kept for ``add_param_group``.
+    between steps, and a parameter that comes back goes on from its own norms. In a saved state they go by the names;
+    those of parameters that are not here are kept for ``add_param_group``.
 
     A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
     taken: parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
@@ -360,7 +361,7 @@ class Attached:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _makes_state(self) -> bool:
-        """Whether a step only makes the optimizer's state, as ``torch.distributed.checkpoint`` does before it loads one.
+        """Whether a step only makes the optimizer's state, as ``torch.distributed.checkpoint`` takes before it loads.
 
         Then all rates are 0, and each parameter that takes a gradient has one of zeros; all processes decide alike.
         """
@@ -479,22 +480,8 @@ class Attached:
         known = list(map(id, params))
         if known == self._known:
             return
-        groups = self.optimizer.param_groups
-        for group in groups:
-            for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
-                if p not in self._paths:
-                    self._names.setdefault(p, name)
-        self._keys, self._known = [_keys(group["params"], self._names) for group in groups], known
-        places = [stable(place("", (number, key))) for number, keys in enumerate(self._keys) for key in keys]
-        here, moved = dict(zip(known, places, strict=True)), {}
-        for p, path in list(self._paths.items()):
-            new = here.get(id(p), path)
-            if id(p) not in here and path in places:  # another one has that path now
-                new = next(other for other in (f"{path}#{n}" for n in count(2)) if other not in self._paths.values())
-            if new != path:
-                moved[path] = self._paths[p] = new
-        for p, path in zip(params, places, strict=True):
-            self._paths[p] = path
+        self._known, self._keys = known, list(map(self._keys_of, self.optimizer.param_groups))
+        moved = self._move([(number, key) for number, keys in enumerate(self._keys) for key in keys], params)
         every = self._tree([p.detach() for p in params])
         if self._clipper.state is not None:
             self._clipper.change_leaves(every, moved)
@@ -502,6 +489,29 @@ class Attached:
             names = [key for keys in self._keys for key in keys]
             apart = len(set(names)) == len(names)
             self.record.describe(self.rule, OrderedDict(zip(names, params, strict=True)) if apart else every)
+
+    def _keys_of(self, group: dict[str, Any]) -> list[Any]:
+        """Return the names of a group's parameters, numbers for those without one, or if names are not unique."""
+        params = group["params"]
+        for name, p in zip(group.get("param_names", ()), params, strict=False):
+            if p not in self._paths:  # later a file that was loaded may have brought others
+                self._names.setdefault(p, name)
+        keys = [self._names.get(p, number) for number, p in enumerate(params)]
+        return keys if len(set(keys)) == len(keys) else list(range(len(keys)))
+
+    def _move(self, paths: list[tuple[Any, ...]], params: list[Any]) -> dict[str, str]:
+        """Note the path of each parameter, and return the new ones of those that had others."""
+        places = [stable(place("", path)) for path in paths]
+        here, moved = dict(zip(map(id, params), places, strict=True)), {}
+        for p, old in list(self._paths.items()):
+            new = here.get(id(p), old)
+            if id(p) not in here and old in places:  # another one has that path now
+                new = next(path for path in (f"{old}#{n}" for n in count(2)) if path not in self._paths.values())
+            if new != old:
+                moved[old] = self._paths[p] = new
+        for p in params:
+            self._paths[p] = here[id(p)]
+        return moved
 
 
 def names_of(names: Any, optimizer: Any) -> WeakTensorKeyDictionary:
@@ -520,9 +530,3 @@ def names_of(names: Any, optimizer: Any) -> WeakTensorKeyDictionary:
         msg = "names has none of the parameters of the optimizer: give the model that it was made for"
         raise ValueError(msg)
     return found
-
-
-def _keys(params: list[Any], names: WeakTensorKeyDictionary) -> list[Any]:
-    """Return the names of a group's parameters, numbers for those without one, or if names are not unique."""
-    keys = [names.get(p, number) for number, p in enumerate(params)]
-    return keys if len(set(keys)) == len(keys) else list(range(len(keys)))
