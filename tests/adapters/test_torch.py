@@ -26,7 +26,14 @@ from adapters.contract import Adapter, checks, kinds, trained, variants
 from kit.devices import patched, refuse
 from kit.training import MOMENTUM, RATE, Arrays, Batch, batches, parts, weights
 from uniclip import insight
-from uniclip.integrations.torch import attach, clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from uniclip.integrations.torch import (
+    attach,
+    check_layout,
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
 from uniclip.saved import renamed, to_dict
 
 
@@ -726,6 +733,20 @@ def test_names_of_a_model() -> None:
     model.head.bias.grad.fill_(math.nan)
     with pytest.raises(FloatingPointError, match=r"grads\[0\]\['head\.bias'\]"):
         optimizer.step()
+
+
+def test_names_that_the_optimizer_has() -> None:
+    """They stay, beside those that it lacks; `check_layout` takes names as `attach` does."""
+    model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(2, 2), head=torch.nn.Linear(2, 1)))
+    body = [(f"mine.{name}", p) for name, p in model.body.named_parameters()]
+    optimizer = SGD([{"params": body}])
+    model(torch.ones(1, 2)).sum().backward()
+    handle = attach(optimizer, uc.adagc(), names=model)
+    assert handle.numbers()["leaves"] == [["[0]['mine.weight']", "[0]['mine.bias']"]]
+    unnamed = SGD(model.parameters())
+    rule = uc.by_group_norm({"body": 1.0, "head": 0.1}, lambda path, leaf: path[1].partition(".")[0])
+    assert check_layout(unnamed, rule, names=model).ok
+    assert not check_layout(optimizer, rule, names=model).ok
 
 
 def test_masks_of_names_that_are_not_there() -> None:

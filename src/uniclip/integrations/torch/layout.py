@@ -16,7 +16,7 @@ from uniclip.backends.dtensor import is_dtensor
 from uniclip.integrations import inside, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import grad_of
-from uniclip.integrations.torch.optimizer import attach
+from uniclip.integrations.torch.optimizer import Names, attach, names_of
 from uniclip.integrations.torch.processes import several
 from uniclip.scopes import Path
 from uniclip.tree import flatten, place
@@ -105,7 +105,9 @@ class _Still(torch.optim.Optimizer):
         """Change nothing."""
 
 
-def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, shared: Any = None) -> LayoutCheck:
+def check_layout(
+    optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, shared: Any = None, *, names: Names | None = None
+) -> LayoutCheck:
     """Check that a rule, on the processes of this run, finds the norms and factors that one process would.
 
     Call it once, in every process, after ``backward`` and before the step. It gathers the gradients of all processes on
@@ -115,7 +117,7 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
 
     Parameters
     ----------
-    optimizer, rule, all_reduce, shared
+    optimizer, rule, all_reduce, shared, names
         As for `attach`.
 
     Returns
@@ -156,9 +158,13 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
     """
     refuse_optimizer(optimizer, rule)
     optimizer, rule = unwrapped(optimizer), rule_for_steps(rule)
-    alone, _ = _tried(lambda: _first_step(list(_held(optimizer, whole=False)), rule))
-    found, refusal = _as_it_runs(optimizer, rule, all_reduce, shared)
-    here = (list(_held(optimizer, whole=True)), _joint(alone), found, refusal)
+    groups, known = optimizer.param_groups, names_of(names, optimizer)
+    if names is not None:
+        named = [{"param_names": [known.get(p, n) for n, p in enumerate(group["params"])]} for group in groups]
+        groups = [names | group for names, group in zip(named, groups, strict=True)]  # the optimizer's own first
+    alone, _ = _tried(lambda: _first_step(list(_held(groups, whole=False)), rule))
+    found, refusal = _as_it_runs(groups, rule, all_reduce, shared)
+    here = (list(_held(groups, whole=True)), _joint(alone), found, refusal)
     check = _of_all(here, lambda every: _compared(every, rule))
     if check is None:
         msg = "no process has a gradient: call check_layout after backward, and before the step and zero_grad"
@@ -166,9 +172,9 @@ def check_layout(optimizer: Optimizer, rule: AnyRule, all_reduce: Any = None, sh
     return check
 
 
-def _held(optimizer: Any, *, whole: bool) -> Iterator[_Leaf]:
+def _held(groups: Any, *, whole: bool) -> Iterator[_Leaf]:
     """Yield the leaves of this process that have a gradient, of a DTensor the whole or the own part."""
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(groups):
         names = group.get("param_names", range(len(group["params"])))
         for name, p in zip(names, group["params"], strict=True):
             if (grad := grad_of(p)) is not None:
@@ -207,9 +213,9 @@ def _joint(numbers: dict[str, Any]) -> float | None:
     return numbers["norm"].item() if "norm" in numbers else None
 
 
-def _as_it_runs(optimizer: Any, rule: Any, all_reduce: Any, shared: Any) -> tuple[dict[str, Any], str | None]:
+def _as_it_runs(groups: Any, rule: Any, all_reduce: Any, shared: Any) -> tuple[dict[str, Any], str | None]:
     """Return what `attach` finds, on copies of the gradients, and the error if it refuses."""
-    still = _Still([group | {"params": list(map(_copy, group["params"]))} for group in optimizer.param_groups], {})
+    still = _Still([group | {"params": list(map(_copy, group["params"]))} for group in groups], {})
     handle, refusal = _tried(lambda: attach(still, rule, all_reduce, shared))
     if _of_all(refusal, any):  # one that refuses takes no step, and the others would wait for it
         return {}, refusal

@@ -84,7 +84,7 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
         ``state_dict()``. Each of several processes has one, and the first writes. After a checkpoint call
         ``record.resume(step)``.
     names : torch.nn.Module, or pairs as of ``model.named_parameters()``, optional
-        The names of the parameters, for optimizers that were made without, as by ``AdamW(model.parameters())``: the
+        The names of the parameters, where the optimizer was made without, as by ``AdamW(model.parameters())``: the
         rule, its memory and the record then have them in their paths. Parameters that it does not name have numbers.
 
     Returns
@@ -495,7 +495,7 @@ class Attached:
         params = group["params"]
         for name, p in zip(group.get("param_names", ()), params, strict=False):
             if p not in self._paths:  # later a file that was loaded may have brought others
-                self._names.setdefault(p, name)
+                self._names[p] = name
         keys = [self._names.get(p, number) for number, p in enumerate(params)]
         return keys if len(set(keys)) == len(keys) else list(range(len(keys)))
 
