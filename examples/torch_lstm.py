@@ -34,7 +34,9 @@ class Writer(torch.nn.Module):
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Return a score for each character, at each place."""
-        return self.head(self.lstm(self.embedding(text))[0])
+        with torch.autocast("cpu", enabled=False):  # not every CPU has an LSTM in bfloat16
+            read, _ = self.lstm(self.embedding(text))
+        return self.head(read)
 
 
 def draw(text: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from uniclip.backends.base import NUMPY, TRACED, cast
 from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, within
 from uniclip.limits import Constant, Context, NoState, PerGroup
-from uniclip.limits.base import BuiltIn, Rows
+from uniclip.limits.base import Rows
 from uniclip.plan import Measured, Plan, refuse_rows
 from uniclip.tree import Opened
 
@@ -64,7 +64,9 @@ def _constants(limit: Any, constant: Any) -> list[Any]:
 
 def _by_row(plan: Plan, value: Any) -> bool:
     """Whether a constant limit has a value for each row of some norms."""
-    shape = getattr(value, "shape", ())
+    shape = (
+        () if isinstance(value, NUMBERS) else getattr(value, "shape", ())
+    )  # a compiler knows no attributes of numbers
     kept = {block.kept for block in plan.blocks if block.kept}
     return any([len(shape) >= axes and shape[-axes] != 1 for axes in kept])
 
@@ -187,8 +189,7 @@ def factors_of(rule: Choices, plan: Plan, norms: Any, limits: Any, fault: Any, s
         unlimited = None if within(rule.curve) else limits >= largest
         if rule.curve is not hard:  # which turns NaN into NaN itself
             fault = fault + (limits - limits)
-        own = isinstance(rule.limit, BuiltIn) and constant is None and plan.mode != TRACED
-        if not (own and rule.limit.takes_numpy):  # whose limits are 0 or more; a compiler does not see `takes_numpy`
+        if not (rule.limits_fit and constant is None and plan.mode != TRACED):  # a compiler does not see what fits
             # 0, or NaN for what is refused where it can be read.
             fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
     if unlimited is True:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from uniclip._errors import Printed, check, one_of, settle
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit
-from uniclip.limits.base import MaxNorm
+from uniclip.limits.base import BuiltIn, MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
@@ -39,6 +39,8 @@ class Choices(Printed):
     """Its constant limit, ``None`` if it has another one."""
     takes_numpy: ClassVar[bool]
     """Whether NumPy can compute its limits and factors."""
+    limits_fit: ClassVar[bool]
+    """Whether its limits are 0 or more, as those of uniclip are that hold no arrays."""
     decides: ClassVar[bool]
     """Whether it has to know that a step is finite."""
     by_shape: ClassVar[bool]
@@ -82,7 +84,7 @@ class Choices(Printed):
 
     def _find_out(self) -> None:
         limit, scope = self.limit, self.scope
-        constant = limit.value if type(limit) is Constant else None
+        constant, takes_numpy = limit.value if type(limit) is Constant else None, bool(limit.takes_numpy)
         settle(
             self,
             memory=bool(limit.memory),
@@ -90,7 +92,8 @@ class Choices(Printed):
             simple=constant is not None
             and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
             and self.curve is hard,
-            takes_numpy=bool(limit.takes_numpy and getattr(self.curve, "takes_numpy", False)),
+            takes_numpy=takes_numpy and bool(getattr(self.curve, "takes_numpy", False)),
+            limits_fit=takes_numpy and isinstance(limit, BuiltIn),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             by_shape=scope.axes is not None
             or scope.label not in {None, everything}

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import optree
 
-from uniclip._errors import check, holds_arrays
+from uniclip._errors import check, holds_arrays, settle
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.limits import NoState
-from uniclip.plan import refuse_one_answer
+from uniclip.plan import reads_path, refuse_one_answer
 from uniclip.report import Report, Reports
 from uniclip.rules import BaseRule, taken
 from uniclip.scopes import Path
@@ -126,10 +126,13 @@ class Masked(BaseRule):
 
     rule: BaseRule
     where: Callable[[Path, Any], bool]
+    by_path: ClassVar[bool]
+    """Whether ``where`` looks at paths."""
 
     def __post_init__(self) -> None:
         """Validate ``where``."""
         check("where", self.where, callable(self.where), "a function of (path, leaf)")
+        settle(self, by_path=reads_path(self.where))
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
@@ -154,9 +157,8 @@ class Masked(BaseRule):
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         some = self.chosen(leaves, spec)
-        if step.all_reduce is None:  # else others may have the rest
-            answers = [leaf is not None for leaf in some]
-            refuse_one_answer("masked(rule, where)", self.where, answers, leaves, spec.paths())
+        if self.by_path and step.all_reduce is None and not any([leaf is None for leaf in leaves]):
+            refuse_one_answer("masked(rule, where)", spec.paths(), [leaf is not None for leaf in some])
         if all([leaf is None for leaf in some]) and step.all_reduce is None:
             return spec.unflatten(leaves), state, Report()
         clipped, state, report = taken(self.rule, spec.unflatten(some), state, step)

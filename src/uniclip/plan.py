@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from uniclip._errors import check, short, stable
-from uniclip.backends import DEFAULT, backend_of, compiling
+from uniclip.backends import DEFAULT, compiling
 from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Axes, Op, cast, norm_dtype
 from uniclip.choices import Choices
@@ -154,9 +154,11 @@ class Plan:
         missing = given.parts is not None and len(kinds.present) < len(given.leaves)
         everywhere = rule.memory or self.join is not None or missing
         members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
-        if self.join is None and not rule.limit.groups and scope.label not in {None, everything}:
-            answers = [label for label, some in members.items() for _ in some]
-            refuse_one_answer("scopes.groups(label)", scope.label, answers, given.leaves, given.paths())
+        named = scope.label in {None, everything} or rule.limit.groups
+        if not named and self.join is None and len(kinds.present) == len(given.leaves) and reads_path(scope.label):
+            refuse_one_answer(
+                "scopes.groups(label)", given.paths(), [one for one, some in members.items() for _ in some]
+            )
         groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
@@ -532,38 +534,33 @@ def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bo
     return dict(sorted(groups.items(), key=lambda item: _text(item[0])))
 
 
-def refuse_one_answer(what: str, function: Any, answers: Sequence[Any], leaves: list[Any], paths: list[Path]) -> None:
+def refuse_one_answer(what: str, paths: list[Path], answers: Sequence[Any]) -> None:
     """Refuse a mask or a label that looks at paths, and says the same of all leaves: most likely they have other names.
 
     Raises
     ------
     ValueError
-        If there are several leaves, and all have gradients.
+        If there are several leaves.
     """
-    if len(leaves) < 2 or len(set(answers)) > 1 or any([leaf is None for leaf in leaves]) or compiling():
-        return
-    with (backend_of(leaves[0]) or DEFAULT).quiet():
-        if not _reads_path(function):
-            return
-    msg = (
-        f"{what} says {short(answers[0])} of all {len(leaves)} leaves, whose paths are like {short(paths[0])}: look "
-        "for these names. Parameters of PyTorch's optimizers have numbers unless they get names, by "
-        "attach(optimizer, rule, names=model). If all are meant, give a function that does not look at the path"
-    )
-    raise ValueError(msg)
+    if len(answers) > 1 and len(set(answers)) == 1:
+        msg = (
+            f"{what} says {short(answers[0])} of all {len(answers)} leaves, whose paths are like {short(paths[0])}: "
+            "look for these names. Parameters of PyTorch's optimizers have numbers unless they get names, by "
+            "attach(optimizer, rule, names=model). If all are meant, give a function that does not look at the path"
+        )
+        raise ValueError(msg)
 
 
-def _reads_path(function: Any) -> bool:
-    """Whether a Python function of (path, leaf) uses its path."""
-    import dis  # noqa: PLC0415 - hardly ever needed
-
-    code = getattr(function, "__code__", None)
+def reads_path(function: Any) -> bool:
+    """Whether a Python function of (path, leaf) uses its path; false for what is no Python function."""
+    code = None if compiling() else getattr(function, "__code__", None)  # compilers know no code
     if code is None:
         return False
+    import dis  # noqa: PLC0415 - few rules have functions
+
     path = code.co_varnames[hasattr(function, "__self__")]
-    return any(
-        [path in (one.argval if isinstance(one.argval, tuple) else [one.argval]) for one in dis.get_instructions(code)]
-    )
+    used = [one.argval if isinstance(one.argval, tuple) else [one.argval] for one in dis.get_instructions(code)]
+    return any([path in names for names in used])
 
 
 def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Hashable:

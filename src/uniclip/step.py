@@ -13,7 +13,7 @@ from uniclip._errors import refuse_in_step, short
 from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, backend_of
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Kinds, cast
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, cast
 from uniclip.choices import Choices
 from uniclip.curves import rejects
 from uniclip.measure import cleaned, measured
@@ -170,9 +170,10 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
     kinds = given.kinds
     constant = rule.constant if max_norm is None else max_norm
     plain = type(constant) is float and step.norm is None
-    mode = kinds.backend.mode(kinds)
-    if not (plain and params is None):
-        mode = _mode_beside(mode, kinds, params, [constant, step.norm, step.loss], state if rule.memory else None)
+    if plain and params is None:
+        mode = kinds.backend.mode(kinds)
+    else:
+        mode = _mode_beside(kinds, params, (constant, step.norm, step.loss), state if rule.memory else None)
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     plan = plan_of(rule, given, mode, join, params)
@@ -187,20 +188,20 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
         return _decided(rule, given, plan, state, step, params, constant)
 
 
-def _mode_beside(mode: int, kinds: Kinds, params: Opened | None, numbers: list[Any], state: Any) -> int:
-    """Return the mode of a step on gradients of some mode, given all that comes in beside them."""
+def _mode_beside(kinds: Kinds, params: Opened | None, numbers: tuple[Any, ...], state: Any) -> int:
+    """Return the mode of a step on gradients of some kinds, given all that comes in beside them."""
     backend = kinds.backend
-    if mode == TRACED or (params is not None and params.kinds.traced):
-        return TRACED
-    arrays = [number for number in numbers if hasattr(number, "dtype") and not isinstance(number, NUMPY)]
-    if any(map(backend.traced, [*arrays, *optree.tree_leaves(state)])):
-        return TRACED
-    reads = params is None or params.kinds.reads
-    if mode == HOST and not (
-        reads and all([backend.viewed(backend.xp.asarray(array)) is not None for array in arrays])
-    ):
+    mode = TRACED if params is not None and params.kinds.traced else backend.mode(kinds, (numbers, state))
+    if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(backend, n) for n in numbers])):
         return LIBRARY
     return mode
+
+
+def _viewable(backend: Backend, value: Any) -> bool:
+    """Whether an argument is a number, or an array that the host reads."""
+    if not hasattr(value, "dtype") or isinstance(value, NUMPY):
+        return True
+    return backend.viewed(backend.xp.asarray(value)) is not None
 
 
 def _fast_path(rule: Choices, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:

@@ -7,6 +7,7 @@ Whatever makes a rule takes the package as ``uc``: the same case can be made wit
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -81,17 +82,35 @@ def logarithmic(rng: Rng, low: float, high: float) -> float:
     return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
 
-def by_depth(path: Path, leaf: Any) -> int:
+class OfPath:
+    """A function of the path of a leaf, which may say the same of all leaves, as no Python function may."""
+
+    def __init__(self, function: Callable[[Path], Any]) -> None:
+        self.function, self.__qualname__ = function, function.__name__
+
+    def __call__(self, path: Path, leaf: Any) -> Any:
+        """Label a leaf, or choose it."""
+        return self.function(path)
+
+    def __repr__(self) -> str:
+        """Return its name."""
+        return self.__qualname__
+
+
+@OfPath
+def by_depth(path: Path) -> int:
     """Label a leaf."""
     return len(path) % 2
 
 
-def by_first(path: Path, leaf: Any) -> str:
+@OfPath
+def by_first(path: Path) -> str:
     """Label a leaf."""
     return str(path[0]) if path else "the only one"
 
 
-def by_last(path: Path, leaf: Any) -> bool:
+@OfPath
+def by_last(path: Path) -> bool:
     """Choose a leaf."""
     return str(path[-1:]) < "(1"
 

@@ -12,6 +12,7 @@ from operator import and_, or_
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import optree
 
 Array: TypeAlias = Any
 Rebuild: TypeAlias = Callable[[Array], Any]
@@ -148,9 +149,10 @@ class Backend:
 
     # Where arrays are, and whether they have values.
 
-    def mode(self, kinds: Kinds) -> int:
-        """Return the mode of a step on leaves of these kinds."""
-        return TRACED if kinds.traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
+    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+        """Return the mode of a step on leaves of these kinds; ``beside`` is a tree of all else that comes in."""
+        traced = kinds.traced or any([self.traced(one) for one in optree.tree_leaves(beside)])
+        return TRACED if traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
 
     def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         """Return whether arrays have no values, the host reads them at no cost, and derivatives may be recorded."""

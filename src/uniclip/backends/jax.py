@@ -331,8 +331,8 @@ class _JAX(Backend):
     def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         return *super().facts(arrays)[:2], False  # derivatives are traced
 
-    def mode(self, kinds: Kinds) -> int:
-        mode = super().mode(kinds)
+    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
+        mode = super().mode(kinds, beside)
         # In compiled code what is made of constants is a tracer too, as the sums of a sparse leaf's entries are.
         return TRACED if kinds.odd and self.traced(jnp.zeros(())) else mode
 

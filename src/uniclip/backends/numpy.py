@@ -275,7 +275,7 @@ class _NumPy(Backend):
         floats = "float" in name and not name.endswith("e8m0fnu")
         return leaf.dtype.kind in "iufc" or floats
 
-    def mode(self, kinds: Kinds) -> int:
+    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         return HOST
 
     def has_float64(self, arrays: list[Array]) -> bool:

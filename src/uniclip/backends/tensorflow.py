@@ -198,7 +198,7 @@ class _TensorFlow(Backend):
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
         return traced, not traced and all(["CPU" in array.device for array in arrays]), True
 
-    def mode(self, kinds: Kinds) -> int:
+    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         if kinds.traced or not tf.executing_eagerly():
             return TRACED
         return RECORDED if record.could_possibly_record() else HOST if kinds.reads else LIBRARY

@@ -311,7 +311,7 @@ class _Torch(dtensor.Distributed):
         reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
         return any(map(valueless, arrays)), reads, any([array.requires_grad for array in arrays])
 
-    def mode(self, kinds: Kinds) -> int:
+    def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         if kinds.traced or tracing():
             return TRACED
         if (kinds.records and torch.is_grad_enabled()) or in_forward_mode():
