@@ -45,7 +45,7 @@ class Optax(Adapter):
     """A rule around an optimizer, in a step under jit that gives its buffers away."""
 
     recorded = "optax"
-    takes = frozenset({"loss", "scalars", "save", "memory", "micro", "bits"})
+    takes = frozenset({"loss", "scalars", "save", "memory", "micro"})
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
         """Begin with the first weights."""
@@ -273,6 +273,18 @@ def test_limits_that_optax_injects() -> None:
         updates, state = update(LARGE, state, PARAMS)
         np.testing.assert_allclose([scalars(state)["clip/limit"], optax.tree.norm(updates)], 2.0 + step, rtol=1e-6)
     assert update._cache_size() == 1
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_is_not_clipped(jitted: bool) -> None:
+    """It has the bits of the optimizer without uniclip; a whole step XLA may round otherwise beside any clip."""
+    inner = optax.sgd(RATE)
+    clipped = to_optax(uc.by_global_norm(1e9), inner)
+    params, updates = jax.tree.map(jnp.asarray, weights()), []
+    for one in (clipped, inner):
+        update = jax.jit(one.update) if jitted else one.update
+        updates.append(update(jax.tree.map(jnp.sin, params), one.init(params), params)[0])
+    jax.tree.map(np.testing.assert_array_equal, *updates)
 
 
 def test_parts_of_a_tree() -> None:
