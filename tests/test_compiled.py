@@ -529,6 +529,7 @@ def test_gradients_that_are_constants(way: Framework) -> None:
             uc.clip_by_global_norm(grads, limit)[0],
             uc.clip_by_norm(grads, limit),
             uc.clip_by_global_norm(grads, 1.0, norm=norm)[0],
+            uc.clip(grads, uc.by_group_norm({"w": limit, "b": 0.1}, rules.first_key))[0],
         )
 
     found = way.compiled(beside)(params, way.array(2.0), way.array(10.0))
@@ -537,6 +538,7 @@ def test_gradients_that_are_constants(way: Framework) -> None:
         uc.clip_by_global_norm(numpy, 2.0)[0],
         uc.clip_by_norm(numpy, 2.0),
         uc.clip_by_global_norm(numpy, 1.0, norm=10.0)[0],
+        uc.clip(numpy, uc.by_group_norm({"w": 2.0, "b": 0.1}, rules.first_key))[0],
     )
     for one, other in zip(leaves(found), leaves(plain), strict=True):
         np.testing.assert_allclose(way.numpy(one), other, rtol=2e-6)

@@ -306,7 +306,9 @@ MISSED: dict[str, Callable[[Any], Any]] = {
     "mask that takes none": lambda fn: uc.masked(uc.by_global_norm(1.0), fn),
     "mask that takes all": lambda fn: uc.masked(uc.by_global_norm(1.0), lambda path, leaf: not fn(path, leaf)),
     "label": lambda fn: uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: fn(path, leaf))),
-    "mask with memory, in a chain": lambda fn: uc.chain(uc.by_value(-9.0, 9.0), uc.masked(uc.adagc(), fn)),
+    "mask with memory that takes none, in a chain": lambda fn: uc.chain(
+        uc.by_value(-9.0, 9.0), uc.masked(uc.adagc(), fn)
+    ),
 }
 
 
@@ -318,10 +320,10 @@ def in_head(path: Any, leaf: Any) -> bool:
 @pytest.mark.only("numpy", "torch", "tensorflow", "jax", "mlx", "array-api-strict")
 @pytest.mark.parametrize("name", MISSED)
 def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
-    """A mask or a label that looks for names and says the same of all leaves is refused; with them it is not."""
+    """A mask or a label that looks for names is refused where leaves have numbers, or where nothing is clipped."""
     rule = MISSED[name](in_head)
     w, b = framework.array([3.0, 4.0]), framework.array([1.0])
-    for tree in ([w, b], {"body": w, "tail": [b]}):
+    for tree in [[w, b], (w, [b]), *([{"body": w, "tail": b}] if "none" in name else [])]:
         with pytest.raises(ValueError, match=r"(where|label)\) says (True|False) of all 2 leaves(.|\n)*names=model"):
             rule.update(tree, rule.init(tree))
     for tree in ({"body": w, "head": b}, {"body": w, "tail": None}, [w]):  # another step may have the rest; one leaf
@@ -330,11 +332,17 @@ def test_names_that_no_leaf_has(framework: Framework, name: str) -> None:
 
 @pytest.mark.needs("numpy")
 def test_masks_that_say_the_same_of_all_leaves_by_intent() -> None:
-    """Those that do not look at paths do: constants, those that look at leaves; groups that a limit names do, too."""
+    """Constants do, and what looks at leaves; a label may be a key of the path; all leaves may be meant by name."""
     grads = [np.asarray([3.0, 4.0]), np.asarray([1.0])]
     for where in (lambda path, leaf: True, lambda path, leaf: False, lambda path, leaf: leaf.ndim == 1):
         uc.clip(grads, uc.masked(uc.by_global_norm(1.0), where))
         uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.groups(where)))
-    uc.clip(
-        grads, uc.by_group_norm({"list": 1.0, "dict": 2.0}, lambda path, leaf: "list" if path[0] in {0, 1} else "dict")
-    )
+    uc.clip({"encoder": grads}, uc.by_group_norm({"encoder": 1.0, "decoder": 2.0}, lambda path, leaf: path[0]))
+    uc.clip(grads, uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0] * 0)))
+    for where in (lambda path, leaf: "head" not in str(path), lambda path, leaf: "bias" not in path[-1]):
+        uc.clip({"w": grads[0], "v": grads[1]}, uc.masked(uc.by_norm(1.0), where))  # all, and they have names
+    with pytest.raises(TypeError, match="argument"):
+        uc.clip(grads, uc.masked(uc.by_norm(1.0), lambda: True))
+    rule, some = uc.masked(uc.adagc(), in_head), {"body": grads[0], "head": grads[1]}
+    state = rule.update(some, rule.init(some))[1]
+    rule.update({"body": grads[0], "tail": grads[1]}, state)  # it was seen to tell leaves apart

@@ -293,6 +293,33 @@ def test_a_value_for_each_row_of_a_sparse_gradient(framework: Framework, name: s
 
 
 @pytest.mark.only("torch", "tensorflow", "jax")
+def test_a_limit_for_each_row_of_another_leaf(framework: Framework) -> None:
+    """What a dense leaf has for each row is no matter of a sparse one in another group."""
+    limits = {"dense": framework.array([1.0, 2.0]), "sparse": 5.0}
+    rule = uc.Rule(uc.limits.PerGroup(limits), scope=uc.Scope(label=lambda path, leaf: path[0], axes=(1,)))
+    grads = {"dense": framework.array([[3.0, 4.0]] * 2), "sparse": framework.sparse((4, 2), [2, 1], [[6.0, 8.0]] * 2)}
+    clipped, _ = uc.clip(grads, rule)
+    np.testing.assert_allclose(framework.numpy(clipped["dense"]), [[0.6, 0.8], [1.2, 1.6]], rtol=1e-6)
+    np.testing.assert_allclose(framework.dense(clipped["sparse"])[1:3], [[3.0, 4.0]] * 2, rtol=1e-6)
+
+
+@pytest.mark.needs("tensorflow")
+def test_slices_of_unknown_shape() -> None:
+    """Rows of a matrix whose number is unknown are clipped by value, by bounds for each column too."""
+    import tensorflow as tf
+
+    columns = tf.constant([1.0, 2.0])
+
+    def clip(values: Any, rows: Any) -> Any:
+        slices = tf.IndexedSlices(values, rows)
+        return [uc.clip(slices, rule)[0].values for rule in (uc.by_value(-1.0, 1.0), uc.by_value(-columns, columns))]
+
+    for run in (clip, tf.function(clip)):
+        found = run(tf.constant([[3.0, 4.0]]), tf.constant([7]))
+        np.testing.assert_array_equal(found, [[[1.0, 1.0]], [[1.0, 2.0]]])
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
 @pytest.mark.parametrize("rule", [uc.by_block_rms(1.0), uc.by_average_norm(0.5), uc.by_norm(0.5, axis=0)])
 def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:
     """Means are over all entries, those that are not stored too, as of the dense gradient."""

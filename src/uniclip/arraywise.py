@@ -48,7 +48,7 @@ class EachArray(BaseRule):
                 arrays[number] = single, stored or Stored(single, unchanged, view=True)
                 array = arrays[number][1].array
                 if stored is not None and stored.sparse:
-                    _named(where, number, self._refuse_rows, leaves[number], array)
+                    _named(where, number, self._refuse_rows, array)
                 changes[number] = _named(where, number, self._change, backend, array, step.in_place)
             again = same_memory(backend, leaves, where) if step.in_place else set()
             for number in present:
@@ -62,8 +62,8 @@ class EachArray(BaseRule):
         """Return an elementwise function of the array and of operands that broadcast against it, and these operands."""
         raise NotImplementedError
 
-    def _refuse_rows(self, leaf: Any, array: Any) -> None:
-        """Refuse a sparse leaf that stores values in an array, if there is something for each of its rows."""
+    def _refuse_rows(self, array: Any) -> None:
+        """Refuse the array that a sparse leaf stores, if there is something for each of its rows."""
 
 
 def _put(backend: Backend, leaf: Any, single: Any, stored: Stored, change: tuple[Any, ...], in_place: bool) -> Any:  # noqa: FBT001, PLR0913, PLR0917
@@ -130,15 +130,15 @@ class ByValue(EachArray):
         """Return source text that evaluates to an equal rule."""
         return f"uc.by_value({show(self.min)}, {show(self.max)})"
 
-    def _refuse_rows(self, leaf: Any, array: Any) -> None:
-        """Refuse bounds for each row, since at each step other rows are stored."""
+    def _refuse_rows(self, array: Any) -> None:
+        """Refuse bounds for each row or entry, since at each step others are stored."""
         for bound in (self.min, self.max):
-            shape = getattr(bound, "shape", ())
-            by_column = len(array.shape) == len(leaf.shape) and (len(shape) < len(array.shape) or shape[:1] == (1,))
-            if math.prod(shape) != 1 and not by_column:
+            shape: Any = getattr(bound, "shape", ())
+            entries = len(array.shape) == 1
+            if math.prod(shape) != 1 and (entries or (len(shape) >= len(array.shape) and shape[0] != 1)):
                 msg = (
-                    f"it is sparse: {short(self)} has bounds for each row, and at each step other rows are stored; "
-                    "make the gradient dense, or give bounds for whole leaves"
+                    f"it is sparse: {short(self)} has bounds for each {'entry' if entries else 'row'}, and at each "
+                    "step others are stored; make the gradient dense, or give bounds for whole leaves"
                 )
                 raise TypeError(msg)
 

@@ -29,10 +29,10 @@ def limits_of(
 ) -> tuple[list[Any], Any, list[Any] | None]:
     """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
     limit = rule.limit
-    if given.stored and any([_by_row(plan, value) for value in _constants(limit, constant)]):
-        refuse_rows(given, plan.axes, rule, "has a limit")
+    if given.stored:
+        _refuse_limits_by_row(rule, plan, given, constant)
     if constant is not None:  # which needs no context
-        return [_checked(plan, constant, n) for n in seen], state, None
+        return [_checked(plan, constant, n, fits=False) for n in seen], state, None
     if limit.memory:
         if not given.kinds.present and plan.join is None and not plan.covering:
             return [math.inf] * len(seen), state, None  # a step without gradients changes no state
@@ -41,7 +41,7 @@ def limits_of(
     contexts = _contexts(rule, plan, seen, found)
     gone = [plan.absent(*pair) for pair in zip(plan.blocks, found.present or [None] * len(seen), strict=True)]
     answers = [_of_block(rule, plan, *some) for some in zip(contexts, gone, states, strict=True)]
-    limits = [_checked(plan, one, n) for (one, _), n in zip(answers, seen, strict=True)]
+    limits = [_checked(plan, one, n, fits=rule.limits_checked) for (one, _), n in zip(answers, seen, strict=True)]
     known = [context.threshold for context in contexts]
     thresholds = None if all(one is None for one in known) else [
         one if own is None else own for one, own in zip(limits, known, strict=True)
@@ -55,20 +55,17 @@ def limits_of(
     return limits, new[0] if len(new) == 1 else tuple(new), thresholds
 
 
-def _constants(limit: Any, constant: Any) -> list[Any]:
-    """Return the constant limits of a step."""
-    if constant is None and isinstance(limit, PerGroup):
-        return [one.value for _, one in limit.limits if isinstance(one, Constant)]
-    return [constant]
-
-
-def _by_row(plan: Plan, value: Any) -> bool:
-    """Whether a constant limit has a value for each row of some norms."""
-    shape = (
-        () if isinstance(value, NUMBERS) else getattr(value, "shape", ())
-    )  # a compiler knows no attributes of numbers
-    kept = {block.kept for block in plan.blocks if block.kept}
-    return any([len(shape) >= axes and shape[-axes] != 1 for axes in kept])
+def _refuse_limits_by_row(rule: Choices, plan: Plan, given: Opened, constant: Any) -> None:
+    """Refuse a constant limit with a value for each row of a sparse leaf."""
+    of_groups = dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
+    for number in given.stored:
+        block, row = plan.places.get(number, (0, None))
+        kept = plan.blocks[block].kept
+        limit = constant if row is None or not of_groups else of_groups.get(plan.blocks[block].labels[row])
+        value = limit.value if isinstance(limit, Constant) else limit
+        shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())  # a compiler asks no number
+        if kept and len(shape) >= kept and shape[-kept] != 1:
+            refuse_rows(given, plan.axes, rule, "has a limit")
 
 
 def _contexts(rule: Choices, plan: Plan, seen: list[Any], found: Measured) -> list[Context]:
@@ -146,8 +143,11 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
             raise ValueError(msg)
 
 
-def _checked(plan: Plan, value: Any, norms: Any) -> Any:
-    """Clamp limits to the range of the norms' dtype; refuse negative ones, NaN and wrong shapes."""
+def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
+    """Clamp limits to the range of the norms' dtype; refuse negative ones, NaN and wrong shapes.
+
+    ``fits`` tells that none is negative.
+    """
     xp, backend, largest = plan.xp, plan.norms_backend, plan.largest_norm
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
@@ -158,7 +158,10 @@ def _checked(plan: Plan, value: Any, norms: Any) -> Any:
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
         # Negative limits are refused where they can be read; in compiled code they must not be -∞.
-        value = xp.minimum(value, largest) if isinstance(value, np.ndarray) else xp.clip(value, -largest, largest)
+        if isinstance(value, np.ndarray) or fits:
+            value = xp.where(value > largest, largest, value)
+        else:
+            value = xp.clip(value, -largest, largest)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
         wrong = read and not bool(xp.all(value >= 0)) and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
@@ -180,32 +183,47 @@ def factors_of(rule: Choices, plan: Plan, norms: Any, limits: Any, fault: Any, s
     bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
     if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:  # to compilers no symbol is ∞
         return _policy(rule, plan, norms, xp.ones_like(norms), step_finite)
-    unlimited: Any = None
-    if isinstance(limits, NUMBERS):
-        unlimited = None if bounded else bool(limits >= largest)
+    number, negative = isinstance(limits, NUMBERS), None
+    fast = rule.curve is hard and plan.mode == TRACED
+    curve = world.fast_values(_divided if number and limits > 0 else _divided_or_one, _hard) if fast else None
+    if number:
+        unlimited: Any = bool(limits >= largest) and not bounded
         limits = xp.asarray(limits, dtype=norms.dtype)
     else:
         limits = cast(xp, world.to_device_of(norms, limits), norms.dtype)
-        unlimited = None if within(rule.curve) else limits >= largest
-        if rule.curve is not hard:  # which turns NaN into NaN itself
-            fault = fault + (limits - limits)
-        if not (rule.limits_fit and constant is None and plan.mode != TRACED):  # a compiler does not see what fits
-            # 0, or NaN for what is refused where it can be read.
-            fault = fault + xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
+        unlimited = False if within(rule.curve) else limits >= largest
+        fault = fault if rule.curve is hard else fault + (limits - limits)  # which turns NaN into NaN itself
+        if not (rule.limits_checked and constant is None):  # 0, or NaN for what is refused where it can be read
+            negative = xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
     if unlimited is True:
-        factors = xp.ones_like(norms)
+        factors = xp.ones_like(norms) + fault
+    elif curve is None:
+        factors = _asked(rule, plan, norms, limits, unlimited) + fault
     else:
-        factors = xp.asarray(_asked(rule.curve, xp, norms, limits), dtype=norms.dtype)
-        if not within(rule.curve):
-            factors = xp.where(factors > plan.largest_factor, plan.largest_factor, factors)
-    if not (unlimited is None or isinstance(unlimited, bool)):
-        factors = xp.where(unlimited, xp.ones_like(factors), factors)
-    factors = factors + fault
+        factors = curve(norms, limits)
+    factors = factors if negative is None else factors + negative
     if constant is not None and not isinstance(constant, NUMBERS) and not bounded:
         value = xp.asarray(plan.view(constant) if plan.limits_on_host else constant)
         if xp.isdtype(value.dtype, "real floating"):
             factors = xp.where(world.to_device_of(norms, xp.isinf(value)), xp.ones_like(factors), factors)
     return _policy(rule, plan, norms, factors, step_finite)
+
+
+def _hard(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the factor of the curve `hard`, NaN where the norm is not finite."""
+    return hard(xp, norm, limit) + (norm - norm)
+
+
+def _divided(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the same by fewer operations, for limits above 0; the division is last, or XLA makes it in each user."""
+    return limit / (xp.maximum(norm, limit) + (norm - norm))
+
+
+def _divided_or_one(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the same for limits that may be 0."""
+    most = xp.maximum(norm, limit)
+    some = most != 0
+    return xp.where(some, limit, 1.0) / (xp.where(some, most, 1.0) + (norm - norm))
 
 
 def _policy(rule: Choices, plan: Plan, norms: Any, factors: Any, step_finite: Any) -> Any:
@@ -217,14 +235,18 @@ def _policy(rule: Choices, plan: Plan, norms: Any, factors: Any, step_finite: An
     return xp.where(kept, factors, xp.zeros_like(factors))
 
 
-def _asked(curve: Any, xp: Any, norms: Any, limits: Any) -> Any:
-    """Call a curve, and validate its factors."""
+def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any, unlimited: Any) -> Any:
+    """Return the factors of a curve, validated, and 1 where nothing is limited."""
+    xp, curve = plan.xp, rule.curve
     factors = curve(xp, norms, limits)
-    if isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape)):
-        return factors
-    wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
-    msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
-    raise TypeError(msg)
+    if not (isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))):
+        wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
+        msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
+        raise TypeError(msg)
+    factors = xp.asarray(factors, dtype=norms.dtype)
+    if not within(curve):
+        factors = xp.where(factors > plan.largest_factor, plan.largest_factor, factors)
+    return factors if unlimited is False else xp.where(unlimited, xp.ones_like(factors), factors)
 
 
 def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:

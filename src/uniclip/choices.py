@@ -39,12 +39,14 @@ class Choices(Printed):
     """Its constant limit, ``None`` if it has another one."""
     takes_numpy: ClassVar[bool]
     """Whether NumPy can compute its limits and factors."""
-    limits_fit: ClassVar[bool]
-    """Whether its limits are 0 or more, as those of uniclip are that hold no arrays."""
+    limits_checked: ClassVar[bool]
+    """Whether its limits need no check at a step: uniclip's own, of numbers that were checked when it was made."""
     decides: ClassVar[bool]
     """Whether it has to know that a step is finite."""
     by_shape: ClassVar[bool]
     """Whether its norms depend on more of a leaf than its kind and its place."""
+    tells_apart: ClassVar[list[bool]]
+    """Whether the label of its groups was seen to say different things of leaves: empty before."""
     plans: ClassVar[dict[Any, Any]]
     """What is the same from step to step, by the structure of the gradients."""
     joins: ClassVar[dict[Any, Join]]
@@ -93,13 +95,14 @@ class Choices(Printed):
             and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
             and self.curve is hard,
             takes_numpy=takes_numpy and bool(getattr(self.curve, "takes_numpy", False)),
-            limits_fit=takes_numpy and isinstance(limit, BuiltIn),
+            limits_checked=takes_numpy and isinstance(limit, BuiltIn),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             by_shape=scope.axes is not None
             or scope.label not in {None, everything}
             or bool(self.norm.size_power)
             or "sizes" in limit.needs,
             plans={},
+            tells_apart=[],
             joins={},
         )
 

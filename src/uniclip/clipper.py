@@ -10,7 +10,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
@@ -214,16 +214,12 @@ class Clipper:
         """
         last = self._last
         if last.loaded is not None:
-            values = {name: convert(array) for name, array in last.loaded.values.items()}
-            return {**to_saved(self.rule, last.loaded.leaves, ()), "state": values}
+            return to_saved(self.rule, last.loaded, convert)
         if last.state is None or not self.rule.memory:
             return {}
-        if last.kept is not None and last.leaves is not None:
-            every = together(self.rule, Saved(last.leaves, values_of(last.state)), last.kept)
-            values = {name: convert(array) for name, array in every.values.items()}
-            return {**to_saved(self.rule, every.leaves, ()), "state": values}
         known = last.leaves is not None or labelled(self.rule)
-        return to_saved(self.rule, last.leaves if known else leaves_of(self.rule, flatten([])), last.state, convert)
+        saved = Saved(last.leaves if known else leaves_of(self.rule, flatten([])), values_of(last.state))
+        return to_saved(self.rule, saved if last.kept is None else together(self.rule, saved, last.kept), convert)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a memory that was saved by a clipper or an integration, in this or another framework.
@@ -248,7 +244,7 @@ class Clipper:
         else:
             self._last = _Last(loaded=from_saved(saved, self.rule) if saved else None)
 
-    def change_leaves(self, grads: Any, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    def change_leaves(self, grads: Any, renamed: Mapping[str, str]) -> None:
         """Go on with a tree of other leaves, for integrations that know which of them are the same.
 
         Leaves that were there before keep their rows of the memory, also while they are gone; others get new ones.
@@ -257,33 +253,32 @@ class Clipper:
         ----------
         grads : tree
             Gradients, or parameters of the same shapes.
-        names : mapping
-            The new names of leaves that have others now.
+        renamed : mapping
+            The new names of leaves that have others now, ``""`` for those that never come back.
         """
         before = self._last
         self.init(grads)
         if before.state is not None and before.leaves is not None:
             rows = Saved(before.leaves, values_of(before.state))
             rows = rows if before.kept is None else together(self.rule, rows, before.kept)
-            leaves = [part and [names.get(label, label) for label in part] for part in rows.leaves or ()]
+            leaves = [part and [renamed.get(label, label) for label in part] for part in rows.leaves or ()]
             self._last = self._with_rows(rows._replace(leaves=leaves))[0]
         self._last = self._last._replace(report=before.report)
 
-    def lookup(self, saved: dict[str, Any]) -> tuple[_Last, list[str]]:
-        """Return what `resume` takes to go on from a saved memory, and the names of leaves without a row there.
+    def look_up(self, saved: dict[str, Any]) -> tuple[Callable[[], None], list[str]]:
+        """Return what loads a saved memory, and the names of leaves without a row there; nothing is loaded yet.
 
-        Nothing is loaded yet. Rows are looked up by the names of leaves, and those of others are kept; if they are all
-        of others, they are refused.
+        Rows are looked up by the names of leaves, and those of others are kept; if they are all of others, they are
+        refused.
         """
         found = from_saved(saved, self.rule)
         if set(labels_of(found.leaves)).isdisjoint(labels_of(self._last.leaves)):
+            new: list[str] = []
             state = restored(found, self.rule, self._last.leaves, self.state)
-            return self._last._replace(state=state, report=None, kept=None), []
-        return self._with_rows(found)
-
-    def resume(self, last: _Last) -> None:
-        """Go on from what `lookup` returned."""
-        self._last = last
+            last = self._last._replace(state=state, report=None, kept=None)
+        else:
+            last, new = self._with_rows(found)
+        return partial(setattr, self, "_last", last), new
 
     def _with_rows(self, rows: Saved) -> tuple[_Last, list[str]]:
         leaves: Any = self._last.leaves

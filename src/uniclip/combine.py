@@ -13,8 +13,9 @@ import optree
 from uniclip._errors import check, holds_arrays, settle
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
+from uniclip.backends import DEFAULT, backend_of, compiling
 from uniclip.limits import NoState
-from uniclip.plan import reads_path, refuse_one_answer
+from uniclip.plan import refuse_one_answer
 from uniclip.report import Report, Reports
 from uniclip.rules import BaseRule, taken
 from uniclip.scopes import Path
@@ -126,13 +127,13 @@ class Masked(BaseRule):
 
     rule: BaseRule
     where: Callable[[Path, Any], bool]
-    by_path: ClassVar[bool]
-    """Whether ``where`` looks at paths."""
+    tells_apart: ClassVar[list[bool]]
+    """Whether ``where`` was seen to say different things of leaves: empty before."""
 
     def __post_init__(self) -> None:
         """Validate ``where``."""
         check("where", self.where, callable(self.where), "a function of (path, leaf)")
-        settle(self, by_path=reads_path(self.where))
+        settle(self, tells_apart=[])
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return source text that evaluates to an equal rule, if the function has a name."""
@@ -157,8 +158,12 @@ class Masked(BaseRule):
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         some = self.chosen(leaves, spec)
-        if self.by_path and step.all_reduce is None and not any([leaf is None for leaf in leaves]):
-            refuse_one_answer("masked(rule, where)", spec.paths(), [leaf is not None for leaf in some])
+        alone = step.all_reduce is None and not any([leaf is None for leaf in leaves])  # else others may have the rest
+        if alone and not (self.tells_apart or compiling()):
+            with (backend_of(next(iter(leaves), None)) or DEFAULT).quiet():
+                answers = [leaf is not None for leaf in some]
+                refuse_one_answer("masked(rule, where)", self.where, spec.paths(), answers)
+            self.tells_apart.append(True)
         if all([leaf is None for leaf in some]) and step.all_reduce is None:
             return spec.unflatten(leaves), state, Report()
         clipped, state, report = taken(self.rule, spec.unflatten(some), state, step)

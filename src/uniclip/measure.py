@@ -10,10 +10,10 @@ import numpy as np
 
 from uniclip._errors import short
 from uniclip._types import Step
-from uniclip.backends.arrays import refuse_shape
+from uniclip.backends.arrays import refuse_shape, stacked
 from uniclip.backends.base import FITS, HOST, LIBRARY, NUMPY, TRACED, Op, Stored, finite_or_zero
 from uniclip.choices import Choices
-from uniclip.norms import Norm
+from uniclip.norms import L2, Norm
 from uniclip.plan import Measured, Plan
 from uniclip.processes import Loss, packed
 from uniclip.tree import Opened
@@ -85,9 +85,16 @@ def _root(plan: Plan, norm: Norm, total: Any) -> Any:
     """Return the root of sums, with derivatives where they are wanted."""
     if isinstance(total, NUMPY):
         return np.sqrt(total) if norm.ord == 2 else np.power(total, 1 / norm.ord)
-    if plan.mode == LIBRARY and norm.ord == 2:
+    if norm.ord != 2:
+        return norm.root(plan.backend.xp, total)
+    if plan.mode == LIBRARY:
         return plan.backend.xp.sqrt(total)
-    return norm.root(plan.backend.xp, total)
+    return plan.backend.fast_values(_sqrt, L2.root)(total)
+
+
+def _sqrt(xp: Any, total: Any) -> Any:
+    """Return the root, whose derivative is infinite at 0."""
+    return xp.sqrt(total)
 
 
 def _unit(plan: Plan, top: Any) -> Any:
@@ -139,10 +146,9 @@ def _unsound(plan: Plan, given: Opened) -> Any:
     xp = plan.backend.xp
     dtype = xp.float64 if plan.double else xp.float32
     flags = [xp.astype(xp.logical_not(xp.all(xp.isfinite(given.arrays[n]))), dtype) for n in given.kinds.present]
-    total = plan.to_library(np.zeros(())) if not flags else flags[0]
-    for flag in flags[1:]:
-        total = total + plan.backend.to_device_of(total, flag)
-    return total
+    if not flags:
+        return plan.to_library(np.zeros(()))
+    return xp.sum(plan.backend.fence(stacked(plan.backend, flags)), axis=0)
 
 
 def _as_sums(plan: Plan, loss: Any) -> list[Any]:

@@ -154,11 +154,12 @@ class Plan:
         missing = given.parts is not None and len(kinds.present) < len(given.leaves)
         everywhere = rule.memory or self.join is not None or missing
         members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
-        named = scope.label in {None, everything} or rule.limit.groups
-        if not named and self.join is None and len(kinds.present) == len(given.leaves) and reads_path(scope.label):
-            refuse_one_answer(
-                "scopes.groups(label)", given.paths(), [one for one, some in members.items() for _ in some]
-            )
+        labelled = scope.label not in {None, everything}
+        alone = self.join is None and len(kinds.present) == len(given.leaves)
+        if labelled and alone and not (rule.tells_apart or compiling()):
+            answers = [label for label, some in members.items() for _ in some]
+            refuse_one_answer("scopes.groups(label)", scope.label, given.paths(), answers)
+            rule.tells_apart.append(True)
         groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
@@ -199,13 +200,13 @@ class Plan:
         alike: dict[Hashable, list[Hashable]] = {}
         seen: list[tuple[int, ...]] = []
         for number, (label, group) in enumerate(groups.items()):
-            kind = None
-            if self.scope.axes is not None:
+            kind: Hashable = None
+            if self.one_by_one:
+                kind = number
+            elif self.scope.axes is not None:
                 if len(group) == 1 and not everywhere:
                     kind = _stacking_key(given, group[0], self.axes[group[0]], seen)
                 kind = number if kind is None else kind
-            elif self.one_by_one:
-                kind = number
             elif not everywhere:
                 kind = self.backend.varying([given.arrays[n] for n in group])
             alike.setdefault(kind, []).append(label)
@@ -345,7 +346,7 @@ class Plan:
         rows = self._stacked(some)
         if isinstance(rows, np.ndarray):
             return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
-        xp = self.backend.xp
+        xp, rows = self.backend.xp, self.backend.fence(rows)
         return xp.sum(rows, axis=0) if op == "sum" else xp.max(rows, axis=0)
 
     def _stacked(self, rows: list[Any]) -> Any:
@@ -461,7 +462,12 @@ class Plan:
             host = isinstance(some, np.ndarray)
             if host and (some == 1).all():
                 continue
-            values = some.tolist() if host and not some.ndim - 1 else rows_of(self.backend, some)
+            if host and not some.ndim - 1:
+                values = some.tolist()
+            elif len(block.groups) == len(block.groups[0]) == 1:  # which one leaf uses
+                values = [some[0, ...]]
+            else:
+                values = rows_of(self.backend, some)
             for value, group in zip(values, block.groups, strict=True):
                 if host and (value == 1 if isinstance(value, float) else (value == 1).all()):
                     continue
@@ -534,33 +540,39 @@ def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bo
     return dict(sorted(groups.items(), key=lambda item: _text(item[0])))
 
 
-def refuse_one_answer(what: str, paths: list[Path], answers: Sequence[Any]) -> None:
-    """Refuse a mask or a label that looks at paths, and says the same of all leaves: most likely they have other names.
+def refuse_one_answer(what: str, function: Any, paths: list[Path], answers: list[Any]) -> None:
+    """Refuse a mask or a label that looks for names where leaves have numbers, or takes none: they have other names.
+
+    It says the same of all leaves then. All leaves that have names may be meant, and so may a label that is a key.
 
     Raises
     ------
     ValueError
         If there are several leaves.
     """
-    if len(answers) > 1 and len(set(answers)) == 1:
-        msg = (
-            f"{what} says {short(answers[0])} of all {len(answers)} leaves, whose paths are like {short(paths[0])}: "
-            "look for these names. Parameters of PyTorch's optimizers have numbers unless they get names, by "
-            "attach(optimizer, rule, names=model). If all are meant, give a function that does not look at the path"
-        )
-        raise ValueError(msg)
+    answer = answers[0] if len(answers) > 1 and len(set(answers)) == 1 else None
+    numbered = all([isinstance(path[-1], int) for path in paths if path])
+    fine = answer is None or not (numbered or answer is False) or (not isinstance(answer, bool) and answer in paths[0])
+    if fine or not _reads_path(function):
+        return
+    msg = (
+        f"{what} says {short(answer)} of all {len(answers)} leaves, whose paths are like {short(paths[0])}: look for "
+        "these names. Parameters of PyTorch's optimizers have numbers unless they get names, by "
+        "attach(optimizer, rule, names=model). If all are meant, give a function that does not look at the path"
+    )
+    raise ValueError(msg)
 
 
-def reads_path(function: Any) -> bool:
-    """Whether a Python function of (path, leaf) uses its path; false for what is no Python function."""
-    code = None if compiling() else getattr(function, "__code__", None)  # compilers know no code
+def _reads_path(function: Any) -> bool:
+    """Whether a Python function of (path, leaf) uses its path; false for a ``partial`` and for what is no function."""
+    code = getattr(function, "__code__", None)
     if code is None:
         return False
     import dis  # noqa: PLC0415 - few rules have functions
 
-    path = code.co_varnames[hasattr(function, "__self__")]
+    path = code.co_varnames[hasattr(function, "__self__") :][:1]
     used = [one.argval if isinstance(one.argval, tuple) else [one.argval] for one in dis.get_instructions(code)]
-    return any([path in names for names in used])
+    return any([name in names for names in used for name in path])
 
 
 def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Hashable:

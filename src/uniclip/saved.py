@@ -80,7 +80,7 @@ def to_dict(rule: Any, state: Any, grads: Any) -> dict[str, Any]:
     True
     """
     rule = as_rule(rule)
-    return to_saved(rule, leaves_of(rule, flatten(grads)), state) if rule.memory else {}
+    return to_saved(rule, Saved(leaves_of(rule, flatten(grads)), values_of(state))) if rule.memory else {}
 
 
 def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
@@ -163,10 +163,10 @@ def names_of(state: Any) -> list[str]:
     return [_name(path) for path in optree.tree_accessors(state)]
 
 
-def to_saved(rule: Any, leaves: Leaves | None, state: Any, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
+def to_saved(rule: Any, saved: Saved, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
     """Return a state in its saved form; ``convert`` converts each array for the file."""
-    values = {name: convert(array) for name, array in values_of(state).items()}
-    return {"format": FORMAT, "rule": identity(rule), "leaves": _copied(leaves), "state": values}
+    values = {name: convert(array) for name, array in saved.values.items()}
+    return {"format": FORMAT, "rule": identity(rule), "leaves": _copied(saved.leaves), "state": values}
 
 
 def from_saved(saved: Any, rule: Any) -> Saved:
@@ -237,7 +237,7 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
     -------
     state : tree of arrays
     kept : Saved
-        The rows of names that are not here.
+        The rows of names that are not here, but for those named ``""``.
     new : list of str
         The names that are not in the saved state.
     """
@@ -246,9 +246,14 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
     for there, here in zip(theirs, ours, strict=True):
         common = {name for one in (there, here) for name in one.shared}  # a single row does not tell that it is of all
         once = {name: value[None] for row in there.rows.values() for name, value in row.items() if name in common}
-        rows = {label: {**row, **there.rows.get(label, {})} for label, row in here.rows.items()}
+        rows = {label: there.rows.get(label, row) for label, row in here.rows.items()}
+        for label, row in rows.items():
+            missing = {*here.rows[label], *here.shared} ^ {*row, *there.shared}
+            if missing - common:
+                msg = f"the saved state of {short(rule)} and one here differ in {sorted(missing)}: {_ANEW}"
+                raise ValueError(msg)
         joined.append(Memory(rows, {**here.shared, **once, **there.shared}))
-        left.append(Memory({label: row for label, row in there.rows.items() if label not in rows}, {}))
+        left.append(Memory({label: row for label, row in there.rows.items() if label and label not in rows}, {}))
         new += [label for label in rows if label not in there.rows]
     return _filled(rule, _saved(rule, joined).values, like), _saved(rule, left), new
 
@@ -256,7 +261,7 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
 def together(rule: Any, one: Saved, other: Saved) -> Saved:
     """Return two saved states of a rule, of different leaves or groups, as one; what all share is that of the first."""
     pairs = zip(_memories(rule, one), _memories(rule, other), strict=True)
-    return _saved(rule, [Memory({**b.rows, **a.rows}, {**b.shared, **a.shared}) for a, b in pairs])
+    return _saved(rule, [Memory({**a.rows, **b.rows, **a.rows}, {**b.shared, **a.shared}) for a, b in pairs])
 
 
 def values_of(state: Any) -> dict[str, Any]:
@@ -290,21 +295,18 @@ def _filled(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
 def _memories(rule: Any, saved: Saved) -> list[Memory]:
     """Return what each rule with memory remembers, row by row."""
     parts = zip(memories_of(rule), saved.leaves or (), strict=True)
-    return [_memory(one, way, labels, saved.values) for (way, one), labels in parts]
+    return [_memory(one, way, labels or [], saved.values) for (way, one), labels in parts]
 
 
-def _memory(rule: Any, way: str, labels: list[str] | None, values: dict[str, Any]) -> Memory:
+def _memory(rule: Any, way: str, labels: list[str], values: dict[str, Any]) -> Memory:
     numbers = {name[len(way) :]: numpy_of(value) for name, value in values.items() if name.startswith(way)}
-    rows: dict[str, dict[str, Any]] = {label: {} for label in labels or ()}
     if _apart(rule):
-        for number, row in enumerate(rows.values()):
-            front = _front(rule, number, len(rows))
-            row.update({name[len(front) :]: array for name, array in numbers.items() if name.startswith(front)})
-        return Memory(rows, {})
-    shared = {name: array for name, array in numbers.items() if not rows or array.shape[:1] != (len(rows),)}
-    for number, row in enumerate(rows.values()):
-        row.update({name: array[number] for name, array in numbers.items() if name not in shared})
-    return Memory(rows, shared)
+        fronts = [_front(rule, number, len(labels)) for number in range(len(labels))]
+        rows = [{name[len(f) :]: one for name, one in numbers.items() if name.startswith(f)} for f in fronts]
+        return Memory(dict(zip(labels, rows, strict=True)), {})
+    shared = {name: array for name, array in numbers.items() if not labels or array.shape[:1] != (len(labels),)}
+    of_rows = [name for name in numbers if name not in shared]
+    return Memory({label: {name: numbers[name][n] for name in of_rows} for n, label in enumerate(labels)}, shared)
 
 
 def _saved(rule: Any, memories: list[Memory]) -> Saved:

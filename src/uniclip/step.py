@@ -77,7 +77,7 @@ class Decision(NamedTuple):
                 self._write(arrays, numbers, by, zero=zero)
                 return given.closed(arrays)
             one = plan.one_norm and not given.stored and not plan.sums_on_host
-            new = backend.unless_one(factors[0], [given.arrays[n] for n in numbers], change) if one else change()
+            new = backend.unless_one(by[0], [given.arrays[n] for n in numbers], change) if one else change()
             for number, array in zip(numbers, new, strict=True):
                 arrays[number] = array
             return given.closed(arrays)
@@ -173,7 +173,8 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
     if plain and params is None:
         mode = kinds.backend.mode(kinds)
     else:
-        mode = _mode_beside(kinds, params, (constant, step.norm, step.loss), state if rule.memory else None)
+        more = state if rule.memory else None, getattr(rule.limit, "constants", ())
+        mode = _mode_beside(kinds, params, (constant, step.norm, step.loss), more)
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     plan = plan_of(rule, given, mode, join, params)
@@ -188,10 +189,10 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
         return _decided(rule, given, plan, state, step, params, constant)
 
 
-def _mode_beside(kinds: Kinds, params: Opened | None, numbers: tuple[Any, ...], state: Any) -> int:
+def _mode_beside(kinds: Kinds, params: Opened | None, numbers: tuple[Any, ...], more: Any) -> int:
     """Return the mode of a step on gradients of some kinds, given all that comes in beside them."""
     backend = kinds.backend
-    mode = TRACED if params is not None and params.kinds.traced else backend.mode(kinds, (numbers, state))
+    mode = TRACED if params is not None and params.kinds.traced else backend.mode(kinds, (numbers, more))
     if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(backend, n) for n in numbers])):
         return LIBRARY
     return mode

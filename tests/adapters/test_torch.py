@@ -496,6 +496,17 @@ def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
             torch.testing.assert_close(optimizer.state[w]["exp_avg"], torch.tensor(wanted))
 
 
+def test_a_closure_of_none_without_a_rate() -> None:
+    """A group may have a rate of ``None``, as one that finds its own has."""
+    w = five()
+    optimizer = SGD([{"params": [w], "lr": 0.0}], lr=0.0)
+    handle = attach(optimizer, uc.by_global_norm(1.0), all_reduce=lambda array, op: array)
+    optimizer.register_step_pre_hook(lambda one, *_: one.param_groups[0].update(lr=0.0))
+    optimizer.param_groups[0]["lr"] = None
+    optimizer.step(closure=None)
+    assert handle.report.norms.item() == 5
+
+
 @pytest.mark.parametrize("make", [Adam, partial(SGD, lr=0.1, momentum=0.9)])
 def test_a_step_that_only_makes_the_state(make: Any) -> None:
     """That of ``torch.distributed.checkpoint``, before it loads, is no step of the rule, nor of a record."""
@@ -540,13 +551,23 @@ class TwoSteps(Optimizer):
 def test_an_optimizer_that_holds_another(inside: str, held: Any, place: str) -> None:
     """A rule attached to it would never act where it does not step by itself: refused, with the one inside by name."""
     optimizer = TwoSteps([five()], inside, held)
-    for outer in (optimizer, Wrapper(optimizer)):
-        with pytest.raises(ValueError, match=rf"attach\({place}, rule\)"):
+    for outer, path in ((optimizer, place), (Wrapper(optimizer), f"optimizer.{place}")):
+        with pytest.raises(ValueError, match=rf"attach\({path}, rule\)"):
             attach(outer, uc.by_global_norm(1.0))
-    if inside == "base_optimizer":
-        attach(optimizer.base_optimizer, uc.by_global_norm(1.0))
-        optimizer.base_optimizer.step()
-        torch.testing.assert_close(optimizer.param_groups[0]["params"][0].detach(), torch.tensor([-0.6, -0.8]))
+    optimizer.__dict__.pop(inside)
+    optimizer.me = optimizer  # itself is no other one
+    attach(optimizer, uc.by_global_norm(1.0))
+
+
+def test_the_optimizer_inside_of_another() -> None:
+    """Its steps are clipped, and so are those of PyTorch's optimizers that hold another."""
+    optimizer = TwoSteps([five()], "base_optimizer", lambda one: one)
+    attach(optimizer.base_optimizer, uc.by_global_norm(1.0))
+    optimizer.base_optimizer.step()
+    torch.testing.assert_close(optimizer.param_groups[0]["params"][0].detach(), torch.tensor([-0.6, -0.8]))
+    outer = Nested([five()], lr=0.5)
+    outer.other = SGD([five()])
+    attach(outer, uc.by_global_norm(1.0))
 
 
 def test_gradients_of_a_wrapper_subclass() -> None:
@@ -687,6 +708,102 @@ def test_leaves_that_come_and_go(name: str, named: bool) -> None:
     assert names >= {"a", "b", "c", "d"} or not named or name in {"groups", "limits"}
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_leaves_that_are_deleted(kept: bool) -> None:
+    """Whether a parameter that is gone still exists makes no difference: nobody gets its memory but itself."""
+    rule, held = uc.norm_growth(1.5), []
+    params = [five() for _ in range(3)]
+    optimizer = SGD([{"params": [p]} for p in params], lr=1.0)
+    handle = attach(optimizer, rule)
+    optimizer.step()
+    held += params if kept else []
+    params.pop(0)
+    del optimizer.param_groups[0]  # those behind it have other numbers now
+    gc.collect()
+    for p in params:
+        p.grad = torch.tensor([30.0, 40.0])
+    optimizer.step()
+    torch.testing.assert_close([p.grad for p in params], [torch.tensor([4.5, 6.0])] * 2)
+    params.pop()
+    del optimizer.param_groups[1]
+    gc.collect()
+    new = five()
+    optimizer.add_param_group({"params": [new]})
+    new.grad = torch.tensor([30.0, 40.0])
+    optimizer.step()
+    torch.testing.assert_close(new.grad, torch.tensor([30.0, 40.0]))
+    assert handle.numbers()["leaves"][0][:2] == ["[0][0]", "[1][0]"]
+
+
+def test_parameters_that_change_groups() -> None:
+    """The same parameters in the same order, divided in other ways, are of other groups; none at all are none."""
+    a, b = five(), five()
+    optimizer = SGD([{"params": [a]}, {"params": [b]}], lr=0.0)
+    handle = attach(optimizer, uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0]))
+    optimizer.step()
+    torch.testing.assert_close([a.grad.norm(), b.grad.norm()], [torch.tensor(1.0), torch.tensor(2.0)])
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups.pop()["params"].pop())
+    optimizer.step()
+    torch.testing.assert_close(torch.stack([a.grad, b.grad]).norm(), torch.tensor(1.0))
+    assert set(handle.report.norms) == {0}
+    remembers = SGD([a], lr=0.0)
+    other = attach(remembers, uc.norm_growth(1.5))
+    remembers.step()
+    group = remembers.param_groups.pop()
+    remembers.step()
+    remembers.add_param_group({"params": group["params"]})
+    a.grad.mul_(100)
+    remembers.step()
+    assert other.report.factors[0][0] == pytest.approx(0.015)
+
+
+def test_groups_in_another_order() -> None:
+    """Saved rows are looked up by the names of parameters, whatever their groups; a change is saved at once."""
+    params = {key: torch.nn.Parameter(torch.full((2,), float(n))) for n, key in enumerate("abc", 1)}
+    for key, p in params.items():
+        p.grad = p.detach() * 0 + {"a": 1.0, "b": 2.0, "c": 3.0}[key]
+    saving, loading = (SGD([{"params": [(key, params[key])]} for key in order], lr=0.0) for order in ("abc", "cab"))
+    source, handle = (attach(one, uc.norm_growth()) for one in (saving, loading))
+    saving.step()
+    handle.load_state_dict(source.numbers())  # no warning
+
+    def rows(numbers: Any) -> dict[str, float]:
+        return {name[3:]: row for name, row in zip(numbers["leaves"][0], numbers["state"]["averages"], strict=True)}
+
+    assert rows(handle.numbers()) == rows(source.numbers())
+    saving.param_groups.reverse()
+    assert rows(saving.state_dict()["uniclip"]) == rows(source.numbers())
+    assert source.numbers()["leaves"] == [["[0]['c']", "[1]['b']", "[2]['a']"]]
+
+
+def test_damaged_states() -> None:
+    """What lacks numbers, or has others, is refused, also where rows are looked up by name."""
+    optimizer = SGD([("a", five()), ("b", five())])
+    handle = attach(optimizer, uc.adagc())
+    optimizer.step()
+    before = handle.numbers()
+    for change in (lambda state: state.pop("averages"), lambda state: state.update(more=[1.0])):
+        saved = copy.deepcopy(before)
+        saved["leaves"] = [["[0]['b']", "[0]['c']"]]
+        change(saved["state"])
+        with pytest.raises(ValueError, match=r"averages|more"):
+            handle.load_state_dict(saved)
+        assert handle.numbers() == before
+
+
+def test_where_a_warning_points() -> None:
+    """A saved state without norms of some parameters warns where the user's code loads it."""
+    saving, loading = SGD([("a", five())]), SGD([("a", five()), ("b", five())])
+    attach(saving, uc.adagc())
+    handle = attach(loading, uc.adagc())
+    saved = saving.state_dict()
+    whole = {**loading.state_dict(), "uniclip": saved["uniclip"]}
+    for load in (lambda: handle.load_state_dict(saved["uniclip"]), lambda: loading.load_state_dict(whole)):
+        with pytest.warns(UserWarning, match="begin anew") as seen:
+            load()
+        assert [one.filename for one in seen] == [__file__]
+
+
 def test_leaves_that_are_gone_are_saved() -> None:
     """What is saved has their rows, and gives them back where the leaves come later, with a warning for new ones."""
     rule, (a, b, c) = uc.norm_growth(1.5), [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
@@ -749,19 +866,51 @@ def test_names_that_the_optimizer_has() -> None:
     assert not check_layout(optimizer, rule, names=model).ok
 
 
-def test_masks_of_names_that_are_not_there() -> None:
-    """Without names a mask of names takes all or none, silently: it is refused at the first step."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+def in_head(path: Any, leaf: Any) -> bool:
+    """Whether a parameter is of the head."""
+    return "head" in str(path)
+
+
+NAMED: dict[str, Any] = {
+    "mask": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: not in_head(path, leaf)),
+    "mask in a chain": uc.chain(uc.by_value(-1.0, 1.0), uc.masked(uc.adagc(), lambda path, leaf: "head" in str(path))),
+    "label": uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: "head" in str(path))),
+    "groups": uc.by_group_norm({"head": 1.0, "body": 0.1}, lambda path, leaf: "head" if "head" in path[1] else "body"),
+}
+
+
+def two_layers() -> Any:
+    """Return a model of a body and a head, with gradients."""
+    model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(2, 2), head=torch.nn.Linear(2, 1)))
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_masks_of_names_that_are_not_there(name: str) -> None:
+    """Without names a mask or a label takes all or none, silently: refused. With them it goes on while layers come."""
+    model = two_layers()
+    model.body.weight.requires_grad_(False).grad = None
+    with pytest.raises(TypeError if name == "groups" else ValueError, match=r"names=model"):
+        attach(SGD(model.parameters()), NAMED[name])
+    optimizer = SGD(model.head.parameters(), lr=0.1)
+    attach(optimizer, NAMED[name], names=model)
+    optimizer.step()  # of the head alone
+    optimizer.add_param_group({"params": list(model.body.parameters())})
+    optimizer.step()
+    del optimizer.param_groups[1]
+    optimizer.step()
+
+
+def test_labels_of_groups() -> None:
+    """A label that is a key of the path is one of a single group, too."""
     for rule in (
-        uc.masked(uc.by_global_norm(1.0), lambda path, leaf: "head" not in str(path)),
-        uc.chain(uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: "head" in str(path)))),
+        uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0])),
+        uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0]),
     ):
-        optimizer = SGD(model.parameters(), lr=1.0)
-        handle = attach(optimizer, rule)
-        model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(ValueError, match=r"names=model"):
-            optimizer.step()
-        handle.remove()
+        optimizer = SGD([five(), five()], lr=1.0)
+        attach(optimizer, rule)
+        optimizer.step()
 
 
 def test_a_state_dict_in_two_parts() -> None:
@@ -919,6 +1068,17 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "layers": (lambda: attach(SGD([five()]), uc.by_example_layer_norm(1.0)), ValueError, "uc.clip_and_sum"),
     "derivatives": (lambda: attach(SGD([five()], differentiable=True), uc.by_norm(1.0)), ValueError, "uc.clip"),
     "names": (lambda: attach(SGD([five()]), uc.by_norm(1.0), names=["w"]), TypeError, "named_parameters"),
+    "equal names": (
+        lambda: attach(SGD([five()]), uc.by_norm(1.0), names=[("w", five()), ("w", five())]),
+        ValueError,
+        "'w'",
+    ),
+    "numbers for names": (lambda: attach(SGD([five()]), uc.by_norm(1.0), names=[(1, five())]), TypeError, "pairs"),
+    "names of some": (
+        lambda: attach(SGD([w := five(), five()]), uc.by_norm(1.0), lambda array, op: array, names=[("w", w)]),
+        ValueError,
+        "names=model",
+    ),
     "other names": (
         lambda: attach(SGD([five()]), uc.by_norm(1.0), names=torch.nn.Linear(1, 1)),
         ValueError,

@@ -33,8 +33,11 @@ def stacked(backend: Backend, arrays: list[Array]) -> Array:
 
 def rows_of(backend: Backend, array: Array) -> list[Array]:
     """Return the rows of an array, taken apart by a single operation where there is one."""
-    plain = isinstance(array, np.ndarray) or backend.traced(array)
-    unstack = None if plain else getattr(backend.xp, "unstack", None)
+    if isinstance(array, np.ndarray):
+        return [array[row, ...] for row in range(array.shape[0])]
+    if backend.traced(array):
+        return backend.apart(array)
+    unstack = getattr(backend.xp, "unstack", None)
     return [array[row, ...] for row in range(array.shape[0])] if unstack is None else list(unstack(array))
 
 

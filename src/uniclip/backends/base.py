@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from operator import and_, or_
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -348,6 +348,21 @@ class Backend:
     def one_by_one(self) -> bool:
         """Whether compilers want each norm as an array of its own."""
         return False
+
+    def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
+        """Return a function of arrays whose derivatives are those of ``guarded``, and its values of either function.
+
+        Both take the namespace first. Guards against 0 make compilers compile twice as much.
+        """
+        return partial(guarded, self.xp)
+
+    def fence(self, array: Array) -> Array:
+        """Return an array that is made as a whole, so that a compiler takes no sum of it apart."""
+        return array
+
+    def apart(self, array: Array) -> list[Array]:
+        """Return the rows of an array in code without values, each made once for all of its users."""
+        return [array[row, ...] for row in range(array.shape[0])]
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) is true, else ``rare()``."""

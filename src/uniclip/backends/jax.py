@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
+from operator import add
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,8 +121,10 @@ _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float
 
 _DOUBLE = {jnp.dtype("float64"), jnp.dtype("complex128")}
 _SINGLE = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32")}
-_LONG = 2**11
+_LONG = 2**14
 """The largest number of entries that compiled code adds in float64 in no longer than in float32."""
+_ROWS = 32
+"""How many rows one reduction takes apart."""
 _TOGETHER = 256
 """The number of arrays for which one call is compiled."""
 
@@ -320,6 +323,37 @@ def _key(entry: Any) -> Any:
     return next((getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind)), entry)
 
 
+@cache
+def _fast_values(plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
+    """Return a function with the values of one function and the derivatives of another, traced once for all calls."""
+    function = jax.custom_jvp(partial(plain, namespace))
+
+    def slope(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        return function(*primals), jax.jvp(partial(guarded, namespace), primals, tangents)[1]
+
+    function.defjvp(slope)
+    return jax.jit(function, inline=True)
+
+
+@jax.custom_jvp  # type: ignore[untyped-decorator]
+def _apart(array: Array) -> tuple[Array, ...]:
+    """Return the rows of a vector by one reduction that has a result for each.
+
+    XLA compiles a product with a slice twenty times as long as one with a result of its own, and makes anew in each
+    product what the slice is of. The row of zeros, added, is what makes it a reduction.
+    """
+    two = jax.lax.optimization_barrier(jnp.stack([array, jnp.zeros_like(array)]))
+    rows = tuple([two[:, row] for row in range(array.shape[0])]) if array.shape[0] > 1 else (two[:, 0],) * 2
+    zero = np.zeros((), array.dtype)
+    found = jax.lax.reduce(rows, (zero,) * len(rows), lambda a, b: tuple(map(add, a, b)), (0,))
+    return tuple(found[: array.shape[0]])
+
+
+@_apart.defjvp  # type: ignore[untyped-decorator]
+def _slopes(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    return _apart(*primals), tuple(tangents[0])
+
+
 class _JAX(Backend):
     joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
 
@@ -494,6 +528,18 @@ class _JAX(Backend):
         if not isinstance(leaf, sparse.BCOO):
             return leaf
         return sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
+
+    def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
+        return _fast_values(plain, guarded)
+
+    def fence(self, array: Array) -> Array:
+        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.
+        return jax.lax.optimization_barrier(array) if self.traced(array) else array
+
+    def apart(self, array: Array) -> list[Array]:
+        if array.ndim > 1:
+            return super().apart(array)
+        return [row for start in range(0, array.shape[0], _ROWS) for row in _apart(array[start : start + _ROWS])]
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call

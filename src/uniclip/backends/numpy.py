@@ -151,7 +151,7 @@ def all_zero(array: View) -> bool:
     """
     if array.dtype.kind == "c" or array.itemsize > WIDE * 2:
         return not array.any()
-    bits = array.view(f"u{array.itemsize}")
+    bits = array.view(f"{array.dtype.byteorder}u{array.itemsize}")
     return int(np.bitwise_or.reduce(bits, axis=None)) & ~(1 << (8 * array.itemsize - 1)) == 0
 
 

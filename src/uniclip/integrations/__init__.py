@@ -7,8 +7,9 @@ import uniclip
 from uniclip._errors import check, short
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.limits import Split
+from uniclip.plan import refuse_one_answer
 from uniclip.rules import BaseRule
-from uniclip.scopes import each_example, each_row
+from uniclip.scopes import each_example, each_row, everything
 
 if not hasattr(uniclip, "Rule"):
     _found = f"the package uniclip in {', '.join(uniclip.__path__)} is not that of uniclip-gradients, or not all of it"
@@ -36,6 +37,25 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
         )
         raise ValueError(msg)
     return rule
+
+
+def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
+    """Refuse a mask or a label inside of a rule that says the same of all leaves, see `uniclip.plan.refuse_one_answer`.
+
+    Where it does not, the rule asks no more: at a step there may be only some of the leaves.
+    """
+    label, where = getattr(getattr(rule, "scope", None), "label", everything), getattr(rule, "where", None)
+    if label not in {None, everything}:
+        refuse_one_answer(
+            "scopes.groups(label)", label, paths, [label(*pair) for pair in zip(paths, leaves, strict=True)]
+        )
+    if where is not None:
+        answers = [bool(where(*pair)) for pair in zip(paths, leaves, strict=True)]
+        refuse_one_answer("masked(rule, where)", where, paths, answers)
+    if hasattr(rule, "tells_apart"):
+        rule.tells_apart.append(True)
+    for one in inside(rule):
+        refuse_one_answer_in(one, paths, leaves)
 
 
 def refuse_record(record: Any, all_reduce: Any = None) -> None:

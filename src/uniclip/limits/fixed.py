@@ -259,6 +259,11 @@ class PerGroup(Printed, Limit):
         return [label for label, _ in self.limits]
 
     @property
+    def constants(self) -> list[Any]:
+        """The numbers and arrays among the limits."""
+        return [limit.value for _, limit in self.limits if isinstance(limit, Constant)]
+
+    @property
     def takes_numpy(self) -> bool:  # type: ignore[override]
         """Whether all of the limits accept NumPy arrays."""
         return all(limit.takes_numpy for _, limit in self.limits)

@@ -17,7 +17,7 @@ _INSTEAD = {
 """The rules that do the same as Keras' own options."""
 
 
-def refuse_optimizer(inner: Any) -> None:
+def refuse_optimizer(inner: Any, name: str = "inner") -> None:
     """Refuse objects that are not optimizers, and optimizers that do what the wrapper has to do."""
     if not isinstance(inner, keras.optimizers.Optimizer):
         msg = f"inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got {short(inner)}"
@@ -28,19 +28,19 @@ def refuse_optimizer(inner: Any) -> None:
             "LossScaleOptimizer(ClippedOptimizer(optimizer, rule))"
         )
         raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
-    for one in getattr(inner, "optimizers", ()):  # those of a MultiOptimizer
-        refuse_optimizer(one)
+    for number, one in enumerate(getattr(inner, "optimizers", ())):  # those of a MultiOptimizer
+        refuse_optimizer(one, f"inner.optimizers[{number}], of some of the variables,")
     for option, preset in _INSTEAD.items():
         value = getattr(inner, option)
         if value is not None:
             instead = f", and give {preset.format(value)} as the rule" if value > 0 else ", which Keras takes for none"
-            msg = f"inner clips by itself, {option}={value!r}: leave that out{instead}"
+            msg = f"{name} clips by itself, {option}={value!r}: leave that out{instead}"
             raise ValueError(msg)
     for option in ("loss_scale_factor", "gradient_accumulation_steps"):
         value = getattr(inner, option)
         if value is not None:
             msg = (
-                f"inner has {option}={value!r}, and would act after the gradients are clipped: leave that out, and "
+                f"{name} has {option}={value!r}, and would act after the gradients are clipped: leave that out, and "
                 f"give it to the wrapper, ClippedOptimizer(inner, rule, {option}={value!r})"
             )
             raise ValueError(msg)

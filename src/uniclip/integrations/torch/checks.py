@@ -24,15 +24,18 @@ class Optimizer(Protocol):
 def refuse_optimizer(optimizer: Any, rule: Any) -> None:
     """Refuse an object that is not an optimizer, or one whose hooks do not run."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        inner = unwrapped(optimizer)
+        inner, outer, path = unwrapped(optimizer), optimizer, "optimizer"
+        while outer is not inner:
+            outer, path = outer.optimizer, f"{path}.optimizer"
         if not hasattr(inner, "_optimizer_step_pre_hooks"):
             msg = f"{type(optimizer).__qualname__} runs no hooks before its step: attach to the optimizer inside"
             raise TypeError(msg)
-        inside = _optimizers_in(inner)
+        inside = [] if _steps_by_itself(inner) else _optimizers_in(inner)
         if inside:
+            calls = " and ".join([f"attach({path}.{one}, rule)" for one in inside])
             msg = (
                 f"{type(inner).__qualname__} holds another optimizer, and may take steps that do not go through its "
-                f"own step(), as the two of SAM do: attach to the one inside, attach(optimizer.{inside[0]}, rule)"
+                f"own step(), as the two of SAM do: attach to what is inside, {calls}"
             )
             raise ValueError(msg)
         return
@@ -45,18 +48,23 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
     raise TypeError(msg)
 
 
+def _steps_by_itself(optimizer: Any) -> bool:
+    """Whether it is of a class of PyTorch's, which takes all its steps by ``step()``, whatever it holds."""
+    bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}
+    return any(base.__module__.startswith("torch.") for base in bases)
+
+
 def _optimizers_in(optimizer: Any) -> list[str]:
-    """Return where an optimizer holds others; those of PyTorch take all their steps by ``step()``."""
-    if type(optimizer).__module__.startswith("torch."):
-        return []
-    found = []
+    """Return the places in which an optimizer holds others: attributes, and lists and dicts in these."""
+    places = []
     for name, value in vars(optimizer).items():
         keyed = (
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
         )
-        held = [(name, value), *((f"{name}[{key!r}]", one) for key, one in keyed)]
-        found += [place for place, one in held if isinstance(one, torch.optim.Optimizer)]
-    return found
+        if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
+            places.append(name)
+        places += [f"{name}[{key!r}]" for key, one in keyed if isinstance(one, torch.optim.Optimizer)]
+    return places
 
 
 def unwrapped(optimizer: Any) -> Any:

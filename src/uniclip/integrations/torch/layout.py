@@ -158,7 +158,7 @@ def check_layout(
     """
     refuse_optimizer(optimizer, rule)
     optimizer, rule = unwrapped(optimizer), rule_for_steps(rule)
-    groups, known = optimizer.param_groups, names_of(names, optimizer)
+    groups, known = optimizer.param_groups, names_of(names)
     if names is not None:
         named = [{"param_names": [known.get(p, n) for n, p in enumerate(group["params"])]} for group in groups]
         groups = [names | group for names, group in zip(named, groups, strict=True)]  # the optimizer's own first

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
@@ -20,14 +20,15 @@ from uniclip._types import Number
 from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
 from uniclip.clipper import Clipper
-from uniclip.integrations import looks_at, refuse_record, rule_for_steps
+from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
-from uniclip.labels import shown
+from uniclip.labels import labels_of, shown
 from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
 from uniclip.rules import BaseRule
+from uniclip.saved import renamed
 from uniclip.tree import place
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
         ``record.resume(step)``.
     names : torch.nn.Module, or pairs as of ``model.named_parameters()``, optional
         The names of the parameters, where the optimizer was made without, as by ``AdamW(model.parameters())``: the
-        rule, its memory and the record then have them in their paths. Parameters that it does not name have numbers.
+        rule, its memory and the record then have them in their paths. They are read once; others have numbers.
 
     Returns
     -------
@@ -148,10 +149,14 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, all_reduce)
     if all_reduce is not None:
         reducer_of(BACKEND, all_reduce)  # which says what is taken
-        if names is None:
-            refuse_unnamed(rule, optimizer.param_groups)
+    known = names_of(names)
+    refuse_other_names(known, optimizer)
+    if all_reduce is not None:
+        refuse_unnamed(rule, optimizer.param_groups, known)
     refuse_record(record, all_reduce)
-    return Attached(optimizer, Clipper(rule, record), all_reduce, shared, names_of(names, optimizer))
+    handle = Attached(optimizer, Clipper(rule, record), all_reduce, shared, known)
+    handle.refuse_one_answer()
+    return handle
 
 
 class Attached:
@@ -184,12 +189,12 @@ class Attached:
         self._join, self._shared = held(all_reduce), shared
         self._names = names
         """The names of parameters; those of the first time, as a file that is loaded may bring others."""
-        self._paths = WeakTensorKeyDictionary()
-        """The path of each parameter as text, also of those that are gone: under it the rule has its memory."""
+        self._leaves: dict[str, Any] = {}
+        """The parameters, weakly, by their paths, under which they have their memory; also those that are gone."""
         self._keys: list[list[Any]] = []
         """The names or numbers of the parameters of each group."""
-        self._known: list[int] = []
-        """Which parameters these are."""
+        self._here: list[Any] = []
+        """The parameters, weakly, in the order of the groups."""
         self._hidden: list[tuple[Any, Any]] = []
         self._flagged = False
         self._loading: Any = None
@@ -277,10 +282,12 @@ class Attached:
         dict
             Empty for a rule without memory.
         """
+        self._look_up_leaves()
         return self._clipper.state_dict(lambda array: torch.as_tensor(array).detach().clone())
 
     def numbers(self) -> dict[str, Any]:
         """Return the same as `state_dict` as plain numbers and lists, for JSON."""
+        self._look_up_leaves()
         return self._clipper.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -299,10 +306,12 @@ class Attached:
             If it belongs to another rule or other parameters.
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
-        self._look_up_leaves()
         if saved:
-            self._resume(self._clipper.lookup(saved))
+            load, new = self._look_up(saved)
+            load()
+            self._warn_of_new(new, 2)
         else:
+            self._look_up_leaves()
             self._begin()
         self._forgotten = False
 
@@ -310,13 +319,20 @@ class Attached:
         """Make the state before the first step."""
         self._clipper.init(self._tree([p.detach() for p in self._params()]))
 
-    def _resume(self, found: Any) -> None:
-        """Go on from a memory that was looked up."""
-        last, new = found
-        self._clipper.resume(last)
+    def _look_up(self, saved: dict[str, Any]) -> tuple[Callable[[], None], list[str]]:
+        """Return what loads a saved memory, and the parameters that it has nothing of, whatever groups they were in."""
+        self._look_up_leaves()
+        here = {path.partition("]")[2]: path for path in self._leaves if "'" in path}  # by names, which are no numbers
+        theirs = [path for path in labels_of(saved.get("leaves")) if path not in self._leaves]
+        moved = {path: here[path.partition("]")[2]] for path in theirs if path.partition("]")[2] in here}
+        free = set(moved.values()).isdisjoint(labels_of(saved.get("leaves")))
+        return self._clipper.look_up(renamed(saved, moved) if moved and free else saved)
+
+    def _warn_of_new(self, new: list[str], level: int) -> None:
+        """Warn that a saved memory has nothing of some parameters."""
         if new:
             msg = f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which begin anew"
-            warnings.warn(msg, UserWarning, stacklevel=5)
+            warnings.warn(msg, UserWarning, stacklevel=level + 1)
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
@@ -327,15 +343,16 @@ class Attached:
     def _check(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
         there = self.rule.memory and _KEY in state_dict
-        self._look_up_leaves()
-        self._loading = self._clipper.lookup(state_dict[_KEY]) if there else None
+        self._loading = self._look_up(state_dict[_KEY]) if there else None
 
     def _load(self, _: Any) -> None:
         """Restore the loaded state, now that the optimizer has accepted the rest."""
         self._forgotten = self.rule.memory and self._loading is None
         found, self._loading = self._loading, None
         if found is not None:
-            self._resume(found)
+            load, new = found
+            load()
+            self._warn_of_new(new, 5)
 
     # A step.
 
@@ -365,13 +382,14 @@ class Attached:
 
         Then all rates are 0, and each parameter that takes a gradient has one of zeros; all processes decide alike.
         """
+        rates = [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
+        if any([rate is None or float(rate) != 0 for rate in rates]):
+            return False
         params, all_reduce = self._params(), given_back(self._join)
-        if any([float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]):
-            return False
-        if any([p.grad is None and p.requires_grad for p in params]):
-            return False
-        norm = get_total_norm([p.grad for p in params], all_reduce=all_reduce)
-        return bool(norm == 0)
+        norm = get_total_norm([p.grad for p in params])  # NaN is no 0
+        real = bool(norm != 0) or any([p.grad is None and p.requires_grad for p in params])
+        flag = of_any(torch.tensor(float(real)), all_reduce, params[0].device if params else None)
+        return not flag
 
     def _warn(self) -> None:
         """Warn that the rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
@@ -476,12 +494,14 @@ class Attached:
 
     def _look_up_leaves(self) -> None:
         """Name the parameters, and give each its own rows of the memory, if groups have changed."""
-        params = self._params()
-        known = list(map(id, params))
-        if known == self._known:
+        params, groups = self._params(), self.optimizer.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        same = sizes == list(map(len, self._keys)) and all([r() is p for r, p in zip(self._here, params, strict=True)])
+        if same or not params:
             return
-        self._known, self._keys = known, list(map(self._keys_of, self.optimizer.param_groups))
-        moved = self._move([(number, key) for number, keys in enumerate(self._keys) for key in keys], params)
+        self._name(groups)
+        self._here = list(map(ref, params))
+        moved = self._follow(params)
         every = self._tree([p.detach() for p in params])
         if self._clipper.state is not None:
             self._clipper.change_leaves(every, moved)
@@ -490,43 +510,83 @@ class Attached:
             apart = len(set(names)) == len(names)
             self.record.describe(self.rule, OrderedDict(zip(names, params, strict=True)) if apart else every)
 
-    def _keys_of(self, group: dict[str, Any]) -> list[Any]:
-        """Return the names of a group's parameters, numbers for those without one, or if names are not unique."""
-        params = group["params"]
-        for name, p in zip(group.get("param_names", ()), params, strict=False):
-            if p not in self._paths:  # later a file that was loaded may have brought others
-                self._names[p] = name
-        keys = [self._names.get(p, number) for number, p in enumerate(params)]
-        return keys if len(set(keys)) == len(keys) else list(range(len(keys)))
+    def refuse_one_answer(self) -> None:
+        """Refuse a mask or a label that says the same of all parameters, unless ``names`` tells of others.
 
-    def _move(self, paths: list[tuple[Any, ...]], params: list[Any]) -> dict[str, str]:
+        Raises
+        ------
+        ValueError
+            See `uniclip.plan.refuse_one_answer`.
+        """
+        params = self._params()
+        paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
+        some = len(self._names) > len(params)
+        leaves = [p.detach() for p in params]
+        try:
+            refuse_one_answer_in(self.rule, [] if some else paths, [] if some else leaves)
+        except (AttributeError, TypeError) as error:  # as of a number that is taken for a name
+            if not any([isinstance(key, int) for _, key in paths]):
+                raise
+            msg = (
+                f"{short(self.rule)} asks for names, and the optimizer knows numbers only, such as {paths[0]}: give "
+                f"them by attach(optimizer, rule, names=model) ({type(error).__name__}: {error})"
+            )
+            raise TypeError(msg) from error
+
+    def _name(self, groups: list[dict[str, Any]]) -> None:
+        """Name the parameters of each group, by numbers if some have no name, or names are not unique."""
+        known = {id(leaf()) for leaf in self._leaves.values()}
+        self._keys = []
+        for group in groups:
+            params = group["params"]
+            for name, p in zip(group.get("param_names", ()), params, strict=False):
+                if id(p) not in known:  # later a file that was loaded may have brought others
+                    self._names[p] = name
+            keys = [self._names.get(p, number) for number, p in enumerate(params)]
+            self._keys.append(keys if len(set(keys)) == len(keys) else list(range(len(keys))))
+
+    def _follow(self, params: list[Any]) -> dict[str, str]:
         """Note the path of each parameter, and return the new ones of those that had others."""
-        places = [stable(place("", path)) for path in paths]
-        here, moved = dict(zip(map(id, params), places, strict=True)), {}
-        for p, old in list(self._paths.items()):
-            new = here.get(id(p), old)
-            if id(p) not in here and old in places:  # another one has that path now
-                new = next(path for path in (f"{old}#{n}" for n in count(2)) if path not in self._paths.values())
+        places = [stable(place("", (number, key))) for number, keys in enumerate(self._keys) for key in keys]
+        here, moved, gone = dict(zip(map(id, params), places, strict=True)), {}, {}
+        for old, leaf in self._leaves.items():
+            p, new = leaf(), old
+            if id(p) in here:
+                new = here[id(p)]
+            elif old in places:  # another one has that path now; what is deleted never comes back
+                new = (
+                    ""
+                    if p is None
+                    else next(one for one in (f"{old}#{n}" for n in count(2)) if one not in self._leaves)
+                )
             if new != old:
-                moved[old] = self._paths[p] = new
-        for p in params:
-            self._paths[p] = here[id(p)]
+                moved[old] = new
+            if p is not None:
+                gone[new] = leaf
+        self._leaves = gone | dict(zip(places, self._here, strict=True))
         return moved
 
 
-def names_of(names: Any, optimizer: Any) -> WeakTensorKeyDictionary:
+def names_of(names: Any) -> WeakTensorKeyDictionary:
     """Return the names of parameters, from a module or from pairs."""
     found = WeakTensorKeyDictionary()
-    if names is None:
-        return found
-    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names
+    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else () if names is None else names
     wanted = "a torch.nn.Module, or pairs as of model.named_parameters()"
     check("names", names, isinstance(pairs, Iterable) and not isinstance(pairs, (str, torch.Tensor)), wanted)
     for pair in pairs:
         fits = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)
-        check("names", names, fits, wanted)
+        check("names", names, fits and isinstance(pair[0], str), wanted)
         found[pair[1]] = pair[0]
-    if not any(p in found for group in optimizer.param_groups for p in group["params"]):
-        msg = "names has none of the parameters of the optimizer: give the model that it was made for"
+    twice = [name for name, n in Counter(found.values()).items() if n > 1]
+    if twice:
+        msg = f"names gives two parameters the name {twice[0]!r}"
         raise ValueError(msg)
     return found
+
+
+def refuse_other_names(names: WeakTensorKeyDictionary, optimizer: Any) -> None:
+    """Refuse names of other parameters than those of an optimizer."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if names and params and not any([p in names for p in params]):
+        msg = "names has none of the parameters of the optimizer: give the model that it was made for"
+        raise ValueError(msg)

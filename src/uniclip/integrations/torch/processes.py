@@ -64,13 +64,14 @@ def of_whole_tree(rule: Any) -> bool:
     return isinstance(rule, Rule) and rule.scope == all_leaves
 
 
-def refuse_unnamed(rule: Any, param_groups: Any) -> None:
+def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
     """Refuse to join norms of leaves without names, since other processes have leaves with the same numbers."""
-    if _each_leaf(rule) and any(group["params"] and "param_names" not in group for group in param_groups):
+    unnamed = [p for group in param_groups if "param_names" not in group for p in group["params"] if p not in names]
+    if unnamed and _each_leaf(rule):
         msg = (
             f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, but the optimizer knows "
-            "its parameters by their numbers only: give it their names, as in "
-            "torch.optim.AdamW(model.named_parameters())"
+            "its parameters by their numbers only: give their names, by attach(optimizer, rule, names=model), or to "
+            "the optimizer, as in torch.optim.AdamW(model.named_parameters())"
         )
         raise ValueError(msg)
 
