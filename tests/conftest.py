@@ -25,6 +25,7 @@ ADAPTERS = ("keras", "optax", "trainers")
 NEEDS = {
     "typed/test_types.py": {"types"},  # not among all: with the frameworks installed, mypy takes minutes
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
+    "test_many_leaves.py": {"jax"},
     "test_processes.py": {"torch"},
     "test_sharding.py": {"jax", "optax"},
     "adapters/test_torch.py": {"torch"},

@@ -1,0 +1,146 @@
+"""Compiled programs of many leaves: they grow as the leaves do, and JAX transforms them as it does those of few."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import uniclip as uc
+
+pytestmark = pytest.mark.compiled
+MANY = 80
+SOME: dict[str, Any] = {
+    "global": uc.by_global_norm(2.0),
+    "by_norm": uc.by_norm(0.5),
+    "agc": uc.agc(0.3, axis=-1),
+    "zclip": uc.zclip(z=0.5, warmup=2),
+    "adagc": uc.adagc(warmup=1),
+}
+RULES = SOME | {
+    "skip": uc.by_global_norm(1.0, nonfinite="skip"),
+    "skip_above": uc.by_global_norm(1.0, skip_above=9.0),
+    "zero": uc.by_global_norm(1.0, nonfinite="zero"),
+    "autoclip": uc.autoclip(window=16),
+    "skip_spikes": uc.skip_spikes(window=16, warmup=4),
+    "masked": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: path[0] % 2),
+    "groups": uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0] % 4)),
+    "by_block_rms": uc.by_block_rms(0.1),
+    "chain": uc.chain(uc.agc(0.1, axis=-1), uc.by_global_norm(1.0)),
+}
+
+
+def leaves(count: int = MANY, scale: float = 1.0) -> list[np.ndarray]:
+    """Return gradients of 4x2, of many sizes."""
+    rng = np.random.default_rng(0)
+    return [(scale * (number % 7) * rng.standard_normal((4, 2))).astype("f") for number in range(count)]
+
+
+def step(rule: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+    """Return what a rule makes of gradients, and of its memory; parameters are of the gradients' library."""
+    like = np.asarray if isinstance(grads[0], np.ndarray) else jnp.asarray
+    params = [like(np.cos(array)) for array in leaves(len(grads))]
+    clipped, state, _ = rule.update(grads, state, params, loss=1.0)
+    return clipped, state
+
+
+@pytest.fixture
+def _quickly() -> Iterator[None]:
+    """Compile in a moment, where it is values that count."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_programs_grow_as_the_leaves_do(name: str) -> None:
+    """The instructions that XLA makes grow no faster than the leaves; a jaxpr does not show what is copied."""
+
+    def instructions(count: int) -> int:
+        grads, rule = leaves(count), RULES[name]
+        program = jax.jit(partial(step, rule)).lower(list(map(jnp.asarray, grads)), rule.init(grads)).compile()
+        return int(program.as_text().count(" = "))
+
+    few, many, most = (instructions(count) for count in (8, MANY, 2 * MANY))
+    assert most - many <= 1.5 * (many - few) * MANY / (MANY - 8)
+
+
+def close(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
+    """Require trees to be nearly equal."""
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6), found, wanted)
+
+
+def total(rule: Any, state: Any, grads: Any) -> Any:
+    """Return a number that depends on all that comes out."""
+    return sum(jnp.sum(jnp.sin(leaf)) for leaf in step(rule, grads, state)[0])
+
+
+def batched(function: Callable[[Any], Any], grads: Any) -> Any:
+    """Return the second of three results of a function of a batch."""
+    batch = jax.tree.map(lambda leaf: jnp.stack([2 * leaf, leaf, 0 * leaf]), grads)
+    return jax.tree.map(lambda leaf: leaf[1], jax.jit(jax.vmap(function))(batch))
+
+
+def scanned(rule: Any, grads: Any, state: Any) -> Any:
+    """Return what the last of three steps makes, in one loop."""
+    steps = jax.tree.map(lambda leaf: jnp.stack([leaf, 3 * leaf, leaf]), grads)
+    last, every = jax.jit(partial(jax.lax.scan, lambda held, one: step(rule, one, held)[::-1]))(state, steps)
+    return jax.tree.map(lambda leaf: leaf[-1], every), last
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.usefixtures("_quickly")
+def test_transformations(name: str) -> None:
+    """Values are NumPy's, derivatives those outside of jit; in batches, loops, exported, with donated buffers."""
+    rule, plain = SOME[name], leaves()
+    grads, first = list(map(jnp.asarray, plain)), rule.init(plain)
+    before = step(rule, leaves(scale=0.9), first)[1]
+    state = jax.tree.map(jnp.asarray, before)
+    wanted = step(rule, plain, before)
+    close(jax.jit(partial(step, rule))(grads, state), wanted)
+    close(batched(lambda leaf: step(rule, leaf, state), grads), wanted)
+    close(jax.jit(jax.grad(partial(total, rule, state)))(grads), jax.grad(partial(total, rule, state))(grads), 1e-4)
+    after = [(None, first)]
+    for size in (1.0, 3.0, 1.0):
+        after.append(step(rule, leaves(scale=size), after[-1][1]))
+    close(scanned(rule, grads, jax.tree.map(jnp.asarray, first)), after[-1], 1e-4)
+    flat, form = jax.tree.flatten(state)
+    bare = jax.jit(lambda grads, flat: jax.tree.leaves(step(rule, grads, form.unflatten(flat))))
+    again = export.deserialize(export.export(bare)(grads, flat).serialize())
+    close(again.call(grads, flat), jax.tree.leaves(wanted))
+    program = jax.jit(partial(step, rule), donate_argnums=0).lower(grads, state).compile()
+    assert program.memory_analysis().alias_size_in_bytes == MANY * 32
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.usefixtures("_quickly")
+def test_devices(name: str) -> None:
+    """Leaves of which devices hold parts are clipped as whole ones; none is gathered, and there are few reductions."""
+    rule, plain = SOME[name], leaves()
+    mesh, state = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), rule.init(plain)
+    wanted = step(rule, plain, state)
+    parts = [jax.device_put(leaf, NamedSharding(mesh, P("x"))) for leaf in plain]
+    whole = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P())), state)
+    program = jax.jit(partial(step, rule)).lower(parts, whole).compile()
+    close(program(parts, whole), wanted)
+    text = program.as_text()
+    assert not re.findall(r"all-gather(?:-start)?\(", text)
+    if name == "agc":  # whose norms are each of the part
+        return
+    assert len(re.findall(r"all-reduce(?:-start)?\(", text)) <= (2 if name in {"global", "zclip"} else MANY)
+    if name in {"global", "zclip"}:
+        inside = partial(rule.update, all_reduce="x")
+        specs = jax.tree.map(lambda _: P(), state)
+        shared = jax.jit(
+            jax.shard_map(lambda g, s: inside(g, s)[:2], mesh=mesh, in_specs=(P("x"), specs), out_specs=(P("x"), specs))
+        )
+        close(shared(parts, whole), wanted)
