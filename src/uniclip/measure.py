@@ -148,7 +148,7 @@ def _unsound(plan: Plan, given: Opened) -> Any:
     flags = [xp.astype(xp.logical_not(xp.all(xp.isfinite(given.arrays[n]))), dtype) for n in given.kinds.present]
     if not flags:
         return plan.to_library(np.zeros(()))
-    return xp.sum(plan.backend.fence(stacked(plan.backend, flags)), axis=0)
+    return plan.backend.reduce_rows(stacked(plan.backend, flags), "sum")
 
 
 def _as_sums(plan: Plan, loss: Any) -> list[Any]:

@@ -346,8 +346,7 @@ class Plan:
         rows = self._stacked(some)
         if isinstance(rows, np.ndarray):
             return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
-        xp, rows = self.backend.xp, self.backend.fence(rows)
-        return xp.sum(rows, axis=0) if op == "sum" else xp.max(rows, axis=0)
+        return self.backend.reduce_rows(rows, op)
 
     def _stacked(self, rows: list[Any]) -> Any:
         if self.sums_on_host and all([isinstance(row, NUMPY) for row in rows]):

@@ -247,9 +247,9 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
         common = {name for one in (there, here) for name in one.shared}  # a single row does not tell that it is of all
         once = {name: value[None] for row in there.rows.values() for name, value in row.items() if name in common}
         rows = {label: there.rows.get(label, row) for label, row in here.rows.items()}
-        for label, row in rows.items():
-            missing = {*here.rows[label], *here.shared} ^ {*row, *there.shared}
-            if missing - common:
+        for label in [label for label in rows if label in there.rows]:
+            missing = {*here.rows[label], *here.shared} ^ {*there.rows[label], *there.shared}
+            if missing:
                 msg = f"the saved state of {short(rule)} and one here differ in {sorted(missing)}: {_ANEW}"
                 raise ValueError(msg)
         joined.append(Memory(rows, {**here.shared, **once, **there.shared}))

@@ -782,11 +782,15 @@ def test_damaged_states() -> None:
     handle = attach(optimizer, uc.adagc())
     optimizer.step()
     before = handle.numbers()
-    for change in (lambda state: state.pop("averages"), lambda state: state.update(more=[1.0])):
+    for change in (
+        lambda state: state.pop("averages"),
+        lambda state: state.pop("count"),
+        lambda state: state.update(more=[1.0]),
+    ):
         saved = copy.deepcopy(before)
         saved["leaves"] = [["[0]['b']", "[0]['c']"]]
         change(saved["state"])
-        with pytest.raises(ValueError, match=r"averages|more"):
+        with pytest.raises(ValueError, match=r"averages|count|more"):
             handle.load_state_dict(saved)
         assert handle.numbers() == before
 

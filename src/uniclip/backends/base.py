@@ -109,6 +109,8 @@ class Backend:
     """Whether arrays can be changed in place."""
     joins_by = "a function of (array, op)"
     """The kinds of ``all_reduce`` that are taken."""
+    opens_reports = False
+    """Whether a report that compiled code returns is opened while that runs, so that its fields are made then."""
     output_axis = -1
     """The axis of a weight along which its output units lie."""
 
@@ -356,9 +358,9 @@ class Backend:
         """
         return partial(guarded, self.xp)
 
-    def fence(self, array: Array) -> Array:
-        """Return an array that is made as a whole, so that a compiler takes no sum of it apart."""
-        return array
+    def reduce_rows(self, rows: Array, op: Op) -> Array:
+        """Return the sum or the maximum of the rows of an array, which a compiler makes once for all of its users."""
+        return self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
 
     def apart(self, array: Array) -> list[Array]:
         """Return the rows of an array in code without values, each made once for all of its users."""

@@ -30,6 +30,7 @@ from uniclip.backends.base import (
     Backend,
     Blocks,
     Kinds,
+    Op,
     Reduce,
     Stored,
     both,
@@ -355,6 +356,7 @@ def _slopes(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array,
 
 
 class _JAX(Backend):
+    opens_reports = True
     joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
 
     def kind(self, leaf: Any) -> Any:
@@ -532,9 +534,9 @@ class _JAX(Backend):
     def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
         return _fast_values(plain, guarded)
 
-    def fence(self, array: Array) -> Array:
+    def reduce_rows(self, rows: Array, op: Op) -> Array:
         # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.
-        return jax.lax.optimization_barrier(array) if self.traced(array) else array
+        return super().reduce_rows(jax.lax.optimization_barrier(rows) if self.traced(rows) else rows, op)
 
     def apart(self, array: Array) -> list[Array]:
         if array.ndim > 1:

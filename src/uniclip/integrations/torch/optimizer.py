@@ -322,11 +322,16 @@ class Attached:
     def _look_up(self, saved: dict[str, Any]) -> tuple[Callable[[], None], list[str]]:
         """Return what loads a saved memory, and the parameters that it has nothing of, whatever groups they were in."""
         self._look_up_leaves()
-        here = {path.partition("]")[2]: path for path in self._leaves if "'" in path}  # by names, which are no numbers
-        theirs = [path for path in labels_of(saved.get("leaves")) if path not in self._leaves]
-        moved = {path: here[path.partition("]")[2]] for path in theirs if path.partition("]")[2] in here}
-        free = set(moved.values()).isdisjoint(labels_of(saved.get("leaves")))
-        return self._clipper.look_up(renamed(saved, moved) if moved and free else saved)
+        theirs = labels_of(saved.get("leaves")) if isinstance(saved, dict) else []
+        names = [path.partition("]")[2] for path in [*self._leaves, *theirs]]
+        here, strange = ({path.partition("]")[2]: path for path in some} for some in (self._leaves, theirs))
+        # By a name that is no number, and that each side has once.
+        moved = {
+            strange[name]: here[name]
+            for name in here.keys() & strange.keys()
+            if "'" in name and here[name] != strange[name] and names.count(name) == 2
+        }
+        return self._clipper.look_up(renamed(saved, moved) if moved else saved)
 
     def _warn_of_new(self, new: list[str], level: int) -> None:
         """Warn that a saved memory has nothing of some parameters."""
