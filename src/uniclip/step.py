@@ -140,8 +140,7 @@ class Decision(NamedTuple):
 
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else arranged on first access."""
-        plan = self.plan
-        if (plan.mode == TRACED and not plan.backend.opens_reports) or not plan.known_structure:
+        if self.plan.mode == TRACED or not self.plan.known_structure:
             return Made(*[self.raw.field(name) for name in Made._fields])  # the way back may hold the gradients
         return Late(self.raw)
 

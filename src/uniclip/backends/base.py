@@ -109,8 +109,6 @@ class Backend:
     """Whether arrays can be changed in place."""
     joins_by = "a function of (array, op)"
     """The kinds of ``all_reduce`` that are taken."""
-    opens_reports = False
-    """Whether a report that compiled code returns is opened while that runs, so that its fields are made then."""
     output_axis = -1
     """The axis of a weight along which its output units lie."""
 

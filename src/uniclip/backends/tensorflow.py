@@ -32,7 +32,6 @@ from uniclip.backends.base import (
     Backend,
     Blocks,
     Kinds,
-    Op,
     Stored,
     both,
     operand,
@@ -316,12 +315,6 @@ class _TensorFlow(Backend):
         if leaf.shape.is_fully_defined():
             return super().size(leaf, axes)
         return tf.size(leaf, tf.int64) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf, tf.int64), axes))
-
-    def reduce_rows(self, rows: Array, op: Op) -> Array:
-        if op == "sum" and rows.shape.rank == 1 and _in_xla():
-            # Of the sum of k numbers XLA makes k additions, and copies them into each user; not so of a product.
-            return tf.reshape(tf.matmul(rows[None], tf.ones_like(rows)[:, None]), [])
-        return super().reduce_rows(rows, op)
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value

@@ -34,7 +34,7 @@ from uniclip.tree import place
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-Names: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
+Names: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]]"
 """The names of parameters: a module, or pairs as of its ``named_parameters()``."""
 
 _SKIPPING = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
