@@ -733,6 +733,7 @@ def test_leaves_that_are_deleted(kept: bool) -> None:
     optimizer.step()
     torch.testing.assert_close(new.grad, torch.tensor([30.0, 40.0]))
     assert handle.numbers()["leaves"][0][:2] == ["[0][0]", "[1][0]"]
+    assert len(handle.numbers()["leaves"][0]) == (4 if kept else 2)
 
 
 def test_parameters_that_change_groups() -> None:
