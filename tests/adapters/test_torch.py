@@ -43,7 +43,7 @@ class Attached(Adapter):
     recorded = "torch"
     takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
     sparse = False
-    make = partial(SGD, lr=RATE, momentum=MOMENTUM)
+    make = staticmethod(partial(SGD, lr=RATE, momentum=MOMENTUM))
     handle: Any = None
 
     def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
@@ -119,7 +119,7 @@ class Fused(Attached):
     """An optimizer whose kernel does all in one, and may leave a step out."""
 
     optimizer = "adam"
-    make = partial(Adam, lr=RATE, fused=True)
+    make = staticmethod(partial(Adam, lr=RATE, fused=True))
 
 
 class ByClosure(Attached):
@@ -127,7 +127,7 @@ class ByClosure(Attached):
 
     takes = Attached.takes - {"micro", "record"}
     optimizer = "adam"
-    make = partial(Adam, lr=RATE, foreach=True)
+    make = staticmethod(partial(Adam, lr=RATE, foreach=True))
 
     def step(self, batch: Batch) -> None:
         """Train on a batch, by a positional argument or by keyword."""
@@ -142,7 +142,7 @@ class Sparse(Attached):
     takes = Attached.takes - {"record", "refuse"} | {"rows"}
     optimizer = "sgd"
     sparse = True
-    make = partial(SGD, lr=RATE)
+    make = staticmethod(partial(SGD, lr=RATE))
 
 
 class Scaled(Attached):
@@ -172,7 +172,7 @@ class ScaledFused(Scaled):
     """A loss scale, with a kernel that unscales."""
 
     optimizer = "adam"
-    make = partial(Adam, lr=RATE, fused=True)
+    make = staticmethod(partial(Adam, lr=RATE, fused=True))
 
 
 class Compiled(Attached):
@@ -725,7 +725,7 @@ def test_leaves_that_are_deleted(kept: bool) -> None:
     optimizer.step()
     torch.testing.assert_close([p.grad for p in params], [torch.tensor([4.5, 6.0])] * 2)
     params.pop()
-    del optimizer.param_groups[1]
+    del optimizer.param_groups[1], p
     gc.collect()
     new = five()
     optimizer.add_param_group({"params": [new]})
