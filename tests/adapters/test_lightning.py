@@ -266,6 +266,14 @@ def test_fit_again() -> None:
         fit(module, BATCHES[:1], callback)
 
 
+def test_parameters_outside_of_the_module() -> None:
+    """An optimizer of parameters that the module does not name is clipped by their numbers."""
+    module, callback, outside = Module(), ClipGradients(uc.adagc()), torch.nn.Parameter(torch.zeros(2))
+    module.make = lambda _: torch.optim.SGD([outside])
+    fit(module, BATCHES[:1], callback)
+    assert callback.handles[0].numbers()["leaves"] == [["[0][0]"]]
+
+
 def test_refused() -> None:
     """What is no rule is refused at once; when a fit begins, a second clipping, and a strategy that hides gradients."""
     for wrong in (1.0, uc.Clipper(uc.by_norm(1.0)), [1.0], uc.Rule):

@@ -896,8 +896,10 @@ def test_masks_of_names_that_are_not_there(name: str) -> None:
     """Without names a mask or a label takes all or none, silently: refused. With them it goes on while layers come."""
     model = two_layers()
     model.body.weight.requires_grad_(False).grad = None
+    unnamed = SGD(model.parameters())
     with pytest.raises(TypeError if name == "groups" else ValueError, match=r"names=model"):
-        attach(SGD(model.parameters()), NAMED[name])
+        attach(unnamed, NAMED[name])
+    attach(unnamed, NAMED[name], names=model).remove()  # nothing was attached before
     optimizer = SGD(model.head.parameters(), lr=0.1)
     attach(optimizer, NAMED[name], names=model)
     optimizer.step()  # of the head alone

@@ -41,7 +41,7 @@ from uniclip.backends.base import (
     unchanged,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, all_zero, few, squares, squares_of, sums_of
+from uniclip.backends.numpy import HIGH, LOW, few, squares, squares_of, sums_of
 
 
 def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
@@ -412,8 +412,7 @@ class _JAX(Backend):
                 return squares(list(map(np.asarray, arrays)), lengths)
             totals = np.concatenate([np.asarray(_squares(some)) for some in _in_parts(arrays)]).astype(np.float64)
             odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
-            views = [np.asarray(arrays[number]) for number in odd]
-            totals[odd] = [0.0 if all_zero(view) else squares_of(view) for view in views]
+            totals[odd] = [squares_of(np.asarray(arrays[number])) for number in odd]
             return np.array(sums_of(totals.tolist(), lengths))
         each = jnp.stack([total for some in _in_parts(arrays) for total in _totals(some, 2, (None,) * len(some), None)])
         return ended(each if len(each) == len(lengths) else _sums(each, tuple(lengths)))

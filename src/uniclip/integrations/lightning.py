@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from uniclip.integrations.torch import Attached, attach
+from uniclip.integrations.torch.checks import names_in
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
@@ -131,8 +132,8 @@ class ClipGradients(Callback):
             msg = f"record holds the steps of one optimizer, and {len(chosen)} are clipped: set None for the others"
             raise MisconfigurationException(msg)
         for number in chosen:  # one by one, so that those before an error can be removed
-            how = self.all_reduce, self.shared, self.record
-            self.handles.append(attach(optimizers[number], rules[number], *how, names=pl_module))
+            how, optimizer = (self.all_reduce, self.shared, self.record), optimizers[number]
+            self.handles.append(attach(optimizer, rules[number], *how, names=names_in(pl_module, optimizer)))
         self._numbers, self._logged = chosen, {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

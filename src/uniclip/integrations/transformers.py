@@ -14,7 +14,7 @@ import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from uniclip.integrations.torch.checks import unwrapped
+from uniclip.integrations.torch.checks import names_in, unwrapped
 from uniclip.integrations.torch.optimizer import Attached, attach
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ class ClipGradients(TrainerCallback):
         self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
         _refuse(optimizer.accelerator_state.distributed_type.value, self.rule)
-        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, names=kwargs["model"])
+        names = names_in(kwargs["model"], optimizer)
+        self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names)
         self.handle.logs()
         self._seen = None
         saved = state.stateful_callbacks.get(_KEY) or self._loaded

@@ -72,3 +72,10 @@ def unwrapped(optimizer: Any) -> Any:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def names_in(model: torch.nn.Module, optimizer: Any) -> torch.nn.Module | None:
+    """Return a trainer's model if it has parameters of an optimizer, whose names it then tells; else ``None``."""
+    known = set(map(id, model.parameters()))
+    shared = any(id(p) in known for group in optimizer.param_groups for p in group["params"])
+    return model if shared else None

@@ -98,10 +98,10 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
         If ``optimizer`` is not an optimizer, or ``rule`` not a rule, or ``names`` neither a module nor pairs.
     ValueError
         If the optimizer already has a rule, holds another optimizer, or is differentiable; if ``names`` has none of its
-        parameters. With several processes, if the parameters are those
-        of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, or if ``all_reduce`` would join norms of leaves
-        without names. At the first step, if the processes have different rules, or leaves that are neither parts of the
-        same leaves nor distinct.
+        parameters, or a mask or label in the rule looks for names that they do not have. With several processes, if the
+        parameters are those of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, or if ``all_reduce`` would
+        join norms of leaves without names. At the first step, if the processes have different rules, or leaves that are
+        neither parts of the same leaves nor distinct.
 
     Warns
     -----
@@ -147,16 +147,13 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
         msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
         raise ValueError(msg)
     refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, all_reduce)
-    if all_reduce is not None:
-        reducer_of(BACKEND, all_reduce)  # which says what is taken
     known = names_of(names)
     refuse_other_names(known, optimizer)
     if all_reduce is not None:
+        reducer_of(BACKEND, all_reduce)  # which says what is taken
         refuse_unnamed(rule, optimizer.param_groups, known)
     refuse_record(record, all_reduce)
-    handle = Attached(optimizer, Clipper(rule, record), all_reduce, shared, known)
-    handle.refuse_one_answer()
-    return handle
+    return Attached(optimizer, Clipper(rule, record), all_reduce, shared, known)
 
 
 class Attached:
@@ -204,6 +201,7 @@ class Attached:
         self._forgotten = self.rule.memory and used
         self._compares = looks_at("params", self.rule)
         self._look_up_leaves()
+        self._refuse_one_answer()
         self._begin()
         if self.record is not None:
             self.record.holder = ref(self)
@@ -425,8 +423,7 @@ class Attached:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _clip(self, loss: Any) -> None:
-        self._look_up_leaves()
-        params, all_reduce = self._params(), given_back(self._join)
+        params, all_reduce = self._look_up_leaves(), given_back(self._join)
         device = params[0].device if params else None
         if several():
             loss = of_all(loss, device)
@@ -497,13 +494,13 @@ class Attached:
         left = iter(values)
         return [OrderedDict(zip(keys, left, strict=False)) for keys in self._keys]
 
-    def _look_up_leaves(self) -> None:
-        """Name the parameters, and give each its own rows of the memory, if groups have changed."""
+    def _look_up_leaves(self) -> list[Any]:
+        """Return the parameters; if groups have changed, name them, and give each its own rows of the memory."""
         params, groups = self._params(), self.optimizer.param_groups
         sizes = [len(group["params"]) for group in groups]
         same = sizes == list(map(len, self._keys)) and all([r() is p for r, p in zip(self._here, params, strict=True)])
         if same or not params:
-            return
+            return params
         self._name(groups)
         self._here = list(map(ref, params))
         moved = self._follow(params)
@@ -514,8 +511,9 @@ class Attached:
             names = [key for keys in self._keys for key in keys]
             apart = len(set(names)) == len(names)
             self.record.describe(self.rule, OrderedDict(zip(names, params, strict=True)) if apart else every)
+        return params
 
-    def refuse_one_answer(self) -> None:
+    def _refuse_one_answer(self) -> None:
         """Refuse a mask or a label that says the same of all parameters, unless ``names`` tells of others.
 
         Raises
@@ -558,12 +556,10 @@ class Attached:
             p, new = leaf(), old
             if id(p) in here:
                 new = here[id(p)]
-            elif old in places:  # another one has that path now; what is deleted never comes back
-                new = (
-                    ""
-                    if p is None
-                    else next(one for one in (f"{old}#{n}" for n in count(2)) if one not in self._leaves)
-                )
+            elif old in places and p is None:  # what is deleted never comes back
+                new = ""
+            elif old in places:  # another one has that path now
+                new = next(path for path in (f"{old}#{n}" for n in count(2)) if path not in self._leaves)
             if new != old:
                 moved[old] = new
             if p is not None:
