@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from many import MANY, updates
 from tqdm import tqdm
 
 import uniclip as uc
@@ -43,7 +44,8 @@ RESULTS = Path(__file__).parent.parent / "docs" / "performance.json"
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 """What is compared is the CPU; a kept program would make the time to compile that of a later run."""
 FRAMEWORKS = {"torch": Torch(), "tensorflow": TensorFlow(), "jax": JAX(), "numpy": Framework()}
-NATIVE, OURS, PLAIN, TRAINING, FIRST = "native", "uniclip", "not clipped", "a training step", "first call, "
+NATIVE, OURS, PLAIN, TRAINING = "native", "uniclip", "not clipped", "a training step"
+FIRST, GROWTH = "first call, ", "growth, "
 USUAL = [RESNET, LSTM, MLP, SMALL, FIFTY, CONVOLUTIONS]
 SETTINGS = {
     ("torch", EAGER): [*USUAL, ZCLIP],
@@ -162,6 +164,46 @@ def compiling(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]
 
     first(NATIVE)  # the compiler itself has a first time, too
     yield row(in_turn([NATIVE, OURS], min(rounds, FEWEST), first))
+
+
+def growing(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure many leaves in compiled code: the processor's time until a program is there, and a run of it."""
+    way, (rule, shapes) = way.removeprefix(GROWTH), MANY[framework, way.removeprefix(GROWTH), what]
+    grads, params = ([FRAMEWORKS[framework].array(v) for v in normal(shapes)] for _ in range(2))
+    made, programs = updates(framework, way, rule, grads), {}
+
+    def first(name: str) -> list[float]:
+        update, state = made[name]
+        programs[name], spent = build_program(framework, way, update, (grads, state, params))
+        return spent
+
+    first(NATIVE)  # the compiler itself has a first time, too
+    times = in_turn([NATIVE, OURS], FEWEST, first)
+    for stage, title in enumerate(["trace and compile", "compile"] if framework == "jax" else ["first call"]):
+        yield {"way": f"{GROWTH}{way}, {title}", **row({name: spent[:, stage] for name, spent in times.items()})}
+    runs = {name: Contender(lambda _, name=name: programs[name](grads, made[name][1], params)) for name in made}
+    yield {"way": f"{GROWTH}{way}, a run", **row(interleaved(runs, rounds))}
+
+
+def build_program(framework: str, way: str, update: Any, given: Any) -> tuple[Callable[..., Any], list[float]]:
+    """Compile a function; return it, and the seconds from the start, and of the compiler alone if that is known."""
+    if framework == "jax":
+        import jax
+
+        jax.clear_caches()
+        start = time.process_time()
+        traced = jax.jit(update).trace(*given)
+        between = time.process_time()
+        program = traced.lower().compile()
+        end = time.process_time()
+        return lambda *some: jax.block_until_ready(program(*some)), [end - start, end - between]
+    if framework == "torch":
+        pkgutil.resolve_name("torch.compiler:reset")()
+    start = time.process_time()
+    place, options = COMPILERS[way]
+    program = pkgutil.resolve_name(place)(update, **options)
+    program(*given)
+    return program, [time.process_time() - start]
 
 
 def beside(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
@@ -334,10 +376,22 @@ def jobs() -> Iterator[Job]:
         yield from ((*place, what, beside) for what in BESIDE if what != SPARSE or place == ("torch", EAGER))
     for (framework, way), trees in PROGRAMS.items():
         yield from ((framework, FIRST + way, tree, compiling) for tree in trees)
+    yield from ((framework, GROWTH + way, what, growing) for framework, way, what in MANY)
     for framework in ("torch", "tensorflow", "jax"):
         yield from ((framework, TRAINING, net, training) for net in NETS)
     yield "torch", EAGER, "10 leaves, a process group of one", joined
     yield from ((framework, EAGER, "insight.Recorder, 20 norms", recording) for framework in ("torch", "jax", "numpy"))
+
+
+def process_of(job: Job) -> tuple[int, bool]:
+    """Return what a process is for: a framework, and whether it may use one core alone."""
+    return list(FRAMEWORKS).index(job[0]), job[1].startswith(GROWTH)
+
+
+def use_one_core() -> None:
+    """Keep this process, before it imports a framework, to one core, as far as the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
 
 
 def measured(job: Job, rounds: int) -> tuple[dict[str, Any], list[Row]]:
@@ -356,9 +410,16 @@ def save(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     """Write results, one row a line; what was measured before and not again stays."""
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"about": {}, "rows": []}
     found = {(*(row[field] for field in FIELDS), row.get("clipped")): row for row in [*old["rows"], *rows]}
-    order = [(*job[:3], clipped) for job in jobs() for clipped in (False, True, None)]
-    lines = ",\n".join(json.dumps(found[fields]) for fields in order if fields in found)
+    order = {job[:3]: number for number, job in enumerate(jobs())}
+    rank = {fields: order.get((fields[0], without_stage(fields[1]), fields[2])) for fields in found}
+    kept = sorted([fields for fields in found if rank[fields] is not None], key=rank.__getitem__)
+    lines = ",\n".join(json.dumps(found[fields]) for fields in kept)
     path.write_text(f'{{"about": {json.dumps(old["about"] | about, indent=1)},\n"rows": [\n{lines}\n]}}\n', "utf-8")
+
+
+def without_stage(way: str) -> str:
+    """Return the way of calling of a job, of which a row may be one stage."""
+    return way.rpartition(", ")[0] if way.startswith(GROWTH) else way
 
 
 def line(row: Row) -> str:
@@ -379,13 +440,13 @@ def main() -> None:
     chosen = [job for job in jobs() if all(text in ", ".join(job[:3]) for text in args.only)]
     os.environ.update(ENVIRONMENT)
     with tqdm(total=len(chosen), dynamic_ncols=True) as bar:
-        for framework in FRAMEWORKS:
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
-                for job in filter(lambda job: job[0] == framework, chosen):
+        for (_, growth), some in groupby(sorted(chosen, key=process_of), process_of):
+            with ProcessPoolExecutor(1, get_context("spawn"), use_one_core if growth else None) as process:
+                for job in some:
                     bar.set_description(", ".join(job[:3]))
                     about, rows = process.submit(measured, job, args.rounds).result()
                     bar.write("\n".join(map(line, rows)))
-                    save(args.out, {framework: about}, rows)  # now, lest an error cost it
+                    save(args.out, {job[0]: about}, rows)  # now, lest an error cost it
                     bar.update()
 
 

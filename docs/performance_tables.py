@@ -9,6 +9,8 @@ from typing import Any
 from compared import table
 
 Row = dict[str, Any]
+GROWTH = "growth, "
+"""With it the way of calling begins, where compiled code of many leaves was measured."""
 PLACES = {
     ("torch", "eager"): "PyTorch",
     ("torch", "torch.compile"): "PyTorch, `torch.compile`",
@@ -28,11 +30,13 @@ def parts(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables by name."""
     rows = results["rows"]
     steps = [row for row in rows if row["way"] == "a training step"]
-    others = [row for row in rows if row["way"] != "a training step"]
+    many = [row for row in rows if row["way"].startswith(GROWTH)]
+    others = [row for row in rows if row not in steps and row not in many]
     return {
         "ratios": ratios(rows, NETS),
         "rules": ratios(rows, OTHERS),
         "training": table(["a step of", "takes", "the native function adds", "uniclip adds"], training(steps)),
+        "many": table(["", "leaves", "first call", "compiler alone", "a run"], growth(many)),
         "all": table(["", "times as fast", "native", "uniclip"], everything(others)),
         "versions": versions(results["about"]),
     }
@@ -55,6 +59,22 @@ def training(rows: list[Row]) -> Iterator[list[str]]:
         native, *ours = [f"{added(ratio)}, `{name}`" for name, ratio in row["times"].items()]
         about = [f"{TRAINED[row['framework']]}, {row['what']}", duration(row["us"]["not clipped"])]
         yield [*about, native.removesuffix(", `native`"), "<br>".join(ours)]
+
+
+def growth(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield how many times as fast each rule's program is there and runs, by the number of leaves."""
+    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        way, stage = row["way"].removeprefix(GROWTH).rsplit(", ", 1)
+        rule, leaves = row["what"].rsplit(", ", 1)
+        count, _, size = leaves.partition(" leaves of ")
+        cells = found.setdefault((PLACES[row["framework"], way], rule, size), {})
+        stage, ratio = stage.replace("first call", "trace and compile"), row["times"]["uniclip"][1]
+        cells.setdefault(stage, {})[count] = number(ratio)
+    for (place, rule, size), cells in found.items():
+        counts = " / ".join(cells["a run"])
+        ratios = [" / ".join(cells.get(stage, {}).values()) for stage in ("trace and compile", "compile", "a run")]
+        yield [f"{place}, `{rule}`", f"{counts} of {size}", *ratios]
 
 
 def everything(rows: list[Row]) -> Iterator[list[str]]:

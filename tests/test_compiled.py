@@ -583,6 +583,38 @@ def test_rules_made_in_compiled_code() -> None:
 
 
 @pytest.mark.compiled
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", ["clip", "clip_", "update in place", "a function", "drop-in"])
+def test_one_program_for_all_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tensors of the same kinds, as each step brings them, compile nothing anew; parameters may be met first."""
+    import torch
+    from torch._dynamo.testing import CompileCounter
+
+    from uniclip.backends import MET
+    from uniclip.integrations.torch import clip_grad_norm_
+
+    agc, by_global_norm = uc.agc(0.1), uc.by_global_norm(1.0)
+    calls: dict[str, Callable[[list[Any], list[Any]], Any]] = {
+        "clip": lambda grads, params: uc.clip(grads, agc, params)[0],
+        "clip_": lambda grads, params: uc.clip_(grads, agc, params),
+        "update in place": lambda grads, _: by_global_norm.update(grads, (), in_place=True)[0],
+        "a function": lambda grads, _: uc.clip_(grads, abs),
+        "drop-in": lambda _, params: clip_grad_norm_(params, 1.0),
+    }
+    monkeypatch.delitem(MET, torch.nn.Parameter, raising=False)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    program = torch.compile(calls[name], backend=counter, fullgraph=True)
+    for step in range(3):
+        grads = [torch.full((2,), float(step + number)) for number in range(3)]
+        params = [torch.nn.Parameter(torch.ones(2)) for _ in grads]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        program(grads, params)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.compiled
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_control_flow_of_jax() -> None:

@@ -74,6 +74,21 @@ def test_programs_grow_as_the_leaves_do(name: str) -> None:
     assert most - many <= 1.5 * (many - few) * MANY / (MANY - 8)
 
 
+@pytest.mark.needs("tensorflow")
+def test_xla_from_tensorflow() -> None:
+    """Programs that TensorFlow has XLA make grow as the leaves do, too."""
+    import tensorflow as tf
+
+    def instructions(count: int) -> int:
+        rule = uc.by_global_norm(1.0, nonfinite="skip")
+        grads = list(map(tf.constant, leaves(count)))
+        program = tf.function(lambda some: uc.clip(some, rule)[0], jit_compile=True, autograph=False)
+        return int(program.experimental_get_compiler_ir(grads)(stage="optimized_hlo").count(" = "))
+
+    few, many, most = (instructions(count) for count in (8, MANY, 2 * MANY))
+    assert most - many <= 1.5 * (many - few) * MANY / (MANY - 8)
+
+
 def close(found: Any, wanted: Any, rtol: float = 1e-5) -> None:
     """Require trees to be nearly equal."""
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=rtol, atol=1e-6), found, wanted)

@@ -239,8 +239,9 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
     some = [(number, leaf) for number, leaf in enumerate(leaves) if leaf is not None]
     if some and not backend.traced(some[0][1]) and backend.disjoint([leaf for _, leaf in some]):
         return set()
-    first: dict[int, int] = {}
-    again = {number for number, leaf in some if first.setdefault(id(leaf), number) != number}
+    first: dict[Any, int] = {}
+    identity = unchanged if compiling() else id  # of numbers of objects, a compiler makes a program for these alone
+    again = {number for number, leaf in some if first.setdefault(identity(leaf), number) != number}
     views: list[Any] = [None] * len(leaves)
     for number, leaf in some:
         view, why = backend.memory(leaf)

@@ -58,6 +58,8 @@ def backend_of(leaf: Any) -> Backend | None:
 
 def _found(leaf: Any) -> Backend | None:
     """Return the backend of a class that is met for the first time, by the libraries of its bases."""
+    if compiling() and isinstance(leaf, sys.modules["torch"].Tensor):  # it can list no bases of a Parameter
+        return _torch()
     cls = type(leaf)
     roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
     load = next(filter(None, map(_LOADERS.get, roots)), None)

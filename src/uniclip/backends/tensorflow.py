@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public function for it
@@ -32,6 +33,7 @@ from uniclip.backends.base import (
     Backend,
     Blocks,
     Kinds,
+    Op,
     Stored,
     both,
     operand,
@@ -252,6 +254,10 @@ class _TensorFlow(Backend):
     def one_by_one(self) -> bool:
         return _in_xla()
 
+    def reduce_rows(self, rows: Array, op: Op) -> Array:
+        # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.
+        return super().reduce_rows(_fenced(rows) if _in_xla() else rows, op)
+
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
         if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
@@ -348,6 +354,12 @@ def _viewed(array: Array) -> np.ndarray[Any, Any]:
 def _in_xla() -> bool:
     """Whether XLA will compile what is being traced; there is no public function for it."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _fenced(array: Array) -> tuple[Array, Callable[[Array], Array]]:
+    """Return an array that XLA does not take apart, and its derivative, for which TensorFlow has none."""
+    return xla.optimization_barrier(array)[0], lambda upstream: upstream
 
 
 def _in_rows(array: Array) -> Array:

@@ -37,7 +37,7 @@ def valueless(array: Any) -> bool:
     """Whether an array has no values anywhere: a tensor of the device ``meta``, or a fake one."""
     if not isinstance(array, torch.Tensor):
         return False  # a number
-    if type(array) is torch.Tensor:
+    if type(array) is torch.Tensor or torch.compiler.is_dynamo_compiling():  # which reads no code of fake tensors
         return bool(array.is_meta)
     return bool(array.is_meta or isinstance(array, FunctionalTensor) or is_fake(array))
 
