@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import subprocess
 import sys
@@ -585,12 +586,11 @@ def test_rules_made_in_compiled_code() -> None:
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", ["clip", "clip_", "update in place", "a function", "drop-in"])
-def test_one_program_for_all_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tensors of the same kinds, as each step brings them, compile nothing anew; parameters may be met first."""
+def test_one_program_for_all_tensors(name: str) -> None:
+    """Other tensors of the same kinds, as each step brings them, compile nothing anew."""
     import torch
     from torch._dynamo.testing import CompileCounter
 
-    from uniclip.backends import MET
     from uniclip.integrations.torch import clip_grad_norm_
 
     agc, by_global_norm = uc.agc(0.1), uc.by_global_norm(1.0)
@@ -601,7 +601,6 @@ def test_one_program_for_all_tensors(name: str, monkeypatch: pytest.MonkeyPatch)
         "a function": lambda grads, _: uc.clip_(grads, abs),
         "drop-in": lambda _, params: clip_grad_norm_(params, 1.0),
     }
-    monkeypatch.delitem(MET, torch.nn.Parameter, raising=False)
     torch._dynamo.reset()
     counter = CompileCounter()
     program = torch.compile(calls[name], backend=counter, fullgraph=True)
@@ -612,6 +611,24 @@ def test_one_program_for_all_tensors(name: str, monkeypatch: pytest.MonkeyPatch)
             param.grad = grad
         program(grads, params)
     assert counter.frame_count == 1
+
+
+PARAMETERS = """
+import torch
+import uniclip as uc
+rule, params = uc.agc(0.1), [torch.nn.Parameter(torch.ones(2))]
+grads = [torch.full((2,), 4.0)]
+torch.compile(lambda grads: uc.clip_(grads, rule, params), backend="eager", fullgraph=True)(grads)
+print(grads[0].tolist())
+"""
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("torch")
+def test_parameters_that_compiled_code_meets_first() -> None:
+    """A process that compiles at once, as most do, needs no graph break for parameters."""
+    done = subprocess.run([sys.executable, "-c", PARAMETERS], check=False, capture_output=True, text=True)
+    np.testing.assert_allclose(json.loads(done.stdout or done.stderr), [0.1, 0.1])
 
 
 @pytest.mark.compiled
