@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from many import MANY, updates
+from steps import MODELS, measure
 from tqdm import tqdm
 
 import uniclip as uc
@@ -45,7 +46,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "TORCHINDUCTO
 """What is compared is the CPU; a kept program would make the time to compile that of a later run."""
 FRAMEWORKS = {"torch": Torch(), "tensorflow": TensorFlow(), "jax": JAX(), "numpy": Framework()}
 NATIVE, OURS, PLAIN, TRAINING = "native", "uniclip", "not clipped", "a training step"
-FIRST, GROWTH = "first call, ", "growth, "
+STEP, GROWTH = "in a step, ", "growth, "
 USUAL = [RESNET, LSTM, MLP, SMALL, FIFTY, CONVOLUTIONS]
 SETTINGS = {
     ("torch", EAGER): [*USUAL, ZCLIP],
@@ -58,8 +59,6 @@ SETTINGS = {
     ("numpy", EAGER): USUAL,
 }
 """The gradients that are clipped in each way of calling; `ZCLIP` is a rule on those of `MLP`."""
-PROGRAMS = {("torch", "torch.compile"): [CONVOLUTIONS], ("jax", "jax.jit"): [FIFTY, CONVOLUTIONS, TEN]}
-"""What is compiled again and again."""
 NETS = {"small MLP": LAYERS, "wide MLP": [784, 1024, 1024, 1024, 1024, 10]}
 BATCH, RATE, LIMIT = 128, 1e-6, 1e-3  # the weights hardly move, and every step is clipped
 SPARSE, ZEROS = "30 leaves and a sparse one", "six leaves, one of zeros"
@@ -152,18 +151,11 @@ def copied(leaves: Leaves, saved: Leaves) -> Leaves:
     return leaves
 
 
-def compiling(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
-    """Measure the first call of a function that is compiled anew in each round."""
-    _, leaves, params, c = gradients(framework, what)
-    forget = pkgutil.resolve_name({"torch": "torch.compiler:reset", "jax": "jax:clear_caches"}[framework])
-
-    def first(name: str) -> float:
-        forget()
-        call = contenders(framework, way.removeprefix(FIRST), what, params, c)[name]
-        return seconds(Contender(call, lambda: leaves), 1)
-
-    first(NATIVE)  # the compiler itself has a first time, too
-    yield row(in_turn([NATIVE, OURS], min(rounds, FEWEST), first))
+def stepping(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
+    """Measure the clip after a backward pass, and whole steps of an optimizer."""
+    threads = int(way.removeprefix(STEP).split()[0])
+    for title, clipped, times in measure(what, threads, rounds):
+        yield {"way": f"{way}, {title}", "clipped": clipped, **row(times)}
 
 
 def growing(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
@@ -374,8 +366,7 @@ def jobs() -> Iterator[Job]:
         yield from ((framework, way, tree, clipping) for tree in trees)
     for place in [one for one in SETTINGS if one[1] in {EAGER, "tf.function", "jax.jit"}]:
         yield from ((*place, what, beside) for what in BESIDE if what != SPARSE or place == ("torch", EAGER))
-    for (framework, way), trees in PROGRAMS.items():
-        yield from ((framework, FIRST + way, tree, compiling) for tree in trees)
+    yield from (("torch", f"{STEP}{threads} threads", what, stepping) for what in MODELS for threads in (1, 2))
     yield from ((framework, GROWTH + way, what, growing) for framework, way, what in MANY)
     for framework in ("torch", "tensorflow", "jax"):
         yield from ((framework, TRAINING, net, training) for net in NETS)
@@ -412,14 +403,14 @@ def save(path: Path, about: dict[str, Any], rows: list[Row]) -> None:
     found = {(*(row[field] for field in FIELDS), row.get("clipped")): row for row in [*old["rows"], *rows]}
     order = {job[:3]: number for number, job in enumerate(jobs())}
     rank = {fields: order.get((fields[0], without_stage(fields[1]), fields[2])) for fields in found}
-    kept = sorted([fields for fields in found if rank[fields] is not None], key=rank.__getitem__)
+    kept = sorted([fields for fields in found if rank[fields] is not None], key=lambda f: (rank[f], f[1], bool(f[3])))
     lines = ",\n".join(json.dumps(found[fields]) for fields in kept)
     path.write_text(f'{{"about": {json.dumps(old["about"] | about, indent=1)},\n"rows": [\n{lines}\n]}}\n', "utf-8")
 
 
 def without_stage(way: str) -> str:
     """Return the way of calling of a job, of which a row may be one stage."""
-    return way.rpartition(", ")[0] if way.startswith(GROWTH) else way
+    return way.rpartition(", ")[0] if way.startswith((GROWTH, STEP)) else way
 
 
 def line(row: Row) -> str:
