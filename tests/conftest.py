@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files of libraries that a run is not for."""
     name = collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
-    unasked = name == "test_against_old.py" and not config.getoption("--old")
+    unasked = name in {"test_against_old.py", "test_lane_against_old.py"} and not config.getoption("--old")
     return True if unasked or NEEDS.get(name, set()) - chosen(config) else None
 
 

@@ -10,14 +10,14 @@ import sys
 import tarfile
 from pathlib import Path
 
-COMMIT = "9ea1dcb30a39c4a359721b0c3a95432f2b2b7eb3"
+COMMIT = "559b02330b77ddb6786fe5b6503fffc9ef09a18e"
 """What the package of today is compared with."""
-LEFT_OUT = {"integrations", "insight"}
+LEFT_OUT = {"insight"}
 SOURCE = "src/uniclip"
 
 
 def make(folder: Path) -> None:
-    """Write the core of the package into a folder, under its other name."""
+    """Write the package, without what draws and records, into a folder, under its other name."""
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", str(root), "archive", COMMIT, SOURCE]
     archived = subprocess.run(command, capture_output=True, check=False)

@@ -68,10 +68,13 @@ def cases(framework: Framework) -> dict[str, tuple[Callable[..., Any], Callable[
         return (grads(),)
 
     rule, agc, zclip = uc.by_norm(0.5), uc.agc(0.01), uc.Clipper(uc.zclip(warmup=2))
+    usual, clipper = uc.by_global_norm(1.0), uc.Clipper(uc.by_global_norm(1.0))
     found: dict[str, Any] = {
         "global_norm": (uc.global_norm, plain),
         "clip_by_global_norm": (lambda g: uc.clip_by_global_norm(g, 1.0), plain),
         "clip_by_global_norm below": (lambda g: uc.clip_by_global_norm(g, 1e9), plain),
+        "clip_ by_global_norm": (lambda g: uc.clip_(g, usual), plain),
+        "Clipper by_global_norm": (clipper, plain),
         "clip by_norm": (lambda g: uc.clip(g, rule), plain),
         "clip_ by_norm": (lambda g: uc.clip_(g, rule), plain),
         "clip agc": (lambda g: uc.clip(g, agc, params=g), plain),

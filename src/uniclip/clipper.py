@@ -329,6 +329,12 @@ class Clipper:
         self._see(report, step.loss, norms)
         return clipped, report
 
+    def note(self, report: Report) -> None:
+        """Hold the report of a step that an integration took beside this clipper, by a rule without memory."""
+        self._last = _Last(self._last.state, report, *self._last[2:])
+        if self._window is not None:
+            self._window.add(report)
+
     def _see(self, report: Report, loss: Any, norms: Any) -> None:
         """Keep what is seen of a step: for a recorder, and for `logs`."""
         if self.record is not None:

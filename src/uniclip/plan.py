@@ -115,8 +115,6 @@ class Plan:
         self._own(rule, parts)
         self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.covering
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
-        self.fast = self.limits_on_host and rule.simple and join is None and self.plain and self.narrow
-        """Whether a step takes the fast path: one Euclidean norm, float32, a constant limit, one process."""
         self._on_host: Plan | None = None
         self._counts: tuple[list[Any], list[Any]] | None = None
         self._wide = np.float64 if self.double else np.float32

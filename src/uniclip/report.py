@@ -214,11 +214,18 @@ class Made(_Fields, Report):
 class Late(Report):
     """A report whose fields are arranged on first access."""
 
-    __slots__ = ("_found", "record")
+    __slots__ = ("_fields", "_record")
 
-    def __init__(self, record: Raw) -> None:
-        self.record = record
-        self._found: dict[str, Any] = {}
+    def __init__(self, record: Raw | Callable[[], Raw]) -> None:
+        self._record = record
+        self._fields: dict[str, Any] = {}
+
+    @property
+    def record(self) -> Raw:
+        """The data, made when they are first asked for."""
+        if not isinstance(self._record, Raw):
+            self._record = self._record()
+        return self._record
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule."""
@@ -238,9 +245,9 @@ class Late(Report):
 
     def __getattr__(self, name: str) -> Any:
         _refuse_name(name)
-        if name not in self._found:
-            self._found[name] = self.record.field(name)
-        return self._found[name]
+        if name not in self._fields:
+            self._fields[name] = self.record.field(name)
+        return self._fields[name]
 
 
 def _opened(late: Late) -> tuple[tuple[Any, ...], None]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ import optree
 from uniclip._errors import refuse_in_step, short
 from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
-from uniclip.backends import DEFAULT, backend_of
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, cast
+from uniclip.backends import DEFAULT, MET, backend_of
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, Lane, cast, factor_in_lane
 from uniclip.choices import Choices
 from uniclip.curves import rejects
 from uniclip.measure import cleaned, measured
@@ -24,20 +25,10 @@ from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
 from uniclip.report import Late, Made, Raw, Report
 from uniclip.tree import Opened, open_tree, same_memory
 
-__all__ = ["Decision", "decide", "state_where"]
+__all__ = ["Decision", "LaneDecision", "decide", "decide_generally", "lane_report", "state_where"]
 
-_TINY, _HUGE = 1e-37, 1e76
-"""Between them nothing leaves the range of float32: a limit, a factor, the root of a sum."""
 _NAMED = 5
 """The number of leaves named in an error."""
-
-
-class Scalars(NamedTuple):
-    """One norm, its limit and its factor."""
-
-    norm: Any
-    limit: Any
-    factor: float
 
 
 class Decision(NamedTuple):
@@ -46,24 +37,14 @@ class Decision(NamedTuple):
     rule: Choices
     given: Opened
     plan: Plan
-    outcome: Raw | Scalars
+    raw: Raw
+    """The norms, limits and factors of each block."""
     state: Any
-
-    @property
-    def raw(self) -> Raw:
-        """The norms, limits and factors of each block."""
-        if isinstance(self.outcome, Raw):
-            return self.outcome
-        dtype = self.plan.dtypes[1]
-        return Raw(self.plan, *[[np.array([one], dtype)] for one in self.outcome])
 
     def clipped(self) -> Any:
         """Return the clipped gradients, like those given."""
         given, plan = self.given, self.plan
-        if not isinstance(self.outcome, Raw):
-            return given.closed(self._at_once(self.outcome.factor))
-        factors = self.outcome.factors
-        numbers, by = plan.by_leaf(given, factors)
+        numbers, by = plan.by_leaf(given, self.raw.factors)
         writes_cleaned = given.in_place and any([given.arrays[n] is not way.array for n, way in given.stored.items()])
         if not (numbers or writes_cleaned):  # which are written by closing, and looked at before
             return given.closed(given.arrays)
@@ -74,42 +55,13 @@ class Decision(NamedTuple):
 
         with backend.quiet(given.first):
             if given.in_place:
-                self._write(arrays, numbers, by, zero=zero)
+                write_products(given, arrays, numbers, by, zero=zero)
                 return given.closed(arrays)
             one = plan.one_norm and not given.stored and not plan.sums_on_host
             new = backend.unless_one(by[0], [given.arrays[n] for n in numbers], change) if one else change()
             for number, array in zip(numbers, new, strict=True):
                 arrays[number] = array
             return given.closed(arrays)
-
-    def _at_once(self, factor: float) -> list[Any]:
-        """Return the arrays times one factor."""
-        given, backend = self.given, self.given.kinds.backend
-        if factor == 1:
-            return given.arrays
-        arrays, order = list(given.arrays), self.plan.order
-        some = arrays if len(order) == len(arrays) else [arrays[n] for n in order]
-        if given.in_place and (given.stored or given.kinds.records or not backend.disjoint_dense(some)):
-            self._write(arrays, order, [factor] * len(order), zero=False)
-            return arrays
-        new = backend.scaled_alike(some, factor, given.kinds, in_place=given.in_place)
-        if len(order) == len(arrays):
-            return new
-        for number, array in zip(order, new, strict=True):
-            arrays[number] = array
-        return arrays
-
-    def _write(self, arrays: list[Any], numbers: list[int], by: list[Any], *, zero: bool) -> None:
-        """Multiply arrays in place, each memory once; those that are copies of what leaves hold are made anew."""
-        given, backend = self.given, self.given.backend
-        again = same_memory(backend, given.leaves, given.place)
-        pairs = [(number, factor) for number, factor in zip(numbers, by, strict=True) if number not in again]
-        for view in (False, True):  # copies first
-            some = [pair for pair in pairs if (pair[0] not in given.stored or given.stored[pair[0]].view) is view]
-            if some:
-                new = backend.scaled([arrays[n] for n, _ in some], [by for _, by in some], in_place=view, zero=zero)
-                for (number, _), array in zip(some, new, strict=True):
-                    arrays[number] = array
 
     def summed(self) -> Any:
         """Return the sum of the clipped gradients along their first axis."""
@@ -134,8 +86,6 @@ class Decision(NamedTuple):
 
     def norms(self) -> Any:
         """Return the norms of the report."""
-        if not isinstance(self.outcome, Raw):
-            return self.plan.to_library(self.outcome.norm)
         return self.plan.arranged([self.plan.to_library(some) for some in self.raw.norms])
 
     def report(self) -> Report:
@@ -145,8 +95,66 @@ class Decision(NamedTuple):
         return Late(self.raw)
 
 
-def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm: Any = None) -> Decision:  # noqa: B008
-    """Open gradients, measure them, and compute their factors.
+def write_products(given: Opened, arrays: list[Any], numbers: list[int], by: list[Any], *, zero: bool) -> None:
+    """Multiply arrays in place, each memory once; those that are copies of what leaves hold are made anew."""
+    again = same_memory(given.backend, given.leaves, given.place)
+    pairs = [(number, factor) for number, factor in zip(numbers, by, strict=True) if number not in again]
+    for view in (False, True):  # copies first
+        some = [pair for pair in pairs if (pair[0] not in given.stored or given.stored[pair[0]].view) is view]
+        if some:
+            new = given.backend.scaled([arrays[n] for n, _ in some], [by for _, by in some], in_place=view, zero=zero)
+            for (number, _), array in zip(some, new, strict=True):
+                arrays[number] = array
+
+
+class LaneDecision(NamedTuple):
+    """What a step came to in the lane of a backend, where all is done already."""
+
+    rule: Choices
+    backend: Backend
+    close: Callable[[list[Any]], Any]
+    """Makes a tree like the one that was opened."""
+    lane: Lane
+    device: Any
+    state: Any
+
+    def clipped(self) -> Any:
+        """Return the clipped gradients, like those given."""
+        return self.close(self.lane.leaves)
+
+    def summed(self) -> Any:
+        """Refuse to sum examples that were clipped together."""
+        raise ValueError(_not_apart(self.rule.scope))
+
+    def norms(self) -> Any:
+        """Return the norm."""
+        return self.backend.from_host(np.array(self.lane.norm, np.float32), self.device)
+
+    def report(self) -> Report:
+        """Return the report, of three numbers and no gradient."""
+        return lane_report(self.rule, self.backend, self.lane, self.device)
+
+
+def lane_report(rule: Choices, backend: Backend, lane: Lane, device: Any) -> Report:
+    """Return the report of a step in the lane of a backend, which is arranged on first access."""
+    numbers = lane[:3]
+
+    def make() -> Raw:
+        one = backend.from_host(np.zeros((), np.float32), device)
+        plan = plan_of(rule, open_tree(one), HOST)
+        return Raw(plan, *[[np.array([number], np.float32)] for number in numbers])
+
+    return Late(make)
+
+
+def decide(
+    rule: Choices,
+    grads: Any,
+    state: Any,
+    step: Step = Step(),  # noqa: B008 - it never changes
+    max_norm: Any = None,
+) -> Decision | LaneDecision:
+    """Ask the lane of a backend, which takes what nearly every call is; go the general way for all else.
 
     Parameters
     ----------
@@ -162,15 +170,50 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
     TypeError, ValueError, FloatingPointError
         As `uniclip.clip`.
     """
-    given, join, params = open_tree(grads, in_place=step.in_place), None, None
+    limit = rule.constant if max_norm is None else max_norm
+    bare = step.params is step.all_reduce is step.loss is step.norm is step.shared is None
+    usual = rule.simple and bare and type(limit) is float
+    if usual:
+        leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
+        first = next((leaf for leaf in leaves if leaf is not None), None)
+        backend = MET.get(type(first))
+        lane = None if backend is None else backend.lane(leaves, limit, in_place=step.in_place)
+        if backend is not None and lane is not None:
+            return LaneDecision(rule, backend, spec.unflatten, lane, backend.device(first), state)
+    given = open_tree(grads, in_place=step.in_place)
+    if usual and given.stored and given.parts is None:
+        lane = lane_of_arrays(given, limit)
+        if lane is not None:
+            return LaneDecision(rule, given.backend, given.closed, lane, given.kinds.device, state)
+    return decide_generally(rule, given, state, step, limit)
+
+
+def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
+    """Return what the lane comes to beside leaves that are no dense arrays themselves; ``None`` if it takes more."""
+    backend = given.backend
+    measured = backend.lane(given.to_measure(), math.inf, in_place=False)
+    numbers = None if measured is None else factor_in_lane(measured.norm, limit)
+    if numbers is None:
+        return None
+    factor, arrays, present = numbers[2], list(given.arrays), list(given.kinds.present)
+    if factor != 1 and given.in_place:
+        write_products(given, arrays, present, [factor] * len(present), zero=False)
+    elif factor != 1:
+        new = backend.scaled([arrays[n] for n in present], [factor] * len(present), in_place=False, zero=False)
+        for number, array in zip(present, new, strict=True):
+            arrays[number] = array
+    return Lane(*numbers, arrays)
+
+
+def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, constant: Any) -> Decision:
+    """Measure gradients, and compute their factors, under a constant limit if there is one."""
+    join, params = None, None
     if step.params is not None or step.all_reduce is not None or step.loss is not None or "params" in rule.limit.needs:
         refuse_in_step(None if isinstance(step.loss, Loss) else step.loss, step.params)
         refuse_kept_axes(rule.scope, step.all_reduce)
         given, params = beside(rule, given, step)
     kinds = given.kinds
-    constant = rule.constant if max_norm is None else max_norm
-    plain = type(constant) is float and step.norm is None
-    if plain and params is None:
+    if type(constant) is float and step.norm is None and params is None:
         mode = kinds.backend.mode(kinds)
     else:
         more = state if rule.memory else None, getattr(rule.limit, "constants", ())
@@ -178,10 +221,6 @@ def decide(rule: Choices, grads: Any, state: Any, step: Step = Step(), max_norm:
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     plan = plan_of(rule, given, mode, join, params)
-    if plain and plan.fast:
-        decision = _fast_path(rule, given, plan, state, constant)
-        if decision is not None:
-            return decision
     with kinds.backend.quiet(given.first):
         if join is not None and not join.checked and mode != TRACED:
             compare(join, rule, plan)
@@ -203,19 +242,6 @@ def _viewable(backend: Backend, value: Any) -> bool:
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
     return backend.viewed(backend.xp.asarray(value)) is not None
-
-
-def _fast_path(rule: Choices, given: Opened, plan: Plan, state: Any, number: float) -> Decision | None:
-    """Decide on one Euclidean norm with a constant limit, where the host reads it; ``None`` in any other case."""
-    arrays = given.to_measure() if given.stored else given.arrays
-    arrays = arrays if len(plan.order) == len(arrays) else [arrays[n] for n in plan.order]
-    total = plan.backend.squares(HOST, arrays, plan.lengths)
-    if total is None or not (total[0] == 0 or _TINY**2 < total[0] < _HUGE) or not number > _TINY:
-        return None
-    single = plan.dtypes[1]
-    norm, most = single(math.sqrt(total[0])), single(min(number, plan.largest_norm))
-    factor = 1.0 if norm <= most else float(most) / float(norm)
-    return Decision(rule, given, plan, Scalars(norm, most, float(single(factor))), state) if factor > _TINY else None
 
 
 def _decided(
@@ -302,13 +328,16 @@ def _refuse_summed(given: Opened, plan: Plan) -> None:
     for number, shape in zip(present, shapes, strict=True):
         axes = plan.axes[number]
         if shape and (axes is None or 0 in axes):
-            msg = (
-                "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
-                f"{short(plan.scope)}, takes one norm over all of them"
-            )
-            raise ValueError(msg)
+            raise ValueError(_not_apart(plan.scope))
         first = shapes[0]
         if not (first and shape) or (first[0] != shape[0] and None not in {first[0], shape[0]}):
             places = " and ".join(given.place(one) for one in (present[0], number))
             msg = f"leaves need as many examples along the first axis, but {places} have the shapes {[first, shape]}"
             raise ValueError(msg)
+
+
+def _not_apart(scope: Any) -> str:
+    return (
+        "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
+        f"{short(scope)}, takes one norm over all of them"
+    )

@@ -477,6 +477,61 @@ def test_a_step_inside_a_step(closure: Any) -> None:
     torch.testing.assert_close(w.detach(), torch.tensor([-1.0 - 2.0 - 3.0, 0.0]))
 
 
+class Deeper(Nested):
+    """One that is three deep, and may fail in the middle."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if self.fails:
+            raise RuntimeError("a step failed")  # noqa: EM101, TRY003 - of a class that is not ours
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [SGD, Nested, Deeper])
+@pytest.mark.parametrize("first", ["attach", "scheduler"])
+@pytest.mark.filterwarnings("error")
+def test_schedulers(kind: Any, first: str) -> None:
+    """They put a function in the place of ``optimizer.step``, before or after; a step clips once, with its rate."""
+    times = {SGD: 1, Nested: 2, Deeper: 4}[kind]
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = kind([w], lr=1.0)
+    makes: list[Any] = [lambda: attach(optimizer, uc.autoclip(percentile=50)), lambda: ExponentialLR(optimizer, 0.5)]
+    handle, scheduler = (make() for make in makes) if first == "attach" else reversed([make() for make in makes[::-1]])
+    for norm in (1.0, 3.0):
+        w.grad = torch.tensor([norm, 0.0])
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-times * (1.0 + 0.5 * 2.0), 0.0]))
+    handle.remove()
+    w.grad = torch.tensor([4.0, 0.0])
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-times * 3.0, 0.0]))
+
+
+def test_a_step_inside_a_step_that_fails() -> None:
+    """The gradients of a step that is skipped come back, and the next step is clipped; a copy is not."""
+    w = five()
+    optimizer = Deeper([w], lr=1.0)
+    handle = attach(optimizer, uc.by_global_norm(1.0, skip_above=10.0))
+    w.grad, optimizer.fails = torch.tensor([30.0, 40.0]), True
+    with pytest.raises(RuntimeError, match="a step failed"):
+        optimizer.step()
+    assert w.grad is not None
+    w.grad, optimizer.fails = torch.tensor([3.0, 4.0]), False
+    copied = copy.deepcopy(optimizer)
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-2.4, -3.2]))
+    (other,) = copied.param_groups[0]["params"]
+    other.grad = torch.tensor([3.0, 4.0])
+    copied.step()
+    assert other.tolist() == [-12.0, -16.0]
+    handle.remove()
+    assert "step" not in vars(optimizer)
+
+
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 def test_a_closure_of_none_at_rate_0(rate: Any) -> None:
     """A wrapper that forwards it in a warm-up from 0 is clipped, and NaN skipped: moments are of clipped steps."""

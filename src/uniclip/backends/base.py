@@ -65,8 +65,6 @@ class Kinds:
         """Whether they have no values; whether the host reads them at no cost; whether derivatives may be recorded."""
         self.device = backend.device(some[0] if some else None)
         """The device of the first."""
-        self.only = some[0].dtype if some and all([array.dtype == some[0].dtype for array in some]) else None
-        """Their dtype, if they have one."""
         self.double = backend.has_float64(some)
         """Whether their sums can be float64."""
 
@@ -94,6 +92,27 @@ class Stored(NamedTuple):
     """Spreads values of the rows after summing over the stored rows; ``None`` if each is stored once."""
     sparse: bool = False
     """Whether the leaf stores only some of its entries or rows."""
+
+
+class Lane(NamedTuple):
+    """What a backend's lane came to: float32 numbers, and the leaves, the very same ones within the limit."""
+
+    norm: float
+    limit: float
+    factor: float
+    leaves: list[Any]
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+_LEAST_FACTOR = 1e-37
+"""Smaller factors leave the range of float32."""
+
+
+def factor_in_lane(norm: float, limit: float) -> tuple[float, float, float] | None:
+    """Return the norm, the limit and the factor, rounded to float32 before they are used; ``None`` out of its range."""
+    norm, limit = float(np.float32(norm)), float(np.float32(min(limit, _LARGEST)))
+    factor = 1.0 if norm <= limit else float(np.float32(limit / norm))
+    return (norm, limit, factor) if factor > _LEAST_FACTOR else None
 
 
 class Backend:
@@ -219,6 +238,14 @@ class Backend:
         """Whether a debugger stops at ∞, so that not even squares may overflow."""
         return False
 
+    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+        """Scale all leaves by one Euclidean norm to a constant limit, in the straight line that nearly every call is.
+
+        It takes dense leaves of one process whose values can be read, and ``None``; for all else it returns ``None``,
+        before anything is written, and the general way begins.
+        """
+        return None
+
     # Sums and products, for speed and memory. `squares` is asked first, then `sums`.
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
@@ -263,19 +290,11 @@ class Backend:
             return arrays
         return [times(self.xp, a, operand(self, a, f), zero) for a, f in zip(arrays, factors, strict=True)]
 
-    def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
-        """Do as `scaled`, by one number, in the mode `HOST`."""
-        return self.scaled(arrays, [factor] * len(arrays), in_place=in_place, zero=False)
-
     # Arrays that are changed in place; by default they never are.
 
     def disjoint(self, leaves: list[Any]) -> bool:
         """Whether a quick check shows that the leaves are writable and share no memory."""
         return False
-
-    def disjoint_dense(self, leaves: list[Any]) -> bool:
-        """Do as `disjoint`, for dense arrays that record no derivatives."""
-        return self.disjoint(leaves)
 
     def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
         """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""

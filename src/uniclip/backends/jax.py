@@ -30,6 +30,7 @@ from uniclip.backends.base import (
     Backend,
     Blocks,
     Kinds,
+    Lane,
     Op,
     Reduce,
     Stored,
@@ -41,7 +42,7 @@ from uniclip.backends.base import (
     unchanged,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, few, squares, squares_of, sums_of
+from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
 
 
 def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
@@ -400,6 +401,19 @@ class _JAX(Backend):
         if all(map(self.readable, arrays)):
             return list(map(np.asarray, arrays))  # device_get takes longer for each array than reading it
         return list(map(np.asarray, jax.device_get(arrays)))
+
+    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+        arrays = [leaf for leaf in leaves if leaf is not None]
+        if in_place or not all([isinstance(array, jax.Array) for array in arrays]):  # not sparse ones
+            return None
+        if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):  # nor tracers
+            return None
+        return lane_on_host(
+            leaves,
+            list(map(np.asarray, arrays)),
+            limit,
+            lambda factor: [array * np.float32(factor) for array in arrays],
+        )
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return _copied(arrays) if _together(arrays) else list(map(jnp.copy, arrays))  # they may be donated later

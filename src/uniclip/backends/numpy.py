@@ -27,6 +27,8 @@ from uniclip.backends.base import (
     Backend,
     Blocks,
     Kinds,
+    Lane,
+    factor_in_lane,
     in_groups,
     power_sum,
     row_slices,
@@ -48,6 +50,9 @@ _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
 LOW, HIGH = FITS
+_TINIEST, _HUGEST = 1e-74, 1e76
+"""Between them are the squares of norms that float32 holds."""
+_SINGLE = np.dtype(np.float32)
 UNDERFLOWN = 5e-324
 """The sum of squares of float64 entries that are not 0 and whose squares are."""
 
@@ -71,6 +76,24 @@ def squares(arrays: list[View], lengths: list[int]) -> View:
         return squares_of_joined(np.concatenate(arrays, axis=None), sizes, lengths)
     wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
     return np.array(sums_of([squares_of(array, wide) for array in arrays], lengths), _kind(arrays))
+
+
+def lane_on_host(
+    leaves: list[Any], views: list[View], limit: float, scale: Callable[[float], list[Any] | None]
+) -> Lane | None:
+    """Return what the lane comes to for leaves whose float32 memory NumPy reads; see `Backend.lane`.
+
+    ``scale`` returns the leaves that are there times a factor, ``None`` if they cannot be written.
+    """
+    total = float(squares(views, [len(views)])[0])
+    numbers = factor_in_lane(math.sqrt(total), limit) if total == 0 or _TINIEST < total < _HUGEST else None
+    if numbers is None or numbers[2] == 1:
+        return None if numbers is None else Lane(*numbers, leaves)
+    scaled = scale(numbers[2])
+    if scaled is None:
+        return None
+    left = iter(scaled)
+    return Lane(*numbers, [None if leaf is None else next(left) for leaf in leaves])
 
 
 def _kind(arrays: list[View]) -> Any:
@@ -289,6 +312,19 @@ class _NumPy(Backend):
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         return array[()] if array.ndim == 0 else array
+
+    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+        arrays = [leaf for leaf in leaves if leaf is not None]
+        if not all([type(array) is np.ndarray and array.dtype == _SINGLE for array in arrays]):
+            return None
+
+        def scale(factor: float) -> list[View] | None:
+            if not in_place:
+                return [array * factor for array in arrays]
+            return [np.multiply(array, factor, out=array) for array in arrays] if self.disjoint(arrays) else None
+
+        with np.errstate(all="ignore"):
+            return lane_on_host(leaves, arrays, limit, scale)
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(arrays, lengths)

@@ -20,6 +20,7 @@ from tensorflow.compiler.tf2xla.python import xla
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.debug.lib import check_numerics_callback
 from tensorflow.python.eager import record  # there is no public function for it
+from tensorflow.python.framework.ops import EagerTensor
 from tensorflow.python.ops import control_flow_util
 
 from uniclip.backends.base import (
@@ -33,6 +34,7 @@ from uniclip.backends.base import (
     Backend,
     Blocks,
     Kinds,
+    Lane,
     Op,
     Stored,
     both,
@@ -42,7 +44,7 @@ from uniclip.backends.base import (
     sum_dtype,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import squares
+from uniclip.backends.numpy import lane_on_host, squares
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda dtype: dtype.is_bool,
@@ -232,6 +234,19 @@ class _TensorFlow(Backend):
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return [tf.identity(array) for array in arrays]  # one may be a variable
+
+    def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+        if in_place or not tf.executing_eagerly() or record.could_possibly_record():
+            return None
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        if not all([type(x) is EagerTensor and x.dtype == tf.float32 and "CPU" in x.device for x in tensors]):
+            return None
+
+        def scale(factor: float) -> list[Array]:
+            by = tf.constant(factor, tf.float32)
+            return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
+
+        return lane_on_host(leaves, list(map(_viewed, tensors)), limit, scale)
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(list(map(_viewed, arrays)), lengths) if mode == HOST else None

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +35,7 @@ from uniclip.backends.base import (
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import HIGH, LOW, all_zero, few, small, squares, squares_of, squares_of_joined
+from uniclip.backends.torch_lane import SHORT, are_apart, in_order, lane, norms_of_rows
 from uniclip.backends.torch_modes import (
     at_home,
     in_forward_mode,
@@ -124,12 +124,6 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     return wide if same else list(wide.unbind())
 
 
-_ROW = 256
-"""How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
-_SHORT = 2**13
-"""The number of entries up to which a float64 copy takes no longer than norms of rows."""
-
-
 def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a NumPy array of the same memory, detached; of the values where that is negated or conjugated."""
     return array.numpy(force=True)
@@ -161,7 +155,7 @@ def _total(arrays: Sequence[torch.Tensor]) -> float | None:
             return None
         narrow = array.dtype is torch.bfloat16
         for flat in ordered.view(-1).split(PIECE) if narrow else (ordered.view(-1),):
-            parts += _rows(flat.float() if narrow else flat)
+            parts += [flat] if flat.numel() < SHORT else norms_of_rows(flat.float() if narrow else flat)
     rows = torch.cat(parts).double()
     total = float(rows.dot(rows))
     if (
@@ -176,15 +170,6 @@ def _total(arrays: Sequence[torch.Tensor]) -> float | None:
 def _all_zero(array: torch.Tensor) -> bool:
     """Whether all entries are 0, by their bits."""
     return all_zero(view_of(array.view(torch.int16) if array.dtype is torch.bfloat16 else array))
-
-
-def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return short vectors with the same joint norm: the norms of rows, and the remaining entries."""
-    if flat.numel() < _SHORT:
-        return [flat]
-    whole = flat.numel() - flat.numel() % _ROW
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
@@ -206,11 +191,6 @@ def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list
     if len({norm.shape for norm in norms}) > 1:
         return torch._foreach_mul(norms, norms)
     return list(torch.stack(norms).square().unbind())
-
-
-def in_order(array: torch.Tensor) -> torch.Tensor:
-    """Return the array with its axes in memory order."""
-    return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
 
 
 FLOATS = {*SINGLE, torch.float64, torch.complex64, torch.complex128}
@@ -297,6 +277,7 @@ def _view(leaf: Any) -> Any:
 class _Torch(dtensor.Distributed):
     output_axis = 0
     writes = True
+    lane = staticmethod(lane)
 
     def kinds(self, leaves: list[Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -380,16 +361,6 @@ class _Torch(dtensor.Distributed):
         slow = zero and (isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors]))
         fast = None if slow else self._at_once(arrays, factors, in_place=in_place)
         return super().scaled(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
-
-    def scaled_alike(self, arrays: list[Array], factor: float, kinds: Kinds, *, in_place: bool) -> list[Array]:
-        if kinds.only not in REAL:
-            return super().scaled_alike(arrays, factor, kinds, in_place=in_place)
-        # On the CPU a 0-d tensor of the arrays' dtype takes half the time of a number.
-        by = torch.scalar_tensor(factor, dtype=kinds.only, device=_CPU)
-        if not in_place:
-            return list(torch._foreach_mul(arrays, by))
-        torch._foreach_mul_(arrays, by)
-        return arrays
 
     def _at_once(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         """Return the products by one operation; ``None`` where that records derivatives or is traced."""
@@ -511,15 +482,7 @@ class _Torch(dtensor.Distributed):
         own = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
         if not all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in own]):
             return False
-        return self.disjoint_dense(own)
-
-    def disjoint_dense(self, leaves: list[Any]) -> bool:
-        spans = sorted(
-            [(x.data_ptr(), x.nbytes) for x in leaves if x.is_contiguous() and not (x.is_inference() or x.is_neg())]
-        )
-        if len(spans) < len(leaves):
-            return False
-        return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
+        return are_apart(own)
 
     def certain(self, flag: Any) -> bool:
         if not tracing():

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from uniclip._errors import check, real, short, whole
+from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import compiling
 from uniclip.backends.arrays import stacked
@@ -26,8 +27,8 @@ from uniclip.norms import L1, L2, Linf, Norm
 from uniclip.report import NORM, Late, Report, backend_in, on_host, to_keep
 from uniclip.rules import Rule
 from uniclip.scopes import each_leaf
-from uniclip.step import decide
-from uniclip.tree import flatten
+from uniclip.step import decide_generally
+from uniclip.tree import flatten, open_tree
 
 _WAITING: set[Recorder] = set()
 """The recorders with steps to write, held here so that they are not garbage-collected before."""
@@ -370,7 +371,8 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     >>> insight.leaf_norms({"w": np.asarray([3.0, 4.0]), "b": np.asarray([1.0])})
     array([1., 5.])
     """
-    decision = decide(_LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm), grads, NoState())
+    rule = _LEAVES.get(norm) or Rule(math.inf, scope=each_leaf, norm=norm)
+    decision = decide_generally(rule, open_tree(grads), NoState(), Step(), rule.constant)
     plan, rows = decision.plan, flatten(decision.norms())[0]
     if not rows:
         return plan.to_library(np.zeros(0))

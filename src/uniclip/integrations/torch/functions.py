@@ -17,6 +17,7 @@ from uniclip._errors import LIMIT, article, nonnegative, number, short, within
 from uniclip._types import Array, Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
+from uniclip.backends.torch_lane import lane
 from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
@@ -94,6 +95,13 @@ def clip_grad_norm_(
     >>> clip_grad_norm_([w], max_norm=1.0), w.grad
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
+    if hasattr(parameters, "__next__"):  # a generator is read once, and an empty one is warned of
+        parameters = list(parameters) or parameters
+    usual = type(norm_type) is float and norm_type == 2 and not error_if_nonfinite and all_reduce is shared is None
+    if usual and type(parameters) is list and type(max_norm) is float and max_norm >= 0:
+        norm = _clipped_in_lane(parameters, max_norm)
+        if norm is not None:
+            return norm
     tensors = _tensors(parameters, "parameters")
     limit = max_norm if type(max_norm) is float and max_norm >= 0 else _limit("max_norm", max_norm)
     known = _RULES.get((norm_type, error_if_nonfinite)) if type(norm_type) is float else None
@@ -111,6 +119,16 @@ def clip_grad_norm_(
         with torch.no_grad():
             return _clipped(rule, grads, step, limit)
     return _clipped(rule, grads, step, limit)
+
+
+def _clipped_in_lane(parameters: list[Any], max_norm: float) -> torch.Tensor | None:
+    """Clip in place, and return the norm, where there are parameters whose gradients the lane takes; else ``None``."""
+    if set(map(type, parameters)) != _PARAMETER:
+        return None
+    if _DISTRIBUTED and torch.distributed.is_initialized():
+        refuse_parts(parameters, "parameters", _RULES[2.0, False], None)
+    found = lane([parameter.grad for parameter in parameters], max_norm, in_place=True)
+    return None if found is None else torch.scalar_tensor(found.norm, dtype=torch.float32, device=_CPU)
 
 
 def _clipped(rule: Rule, grads: list[Any], step: Step, limit: Any) -> Any:
@@ -242,6 +260,7 @@ def clip_grads_with_norm_(
 
 
 NOTHING, _IN_PLACE = NoState(), Step(in_place=True)
+_PARAMETER, _CPU = {torch.nn.Parameter}, torch.device("cpu")
 _DISTRIBUTED = torch.distributed.is_available()
 _RULES: dict[Any, Rule] = {(p, flag): by_global_norm(1.0, ord=p, nonfinite="raise" if flag else "propagate")
                            for p in (1.0, 2.0, math.inf) for flag in (False, True)}  # fmt: skip

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from itertools import count
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
@@ -19,6 +19,7 @@ from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
 from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
+from uniclip.backends.torch_lane import lane
 from uniclip.clipper import Clipper
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
@@ -27,8 +28,9 @@ from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, r
 from uniclip.labels import labels_of, shown
 from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
-from uniclip.rules import BaseRule
+from uniclip.rules import BaseRule, Rule
 from uniclip.saved import renamed
+from uniclip.step import lane_report
 from uniclip.tree import place
 
 if TYPE_CHECKING:
@@ -44,11 +46,16 @@ That of SGD leaves its momentum uninitialized in a first step that is skipped.
 """
 _KEY = "uniclip"
 """The key of the rule's state in a ``state_dict``."""
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""The code of PyTorch that runs the hooks around a step."""
+_PARAMETER, _CPU = {torch.nn.Parameter}, torch.device("cpu")
 
 _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule attached to each optimizer."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside(hook: Callable[..., Any], *args: Any) -> Any:
+    """Run a hook outside of compiled code."""
+    return hook(*args)
 
 
 def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
@@ -192,23 +199,35 @@ class Attached:
         """The names or numbers of the parameters of each group."""
         self._here: list[Any] = []
         """The parameters, weakly, in the order of the groups."""
-        self._hidden: list[tuple[Any, Any]] = []
-        self._flagged = False
-        self._loading: Any = None
-        self._nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2
-        # Whether the optimizer knows more than the rule; optimizers without a count of steps have no state at first.
+        self._gradients: list[tuple[Any, Any]] = []
+        """The parameters and gradients of a step that is skipped, which the optimizer must not see."""
+        self._skip_flag: Any = None
+        """The flag that was set for a fused kernel, by which it skips a step."""
+        self._next_memory: Any = None
+        """What loads the memory that was saved, and the parameters that it has nothing of, between two hooks."""
+        # Optimizers without a count of steps have no state at first.
         used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
-        self._forgotten = self.rule.memory and used
-        self._compares = looks_at("params", self.rule)
+        self._lacks_memory = self.rule.memory and used
+        """Whether the optimizer knows more steps than the rule."""
+        self._takes_params = looks_at("params", self.rule)
         self._look_up_leaves()
         self._refuse_one_answer()
         self._begin()
         if self.record is not None:
             self.record.holder = ref(self)
-        eager = torch.compiler.disable  # a compiled step would not see what is set for it
+        nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2
+        self._depth: int | None = None
+        """How many hooks run around one step of a class that calls ``super().step()``."""
+        rule, alone = clipper.rule, all_reduce is shared is clipper.record is None and not nests
+        fits = isinstance(rule, Rule) and rule.simple and type(rule.constant) is float and alone
+        self._simple_rule: Any = rule if fits else None
+        """The rule, if its steps may take the lane."""
+        self._guard = self._guarded(optimizer.step) if nests else None
+        if nests:
+            optimizer.step = self._guard
         self._hooks = [
-            optimizer.register_step_pre_hook(eager(self._before)),
-            optimizer.register_step_post_hook(eager(self._after)),
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._check),
             optimizer.register_load_state_dict_post_hook(self._load),
@@ -259,8 +278,10 @@ class Attached:
     def remove(self) -> None:
         """Detach from the optimizer, which is left as it was before. Idempotent."""
         if self._hooks:
-            self._after()
+            self._give_back()
             _rules.pop(self.optimizer, None)
+        if self._guard is not None and vars(self.optimizer).get("step") is self._guard:
+            del self.optimizer.step
         while self._hooks:
             self._hooks.pop().remove()
         if self.record is not None:
@@ -311,7 +332,7 @@ class Attached:
         else:
             self._look_up_leaves()
             self._begin()
-        self._forgotten = False
+        self._lacks_memory = False
 
     def _begin(self) -> None:
         """Make the state before the first step."""
@@ -346,12 +367,12 @@ class Attached:
     def _check(self, _: Any, state_dict: dict[str, Any]) -> None:
         """Check a state, before the optimizer changes, which may still refuse the rest."""
         there = self.rule.memory and _KEY in state_dict
-        self._loading = self._look_up(state_dict[_KEY]) if there else None
+        self._next_memory = self._look_up(state_dict[_KEY]) if there else None
 
     def _load(self, _: Any) -> None:
         """Restore the loaded state, now that the optimizer has accepted the rest."""
-        self._forgotten = self.rule.memory and self._loading is None
-        found, self._loading = self._loading, None
+        self._lacks_memory = self.rule.memory and self._next_memory is None
+        found, self._next_memory = self._next_memory, None
         if found is not None:
             load, new = found
             load()
@@ -359,12 +380,18 @@ class Attached:
 
     # A step.
 
-    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip before a step; also the gradients of a closure, each time the step calls it."""
-        if self._nested():
+        if torch.compiler.is_dynamo_compiling():  # a compiled step would not see what is set for it
+            return _outside(self._before, optimizer, args, kwargs)
+        if self._simple_rule is not None and len(args) == 1 and not kwargs and self._clip_in_lane(self._simple_rule):
             return None
-        self._hidden.clear()
-        self._after()  # if the previous step failed
+        if self._depth is not None:
+            self._depth += 1
+            if self._depth > 1:
+                return None
+        self._gradients.clear()
+        self._give_back()  # the flag, if the previous step failed
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and "closure" in kwargs and self._makes_state():
             return None
@@ -396,7 +423,7 @@ class Attached:
 
     def _warn(self) -> None:
         """Warn that the rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
-        if self._forgotten:
+        if self._lacks_memory:
             msg = (
                 f"the optimizer goes on from steps, or a state_dict, with no state of {short(self.rule)}, which goes "
                 "on with what it has seen by itself: attach the rule first, then optimizer.load_state_dict(saved), and "
@@ -404,48 +431,78 @@ class Attached:
                 '{"optimizer": ..., "clipping": handle}'
             )
             warnings.warn(msg, UserWarning, stacklevel=4)
-        self._forgotten = False
+        self._lacks_memory = False
 
-    def _nested(self) -> bool:
-        """Whether the step is part of another one, as a class that calls ``super().step()`` runs the hooks twice."""
-        frame: Any = sys._getframe() if self._nests else None  # noqa: SLF001 - a flag would outlive a step that fails
-        steps = 0
-        while frame is not None:
-            steps += frame.f_code is _STEP and frame.f_locals.get("self") is self.optimizer
-            frame = frame.f_back
-        return steps > 1
+    def _guarded(self, step: Callable[..., Any]) -> Any:
+        """Return a step of a class that calls ``super().step()``, which runs the hooks once more.
+
+        Only the outermost hooks act. If the step fails, the next one begins at the outermost again.
+        """
+
+        @wraps(step)
+        def guarded(_: Any, *args: Any, **kwargs: Any) -> Any:
+            outer, self._depth = self._depth, 0
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._depth = outer
+                if outer is None:
+                    self._give_back()
+
+        return MethodType(guarded, self.optimizer)
+
+    def _clip_in_lane(self, rule: Rule) -> bool:
+        """Clip as nearly every step does, where nothing is scaled or left from a step that failed; say whether."""
+        optimizer = self.optimizer
+        if self._gradients or not (self.loss is self._skip_flag is None):
+            return False
+        if not (getattr(optimizer, "grad_scale", None) is getattr(optimizer, "found_inf", None) is None):
+            return False
+        groups = optimizer.param_groups
+        params = groups[0]["params"] if len(groups) == 1 else self._params()
+        if set(map(type, params)) != _PARAMETER:
+            return False
+        found = lane([p.grad for p in params], rule.constant, in_place=True)
+        if found is None:
+            return False
+        self._clipper.note(lane_report(rule, BACKEND, found, _CPU))
+        return True
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
-        self._after()
+        self._give_back()
         loss = closure()
         self._clip(given if loss is None else loss)
         return loss
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _clip(self, loss: Any) -> None:
+        """Gather the gradients, agree with other processes, and clip."""
         params, all_reduce = self._look_up_leaves(), given_back(self._join)
-        device = params[0].device if params else None
-        if several():
-            loss = of_all(loss, device)
-            if looks_at("loss", self.rule):
-                loss()  # also without any gradient, or other processes would wait
         grads = grads_of(params)
+        loss, found_inf = self._agree(loss, all_reduce, params[0].device if params else None)
         absent = sum([grad is None for grad in grads])
         if absent == len(grads) and all_reduce is None:
             return
-        scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        found_inf = of_any(found_inf, all_reduce, device)
         policy = getattr(self.rule, "nonfinite", None)
         # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under these policies.
         if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
             self._hide()  # GradScaler skips this step
             return
+        scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
             self._unscale(list({id(grad): grad for grad in grads if grad is not None}.values()), scale)
-        every = self._tree(params) if self._compares or absent or all_reduce is not None else None
+        every = self._tree(params) if self._takes_params or absent or all_reduce is not None else None
         report = self._clipper.clip_(self._tree(grads), every, all_reduce, loss=loss, shared=self._shared)
         if report.skipped is not None:
             self._skip(report.skipped, found_inf)
+
+    def _agree(self, loss: Any, all_reduce: Any, device: Any) -> tuple[Any, Any]:
+        """Return the loss and GradScaler's flag, in which all processes of a step take part."""
+        if several():
+            loss = of_all(loss, device)
+            if looks_at("loss", self.rule):
+                loss()  # also without any gradient, or other processes would wait
+        return loss, of_any(getattr(self.optimizer, "found_inf", None), all_reduce, device)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by the scale of a GradScaler, as a fused kernel would do later."""
@@ -465,26 +522,38 @@ class Attached:
         fused = type(optimizer) in _SKIPPING and all(group["fused"] for group in optimizer.param_groups)
         if fused and not BACKEND.readable(skipped):
             flag = skipped.to(torch.float32)
-            self._flagged = found_inf is None
-            optimizer.found_inf = flag if self._flagged else torch.maximum(flag, found_inf.to(flag.device))
+            if found_inf is None:
+                self._skip_flag = optimizer.found_inf = flag
+            else:
+                optimizer.found_inf = torch.maximum(flag, found_inf.to(flag.device))
         elif bool(skipped):
             self._hide()
 
     def _hide(self) -> None:
         """Hide the gradients until the step is over, since optimizers skip parameters without one."""
-        self._hidden = [(p, p.grad) for p in self._params()]
-        for p, _ in self._hidden:
+        self._gradients = [(p, p.grad) for p in self._params()]
+        for p, _ in self._gradients:
             p.grad = None
 
     def _after(self, *_: Any) -> None:
-        """Give back what was hidden."""
-        if self._nested():
-            return
-        if self._flagged:
+        """Give back after a step what the optimizer did not see."""
+        if self._depth:
+            self._depth -= 1
+            if self._depth > 0:
+                return
+        if self._gradients or self._skip_flag is not None:
+            if torch.compiler.is_dynamo_compiling():
+                _outside(self._give_back)
+            else:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Give back the gradients, and take away the flag."""
+        if self._skip_flag is not None:
             del self.optimizer.found_inf
-        for p, grad in self._hidden:
+        for p, grad in self._gradients:
             p.grad = grad
-        self._flagged, self._hidden = False, []
+        self._skip_flag, self._gradients = None, []
 
     def _params(self) -> list[Any]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
