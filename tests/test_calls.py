@@ -158,7 +158,7 @@ def kernels(rule: Any, leaves: int) -> int:
     with on_torch():
         state = rule.init(grads)
         with Kernels():
-            rule.update(grads, state, params)
+            rule.update(grads, state, None if rule == RULES["by_global_norm"] else params)
     return count
 
 

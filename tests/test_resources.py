@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import tracemalloc
 import weakref
@@ -264,6 +265,50 @@ def test_no_reads(framework: Framework, name: str) -> None:
 def test_no_reads_in_jax(framework: Framework, name: str) -> None:
     """So it is outside of jit, with fewer rules, since each operation is compiled."""
     check_no_reads(framework, name)
+
+
+def clip_params(way: str, rule: Any, params: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Clip the gradients of parameters as PyTorch's users do; return those that are there, and what a report says."""
+    from torch.optim import SGD
+
+    from uniclip.integrations.torch import attach, clip_grad_norm_
+
+    grads = [param.grad for param in params]
+    if way == "drop-in":
+        return [grad for grad in grads if grad is not None], [clip_grad_norm_(params, rule.limit.value)]
+    if way == "attach":
+        handle = attach(SGD(params, lr=0.0), rule)
+        handle.optimizer.step()
+        report = handle.report
+    elif way == "clip_":
+        report = uc.clip_(grads, rule)
+    else:
+        grads, report = uc.clip(grads, rule)
+    assert grads[1] is None
+    fields = [getattr(report, name) for name in ("norms", "limits", "factors", "clipped", "finite")]
+    return [grad for grad in grads if grad is not None], fields
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("limit", [1.0, 100.0, math.inf, 0.0])
+@pytest.mark.parametrize("values", [[3.0, 4.0], [0.0, 0.0], [3.0, math.nan], [math.inf, 4.0]])
+@pytest.mark.parametrize("way", ["clip", "clip_", "drop-in", "attach"])
+def test_no_reads_of_one_norm(way: str, values: list[float], limit: float) -> None:
+    """Nothing reads the norm that most programs clip by, and what comes of it is what comes of it on the CPU."""
+    import torch
+
+    def made() -> list[Any]:
+        params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+        for param, value in zip(params[::2], values, strict=True):
+            param.grad = torch.tensor([value])
+        return params
+
+    rule, params = uc.by_global_norm(limit), made()
+    wanted = clip_params(way, rule, made())
+    with DEVICES["torch"]():
+        found = clip_params(way, rule, params)
+    for one, other in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)
 
 
 @pytest.mark.needs("torch")

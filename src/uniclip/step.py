@@ -25,7 +25,7 @@ from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
 from uniclip.report import Late, Made, Raw, Report
 from uniclip.tree import Opened, open_tree, same_memory
 
-__all__ = ["Decision", "LaneDecision", "decide", "decide_generally", "lane_report", "state_where"]
+__all__ = ["Decision", "LaneDecision", "decide", "decide_generally", "norm_in_lane", "report_in_lane", "state_where"]
 
 _NAMED = 5
 """The number of leaves named in an error."""
@@ -115,7 +115,6 @@ class LaneDecision(NamedTuple):
     close: Callable[[list[Any]], Any]
     """Makes a tree like the one that was opened."""
     lane: Lane
-    device: Any
     state: Any
 
     def clipped(self) -> Any:
@@ -128,21 +127,32 @@ class LaneDecision(NamedTuple):
 
     def norms(self) -> Any:
         """Return the norm."""
-        return self.backend.from_host(np.array(self.lane.norm, np.float32), self.device)
+        return norm_in_lane(self.backend, self.lane)
 
     def report(self) -> Report:
-        """Return the report, of three numbers and no gradient."""
-        return lane_report(self.rule, self.backend, self.lane, self.device)
+        """Return the report, which holds no gradient."""
+        return report_in_lane(self.rule, self.backend, self.lane)
 
 
-def lane_report(rule: Choices, backend: Backend, lane: Lane, device: Any) -> Report:
+def norm_in_lane(backend: Backend, lane: Lane) -> Any:
+    """Return the norm as an array of the library, 0-d and float32."""
+    if isinstance(lane.norm, float):
+        return backend.from_host(np.array(lane.norm, np.float32), lane.device)
+    return cast(backend.xp, lane.norm, backend.xp.float32)
+
+
+def report_in_lane(rule: Choices, backend: Backend, lane: Lane) -> Report:
     """Return the report of a step in the lane of a backend, which is arranged on first access."""
-    numbers = lane[:3]
+    numbers = lane._replace(leaves=[])
 
     def make() -> Raw:
-        one = backend.from_host(np.zeros((), np.float32), device)
-        plan = plan_of(rule, open_tree(one), HOST)
-        return Raw(plan, *[[np.array([number], np.float32)] for number in numbers])
+        norm = norm_in_lane(backend, numbers)
+        if isinstance(numbers.norm, float):
+            plan = plan_of(rule, open_tree(norm), HOST)
+            return Raw(plan, *[[np.array([number], np.float32)] for number in numbers[:3]])
+        plan = plan_of(rule, open_tree(norm), LIBRARY)
+        norms, factors = (backend.xp.reshape(value, (1,)) for value in (norm, numbers.factor))
+        return Raw(plan, [norms], [numbers.limit], [factors])
 
     return Late(make)
 
@@ -176,15 +186,15 @@ def decide(
     if usual:
         leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
         first = next((leaf for leaf in leaves if leaf is not None), None)
-        backend = MET.get(type(first))
+        backend = None if first is None else MET.get(type(first)) or backend_of(first)
         lane = None if backend is None else backend.lane(leaves, limit, in_place=step.in_place)
         if backend is not None and lane is not None:
-            return LaneDecision(rule, backend, spec.unflatten, lane, backend.device(first), state)
+            return LaneDecision(rule, backend, spec.unflatten, lane, state)
     given = open_tree(grads, in_place=step.in_place)
     if usual and given.stored and given.parts is None:
         lane = lane_of_arrays(given, limit)
         if lane is not None:
-            return LaneDecision(rule, given.backend, given.closed, lane, given.kinds.device, state)
+            return LaneDecision(rule, given.backend, given.closed, lane, state)
     return decide_generally(rule, given, state, step, limit)
 
 
@@ -202,7 +212,7 @@ def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
         new = backend.scaled([arrays[n] for n in present], [factor] * len(present), in_place=False, zero=False)
         for number, array in zip(present, new, strict=True):
             arrays[number] = array
-    return Lane(*numbers, arrays)
+    return Lane(*numbers, arrays, given.kinds.device)
 
 
 def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, constant: Any) -> Decision:

@@ -95,23 +95,27 @@ class Stored(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What a backend's lane came to: float32 numbers, and the leaves, the very same ones within the limit."""
+    """What a backend's lane came to: float32 numbers, or 0-d arrays where the host reads none."""
 
-    norm: float
+    norm: Any
     limit: float
-    factor: float
+    factor: Any
     leaves: list[Any]
+    """The clipped leaves; the very same ones where the factor is the number 1."""
+    device: Any
+    """The device of the norm, for `Backend.from_host`."""
 
 
-_LARGEST = float(np.finfo(np.float32).max)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 _LEAST_FACTOR = 1e-37
 """Smaller factors leave the range of float32."""
 
 
 def factor_in_lane(norm: float, limit: float) -> tuple[float, float, float] | None:
     """Return the norm, the limit and the factor, rounded to float32 before they are used; ``None`` out of its range."""
-    norm, limit = float(np.float32(norm)), float(np.float32(min(limit, _LARGEST)))
-    factor = 1.0 if norm <= limit else float(np.float32(limit / norm))
+    single = np.float32
+    norm, limit = float(single(norm)), float(single(min(limit, FLOAT32_MAX)))
+    factor = 1.0 if norm <= limit else float(single(limit / norm))
     return (norm, limit, factor) if factor > _LEAST_FACTOR else None
 
 

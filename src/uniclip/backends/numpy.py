@@ -79,7 +79,7 @@ def squares(arrays: list[View], lengths: list[int]) -> View:
 
 
 def lane_on_host(
-    leaves: list[Any], views: list[View], limit: float, scale: Callable[[float], list[Any] | None]
+    leaves: list[Any], views: list[View], limit: float, scale: Callable[[float], list[Any] | None], device: Any = None
 ) -> Lane | None:
     """Return what the lane comes to for leaves whose float32 memory NumPy reads; see `Backend.lane`.
 
@@ -88,12 +88,12 @@ def lane_on_host(
     total = float(squares(views, [len(views)])[0])
     numbers = factor_in_lane(math.sqrt(total), limit) if total == 0 or _TINIEST < total < _HUGEST else None
     if numbers is None or numbers[2] == 1:
-        return None if numbers is None else Lane(*numbers, leaves)
+        return None if numbers is None else Lane(*numbers, leaves, device)
     scaled = scale(numbers[2])
     if scaled is None:
         return None
     left = iter(scaled)
-    return Lane(*numbers, [None if leaf is None else next(left) for leaf in leaves])
+    return Lane(*numbers, [None if leaf is None else next(left) for leaf in leaves], device)
 
 
 def _kind(arrays: list[View]) -> Any:

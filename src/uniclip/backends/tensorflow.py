@@ -246,7 +246,8 @@ class _TensorFlow(Backend):
             by = tf.constant(factor, tf.float32)
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
-        return lane_on_host(leaves, list(map(_viewed, tensors)), limit, scale)
+        device = self.device(tensors[0]) if tensors else None
+        return lane_on_host(leaves, list(map(_viewed, tensors)), limit, scale, device)
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(list(map(_viewed, arrays)), lengths) if mode == HOST else None

@@ -128,7 +128,10 @@ def _clipped_in_lane(parameters: list[Any], max_norm: float) -> torch.Tensor | N
     if _DISTRIBUTED and torch.distributed.is_initialized():
         refuse_parts(parameters, "parameters", _RULES[2.0, False], None)
     found = lane([parameter.grad for parameter in parameters], max_norm, in_place=True)
-    return None if found is None else torch.scalar_tensor(found.norm, dtype=torch.float32, device=_CPU)
+    if found is None:
+        return None
+    number = isinstance(found.norm, float)
+    return torch.scalar_tensor(found.norm, dtype=torch.float32, device=_CPU) if number else found.norm.float()
 
 
 def _clipped(rule: Rule, grads: list[Any], step: Step, limit: Any) -> Any:

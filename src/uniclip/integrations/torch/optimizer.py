@@ -30,7 +30,7 @@ from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, r
 from uniclip.report import Report
 from uniclip.rules import BaseRule, Rule
 from uniclip.saved import renamed
-from uniclip.step import lane_report
+from uniclip.step import report_in_lane
 from uniclip.tree import place
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ That of SGD leaves its momentum uninitialized in a first step that is skipped.
 """
 _KEY = "uniclip"
 """The key of the rule's state in a ``state_dict``."""
-_PARAMETER, _CPU = {torch.nn.Parameter}, torch.device("cpu")
+_PARAMETER = {torch.nn.Parameter}
 
 _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule attached to each optimizer."""
@@ -465,7 +465,7 @@ class Attached:
         found = lane([p.grad for p in params], rule.constant, in_place=True)
         if found is None:
             return False
-        self._clipper.note(lane_report(rule, BACKEND, found, _CPU))
+        self._clipper.note(report_in_lane(rule, BACKEND, found))
         return True
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
