@@ -110,6 +110,10 @@ def of_torch(grads: Callable[..., list[Any]]) -> dict[str, Any]:
 
     return {
         "clip_grad_norm_": (lambda p: clip_grad_norm_(p, 1.0), lambda: (params(),)),
+        "clip_grad_norm_ by whole numbers": (
+            lambda p: clip_grad_norm_(iter(p), 1, 2, error_if_nonfinite=True),
+            lambda: (params(),),
+        ),
         "optimizer.step, attached": (optimizer.step, again),
         "clip_by_global_norm, thirty leaves": (lambda g: uc.clip_by_global_norm(g, 1.0), lambda: (grads(30),)),
         "clip_by_global_norm, thirty leaves and a sparse one": (

@@ -329,9 +329,9 @@ class Clipper:
         self._see(report, step.loss, norms)
         return clipped, report
 
-    def note(self, report: Report) -> None:
-        """Hold the report of a step that an integration took beside this clipper, by a rule without memory."""
-        self._last = _Last(self._last.state, report, *self._last[2:])
+    def hold_report(self, report: Report) -> None:
+        """Keep the report of a step that an integration clipped itself, by a rule without memory."""
+        self._last = _Last(self._last.state, report, *self._last[2:])  # at each step: _replace takes a µs
         if self._window is not None:
             self._window.add(report)
 

@@ -14,7 +14,7 @@ from uniclip._errors import refuse_in_step, short
 from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, MET, backend_of
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, Lane, cast, factor_in_lane
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, Lane, cast, numbers_in_lane, put_back
 from uniclip.choices import Choices
 from uniclip.curves import rejects
 from uniclip.measure import cleaned, measured
@@ -136,21 +136,19 @@ class LaneDecision(NamedTuple):
 
 def norm_in_lane(backend: Backend, lane: Lane) -> Any:
     """Return the norm as an array of the library, 0-d and float32."""
-    if isinstance(lane.norm, float):
-        return backend.from_host(np.array(lane.norm, np.float32), lane.device)
-    return cast(backend.xp, lane.norm, backend.xp.float32)
+    read = isinstance(lane.norm, float)
+    return backend.from_host(np.array(lane.norm, np.float32), lane.device) if read else lane.norm
 
 
 def report_in_lane(rule: Choices, backend: Backend, lane: Lane) -> Report:
     """Return the report of a step in the lane of a backend, which is arranged on first access."""
-    numbers = lane._replace(leaves=[])
+    numbers = lane._replace(leaves=[])  # it holds no gradient
 
     def make() -> Raw:
-        norm = norm_in_lane(backend, numbers)
-        if isinstance(numbers.norm, float):
-            plan = plan_of(rule, open_tree(norm), HOST)
+        norm, read = norm_in_lane(backend, numbers), isinstance(numbers.norm, float)
+        plan = plan_of(rule, open_tree(norm), HOST if read else LIBRARY)  # of one norm, whatever the leaves
+        if read:
             return Raw(plan, *[[np.array([number], np.float32)] for number in numbers[:3]])
-        plan = plan_of(rule, open_tree(norm), LIBRARY)
         norms, factors = (backend.xp.reshape(value, (1,)) for value in (norm, numbers.factor))
         return Raw(plan, [norms], [numbers.limit], [factors])
 
@@ -165,6 +163,8 @@ def decide(
     max_norm: Any = None,
 ) -> Decision | LaneDecision:
     """Ask the lane of a backend, which takes what nearly every call is; go the general way for all else.
+
+    In the lane the leaves are clipped when this returns; else when the decision is asked for them.
 
     Parameters
     ----------
@@ -181,9 +181,9 @@ def decide(
         As `uniclip.clip`.
     """
     limit = rule.constant if max_norm is None else max_norm
-    bare = step.params is step.all_reduce is step.loss is step.norm is step.shared is None
-    usual = rule.simple and bare and type(limit) is float
-    if usual:
+    alone = all([one is None for one in (step.params, step.all_reduce, step.loss, step.norm, step.shared)])
+    takes_lane = rule.simple and alone and type(limit) in {float, int}
+    if takes_lane:
         leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
         first = next((leaf for leaf in leaves if leaf is not None), None)
         backend = None if first is None else MET.get(type(first)) or backend_of(first)
@@ -191,7 +191,7 @@ def decide(
         if backend is not None and lane is not None:
             return LaneDecision(rule, backend, spec.unflatten, lane, state)
     given = open_tree(grads, in_place=step.in_place)
-    if usual and given.stored and given.parts is None:
+    if takes_lane and given.stored and given.parts is None:
         lane = lane_of_arrays(given, limit)
         if lane is not None:
             return LaneDecision(rule, given.backend, given.closed, lane, state)
@@ -201,18 +201,19 @@ def decide(
 def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
     """Return what the lane comes to beside leaves that are no dense arrays themselves; ``None`` if it takes more."""
     backend = given.backend
-    measured = backend.lane(given.to_measure(), math.inf, in_place=False)
-    numbers = None if measured is None else factor_in_lane(measured.norm, limit)
-    if numbers is None:
-        return None
-    factor, arrays, present = numbers[2], list(given.arrays), list(given.kinds.present)
-    if factor != 1 and given.in_place:
-        write_products(given, arrays, present, [factor] * len(present), zero=False)
-    elif factor != 1:
-        new = backend.scaled([arrays[n] for n in present], [factor] * len(present), in_place=False, zero=False)
-        for number, array in zip(present, new, strict=True):
-            arrays[number] = array
-    return Lane(*numbers, arrays, given.kinds.device)
+    with backend.quiet(given.first):
+        unlimited = backend.lane(given.to_measure(), math.inf, in_place=False)  # only to measure
+        numbers = None if unlimited is None else numbers_in_lane(unlimited.norm, limit)
+        if numbers is None:
+            return None
+        norm, limit, factor = numbers
+        arrays, present = list(given.arrays), list(given.kinds.present)
+        if factor != 1 and given.in_place:
+            write_products(given, arrays, present, [factor] * len(present), zero=False)
+        elif factor != 1:
+            new = backend.scaled([arrays[n] for n in present], [factor] * len(present), in_place=False, zero=False)
+            arrays = put_back(arrays, new)
+        return Lane(norm, limit, factor, arrays, given.kinds.device)
 
 
 def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, constant: Any) -> Decision:

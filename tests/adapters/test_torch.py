@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -490,6 +491,15 @@ class Deeper(Nested):
         return loss
 
 
+def test_a_class_that_inherits_its_step() -> None:
+    """PyTorch puts a wrapper of it into the class, which calls no other step: nothing is put into the optimizer."""
+    kind = type("Inherits", (SGD,), {"step": Optimizer.profile_hook_step(unwrap(SGD.step))})
+    optimizer = kind([five()], lr=0.1)
+    before = set(vars(optimizer))
+    attach(optimizer, uc.by_global_norm(1.0))
+    assert set(vars(optimizer)) == before
+
+
 @pytest.mark.parametrize("kind", [SGD, Nested, Deeper])
 @pytest.mark.parametrize("first", ["attach", "scheduler"])
 @pytest.mark.filterwarnings("error")
@@ -508,7 +518,17 @@ def test_schedulers(kind: Any, first: str) -> None:
     handle.remove()
     w.grad = torch.tensor([4.0, 0.0])
     optimizer.step()
+    scheduler.step()
     torch.testing.assert_close(w.detach(), torch.tensor([-times * 3.0, 0.0]))
+
+
+def test_a_step_that_was_kept() -> None:
+    """A wrapper that runs the step of before the rule, of a class that calls another one, is told so."""
+    optimizer = Nested([five()], lr=1.0)
+    kept = optimizer.step
+    attach(optimizer, uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="attach first"):
+        kept()
 
 
 def test_a_step_inside_a_step_that_fails() -> None:

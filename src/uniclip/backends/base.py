@@ -95,28 +95,38 @@ class Stored(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What a backend's lane came to: float32 numbers, or 0-d arrays where the host reads none."""
+    """The result of `Backend.lane`: norm, limit and factor, rounded to float32, and the leaves."""
 
     norm: Any
+    """A number; where the host does not read it, a 0-d array, as the factor then is."""
     limit: float
     factor: Any
     leaves: list[Any]
-    """The clipped leaves; the very same ones where the factor is the number 1."""
+    """The same objects where the factor is the number 1."""
     device: Any
-    """The device of the norm, for `Backend.from_host`."""
+    """That of the norm, for `Backend.from_host`."""
 
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_LEAST_FACTOR = 1e-37
-"""Smaller factors leave the range of float32."""
+_FLOAT32_LEAST = 1e-37
+"""Smaller norms, limits and factors lose digits in float32."""
 
 
-def factor_in_lane(norm: float, limit: float) -> tuple[float, float, float] | None:
-    """Return the norm, the limit and the factor, rounded to float32 before they are used; ``None`` out of its range."""
-    single = np.float32
-    norm, limit = float(single(norm)), float(single(min(limit, FLOAT32_MAX)))
-    factor = 1.0 if norm <= limit else float(single(limit / norm))
-    return (norm, limit, factor) if factor > _LEAST_FACTOR else None
+def numbers_in_lane(norm: float, limit: float) -> tuple[float, float, float] | None:
+    """Return norm, limit and factor, rounded to float32 before they are used; ``None`` if one is out of its range."""
+    if not (norm == 0 or _FLOAT32_LEAST < norm <= FLOAT32_MAX) or not (limit == 0 or limit > _FLOAT32_LEAST):
+        return None
+    norm, limit = float(np.float32(norm)), float(np.float32(min(limit, FLOAT32_MAX)))
+    if norm <= limit:
+        return norm, limit, 1.0
+    factor = limit / norm
+    return (norm, limit, float(np.float32(factor))) if factor > _FLOAT32_LEAST else None
+
+
+def put_back(leaves: list[Any], arrays: Iterable[Array]) -> list[Any]:
+    """Return the leaves with other arrays in the places of those that are there."""
+    left = iter(arrays)
+    return [None if leaf is None else next(left) for leaf in leaves]
 
 
 class Backend:
@@ -243,10 +253,10 @@ class Backend:
         return False
 
     def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
-        """Scale all leaves by one Euclidean norm to a constant limit, in the straight line that nearly every call is.
+        """Clip by one Euclidean norm of all leaves under a constant limit, with little overhead.
 
-        It takes dense leaves of one process whose values can be read, and ``None``; for all else it returns ``None``,
-        before anything is written, and the general way begins.
+        It takes dense float32 leaves and ``None``, of one process, neither traced nor recorded. For all else it returns
+        ``None``, before anything is written, and the caller goes the general way.
         """
         return None
 

@@ -404,16 +404,16 @@ class _JAX(Backend):
 
     def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
-        if in_place or not all([isinstance(array, jax.Array) for array in arrays]):  # not sparse ones
+        if in_place or not (arrays and all([isinstance(array, jax.Array) for array in arrays])):  # BCOO is none
             return None
-        if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):  # nor tracers
+        if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):  # which no tracer is
             return None
-        return lane_on_host(
-            leaves,
-            list(map(np.asarray, arrays)),
-            limit,
-            lambda factor: [array * np.float32(factor) for array in arrays],
-        )
+
+        def scale(factor: float) -> list[Array]:
+            return self.scaled(arrays, [factor] * len(arrays), in_place=False, zero=False)
+
+        totals = self.squares(HOST, arrays, [len(arrays)])
+        return None if totals is None else lane_on_host(leaves, float(totals[0]), limit, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return _copied(arrays) if _together(arrays) else list(map(jnp.copy, arrays))  # they may be donated later

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -28,9 +28,10 @@ from uniclip.backends.base import (
     Blocks,
     Kinds,
     Lane,
-    factor_in_lane,
     in_groups,
+    numbers_in_lane,
     power_sum,
+    put_back,
     row_slices,
 )
 
@@ -50,9 +51,7 @@ _FEW = 64
 _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
 LOW, HIGH = FITS
-_TINIEST, _HUGEST = 1e-74, 1e76
-"""Between them are the squares of norms that float32 holds."""
-_SINGLE = np.dtype(np.float32)
+_FLOAT32 = np.dtype(np.float32)
 UNDERFLOWN = 5e-324
 """The sum of squares of float64 entries that are not 0 and whose squares are."""
 
@@ -79,21 +78,20 @@ def squares(arrays: list[View], lengths: list[int]) -> View:
 
 
 def lane_on_host(
-    leaves: list[Any], views: list[View], limit: float, scale: Callable[[float], list[Any] | None], device: Any = None
+    leaves: list[Any], total: float, limit: float, scale: Callable[[float], list[Any] | None], device: Any = None
 ) -> Lane | None:
-    """Return what the lane comes to for leaves whose float32 memory NumPy reads; see `Backend.lane`.
+    """Return the result of a lane where the host reads the sum of squares; see `Backend.lane`.
 
     ``scale`` returns the leaves that are there times a factor, ``None`` if they cannot be written.
     """
-    total = float(squares(views, [len(views)])[0])
-    numbers = factor_in_lane(math.sqrt(total), limit) if total == 0 or _TINIEST < total < _HUGEST else None
-    if numbers is None or numbers[2] == 1:
-        return None if numbers is None else Lane(*numbers, leaves, device)
-    scaled = scale(numbers[2])
-    if scaled is None:
+    numbers = numbers_in_lane(math.sqrt(total), limit) if math.isfinite(total) else None
+    if numbers is None:
         return None
-    left = iter(scaled)
-    return Lane(*numbers, [None if leaf is None else next(left) for leaf in leaves], device)
+    norm, limit, factor = numbers
+    arrays = None if factor == 1 else scale(factor)
+    if factor != 1 and arrays is None:
+        return None
+    return Lane(norm, limit, factor, leaves if arrays is None else put_back(leaves, arrays), device)
 
 
 def _kind(arrays: list[View]) -> Any:
@@ -315,7 +313,7 @@ class _NumPy(Backend):
 
     def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
-        if not all([type(array) is np.ndarray and array.dtype == _SINGLE for array in arrays]):
+        if not all([type(array) is np.ndarray and array.dtype == _FLOAT32 for array in arrays]):
             return None
 
         def scale(factor: float) -> list[View] | None:
@@ -324,7 +322,7 @@ class _NumPy(Backend):
             return [np.multiply(array, factor, out=array) for array in arrays] if self.disjoint(arrays) else None
 
         with np.errstate(all="ignore"):
-            return lane_on_host(leaves, arrays, limit, scale)
+            return lane_on_host(leaves, float(squares(arrays, [len(arrays)])[0]), limit, scale)
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(arrays, lengths)
@@ -377,10 +375,12 @@ class _NumPy(Backend):
 
     def disjoint(self, leaves: list[Any]) -> bool:
         # Arrays that own their memory do not share it.
-        owners = all(
-            [type(a) is np.ndarray and a.base is None and a.flags.owndata and a.flags.writeable for a in leaves]
-        )
-        return owners and len(set(map(id, leaves))) == len(leaves)
+        if not all([type(a) is np.ndarray and a.flags.writeable and a.flags.forc for a in leaves]):
+            return False
+        if all([a.base is None and a.flags.owndata for a in leaves]):
+            return len(set(map(id, leaves))) == len(leaves)
+        spans = sorted([(a.__array_interface__["data"][0], a.nbytes) for a in leaves])
+        return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with walk([array, *operands], "readwrite") as pieces:

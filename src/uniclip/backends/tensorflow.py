@@ -239,15 +239,17 @@ class _TensorFlow(Backend):
         if in_place or not tf.executing_eagerly() or record.could_possibly_record():
             return None
         tensors = [leaf for leaf in leaves if leaf is not None]
-        if not all([type(x) is EagerTensor and x.dtype == tf.float32 and "CPU" in x.device for x in tensors]):
+        if not tensors or not all(
+            [type(x) is EagerTensor and x.dtype == tf.float32 and "CPU" in x.device for x in tensors]
+        ):
             return None
 
         def scale(factor: float) -> list[Array]:
             by = tf.constant(factor, tf.float32)
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
-        device = self.device(tensors[0]) if tensors else None
-        return lane_on_host(leaves, list(map(_viewed, tensors)), limit, scale, device)
+        total = float(squares(list(map(_viewed, tensors)), [len(tensors)])[0])
+        return lane_on_host(leaves, total, limit, scale, self.device(tensors[0]))
 
     def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
         return squares(list(map(_viewed, arrays)), lengths) if mode == HOST else None

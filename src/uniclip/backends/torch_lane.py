@@ -5,7 +5,7 @@ In a training step code and data are cold, and each other library that is entere
 alone. Nothing is remembered from step to step, since any gradient may be replaced.
 
 On the CPU the norm is read, and nothing is written within the limit. On an accelerator, where the host would wait for
-it, nothing is read, and seven kernels run.
+it, nothing is read, and eight kernels run, as many as in PyTorch's own function.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from uniclip.backends.base import FITS, FLOAT32_MAX, Lane, factor_in_lane
+from uniclip.backends.base import FITS, FLOAT32_MAX, Lane, numbers_in_lane, put_back
+from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch_modes import in_forward_mode, tracing
 
-_DTYPE, _DENSE, _CPU = torch.float32, torch.strided, torch.device("cpu")
-_LEAST, _LARGEST = map(sqrt, FITS)
+_FLOAT32, _STRIDED, _CPU = torch.float32, torch.strided, torch.device("cpu")
+_LOW, _HIGH = map(sqrt, FITS)
 """Between them the squares of float32 numbers neither overflow nor underflow."""
-ROW = 256
+_ROW = 256
 """How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
 SHORT = 2**13
 """The number of entries up to which a copy takes no longer than norms of rows."""
+_ACCELERATORS = {"cuda", "xpu"}
+"""The kinds of devices with float64 whose memory has addresses."""
+_PARAMETERS = {torch.nn.Parameter}
+
+
+def gradients_of(params: list[Any]) -> list[Any] | None:
+    """Return the gradients of parameters for the lane, ``None`` if some are of other classes."""
+    return [param.grad for param in params] if set(map(type, params)) == _PARAMETERS else None
 
 
 def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
@@ -35,65 +44,66 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
     if tracing() or in_forward_mode():
         return None
     arrays = [leaf for leaf in leaves if leaf is not None]
-    parts = parts_of(arrays)
-    if not parts:
-        return lane_of_device(leaves, arrays, limit, in_place=in_place) if arrays else None
+    if not arrays or not arrays[0].is_cpu:
+        return _lane_of_device(leaves, arrays, limit, in_place=in_place) if arrays else None
+    parts = _parts_of(arrays)
+    if parts is None:
+        return None
     # Joined once, and added in float64.
     norm = vector_norm(torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64).item()
-    if not _LEAST < norm < _LARGEST and not (norm == 0 and all_zero(arrays)):  # also NaN
-        return None
-    numbers = factor_in_lane(norm, limit)
+    accurate = _LOW < norm < _HIGH or (norm == 0 and _all_zero(arrays))
+    numbers = numbers_in_lane(norm, limit) if accurate else None  # not if it is NaN
     if numbers is None:
         return None
-    factor = numbers[2]
+    norm, limit, factor = numbers
     if factor == 1:
-        return Lane(*numbers, leaves, _CPU)
+        return Lane(norm, limit, factor, leaves, _CPU)
     if in_place and not are_apart(arrays):
         return None
-    by = torch.scalar_tensor(factor, dtype=_DTYPE, device=_CPU)  # takes half the time of a number
-    return Lane(*numbers, products(leaves, arrays, by, in_place=in_place), _CPU)
+    by = torch.scalar_tensor(factor, dtype=_FLOAT32, device=_CPU)  # takes half the time of a number
+    return Lane(norm, limit, factor, _scaled(leaves, arrays, by, in_place=in_place), _CPU)
 
 
-def lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool) -> Lane | None:
-    """Do so on an accelerator that has float64, where no square overflows or underflows."""
-    first = arrays[0]
-    if type(first) is not Tensor or first.device.type in {"cpu", "mps", "meta"} or not 0 < limit <= FLOAT32_MAX:
+def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool) -> Lane | None:
+    """Measure and scale on an accelerator, without a read by the host; in float64 no square is out of range."""
+    device = getattr(arrays[0], "device", _CPU)
+    if device.type not in _ACCELERATORS or not 0 < limit <= FLOAT32_MAX:
         return None
-    device = first.device
     for array in arrays:
-        if type(array) is not Tensor or array.dtype is not _DTYPE or array.device != device or array.requires_grad:
+        if type(array) is not Tensor or array.dtype is not _FLOAT32 or array.device != device or array.requires_grad:
             return None
-        if array.layout is not _DENSE or array.is_nested:
+        if array.layout is not _STRIDED or array.is_nested:
             return None
     if in_place and not are_apart(arrays):
         return None
-    norm, most = vector_norm(torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float64))), float(np.float32(limit))
-    # A number divided by a tensor would be two kernels. The ratio is exactly 1 within the limit.
-    ratio = torch.div(torch.scalar_tensor(most, dtype=torch.float64, device=_CPU), norm.clamp(min=most))
-    factor = torch.add(ratio, norm, alpha=0, out=torch.empty_like(norm, dtype=_DTYPE))  # NaN if the norm is not finite
-    return Lane(norm, most, factor, products(leaves, arrays, factor, in_place=in_place), device)
+    most = float(np.float32(limit))
+    norm = vector_norm(torch.stack(torch._foreach_norm(arrays, 2, dtype=torch.float64))).to(_FLOAT32)
+    # Exactly 1 within the limit. A number divided by a tensor would be two kernels.
+    ratio = torch.div(torch.scalar_tensor(most, dtype=_FLOAT32, device=_CPU), norm.clamp(min=most))
+    factor = torch.add(ratio, norm, alpha=0)  # NaN if the norm is not finite
+    return Lane(norm, most, factor, _scaled(leaves, arrays, factor, in_place=in_place), device)
 
 
-def products(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Any]:
+def _scaled(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Any]:
     """Return the leaves with the arrays among them multiplied by a factor."""
     if in_place:
         torch._foreach_mul_(arrays, factor)
         return leaves
     new = torch._foreach_mul(arrays, factor)
-    if len(arrays) == len(leaves):
-        return list(new)
-    left = iter(new)
-    return [None if leaf is None else next(left) for leaf in leaves]
+    return list(new) if len(arrays) == len(leaves) else put_back(leaves, new)
 
 
-def parts_of(arrays: list[Any]) -> list[Tensor] | None:
-    """Return tensors with the same joint norm, of short leaves themselves; ``None`` if the lane does not take all."""
+def _parts_of(arrays: list[Any]) -> list[Tensor] | None:
+    """Return tensors with the same joint norm: short leaves as they are, norms of rows of long ones.
+
+    ``None`` if a leaf is not dense float32 on the CPU, or a long one has gaps.
+    """
     parts = []
     for array in arrays:
         # A subclass may hold anything, and what records a derivative must not be read.
-        if type(array) is not Tensor or array.dtype is not _DTYPE or not array.is_cpu or array.requires_grad:
+        if type(array) is not Tensor or array.dtype is not _FLOAT32 or not array.is_cpu or array.requires_grad:
             return None
-        if array.layout is not _DENSE or array.is_nested:
+        if array.layout is not _STRIDED or array.is_nested:
             return None
         size = array.numel()
         if size < SHORT:
@@ -102,8 +112,8 @@ def parts_of(arrays: list[Any]) -> list[Tensor] | None:
         ordered = array if array.is_contiguous() else in_order(array)
         if not ordered.is_contiguous():
             return None
-        if size % ROW == 0:
-            parts.append(vector_norm(ordered.view(-1, ROW), 2, 1))
+        if size % _ROW == 0:
+            parts.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
         else:
             parts += norms_of_rows(ordered.view(-1))
     return parts
@@ -111,8 +121,8 @@ def parts_of(arrays: list[Any]) -> list[Tensor] | None:
 
 def norms_of_rows(flat: Tensor) -> list[Tensor]:
     """Return short vectors with the same joint norm: the norms of rows, and the entries that are left."""
-    whole = flat.numel() - flat.numel() % ROW
-    norms = vector_norm(flat[:whole].view(-1, ROW), 2, 1)
+    whole = flat.numel() - flat.numel() % _ROW
+    norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1)
     return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
@@ -121,19 +131,19 @@ def in_order(array: Tensor) -> Tensor:
     return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
 
 
-def all_zero(arrays: list[Tensor]) -> bool:
-    """Whether all entries are 0, by their bits but the sign's, as squares underflow."""
-    return not any([bool((array.resolve_neg().view(torch.int32) & 0x7FFFFFFF).any()) for array in arrays])
+def _all_zero(arrays: list[Tensor]) -> bool:
+    """Whether all entries are 0, where their joint norm is; short leaves are then, being added in float64."""
+    return all([all_zero(array.numpy(force=True)) for array in arrays if array.numel() >= SHORT])
 
 
 def are_apart(arrays: list[Tensor]) -> bool:
-    """Whether dense arrays can be written, and none ends behind the beginning of the next in memory."""
+    """Whether dense arrays are writable, without gaps, and do not overlap."""
     end = 0
     for start, number in sorted(zip(map(Tensor.data_ptr, arrays), range(len(arrays)), strict=True)):
         array = arrays[number]
         if start < end or array.is_inference() or array.is_neg():
             return False
-        if not (array.is_contiguous() or in_order(array).is_contiguous()):  # it has gaps, or entries in one place
+        if not (array.is_contiguous() or in_order(array).is_contiguous()):  # has gaps, or repeats entries (expand)
             return False
         end = start + array.nbytes
     return True

@@ -17,7 +17,7 @@ from uniclip._errors import LIMIT, article, nonnegative, number, short, within
 from uniclip._types import Array, Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch_lane import lane
+from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
@@ -97,9 +97,9 @@ def clip_grad_norm_(
     """
     if hasattr(parameters, "__next__"):  # a generator is read once, and an empty one is warned of
         parameters = list(parameters) or parameters
-    usual = type(norm_type) is float and norm_type == 2 and not error_if_nonfinite and all_reduce is shared is None
-    if usual and type(parameters) is list and type(max_norm) is float and max_norm >= 0:
-        norm = _clipped_in_lane(parameters, max_norm)
+    numbers = type(max_norm) in _NUMBERS and type(norm_type) in _NUMBERS
+    if numbers and norm_type == 2 and all_reduce is None and shared is None:
+        norm = _clipped_in_lane(parameters, max_norm, error_if_nonfinite)
         if norm is not None:
             return norm
     tensors = _tensors(parameters, "parameters")
@@ -121,17 +121,18 @@ def clip_grad_norm_(
     return _clipped(rule, grads, step, limit)
 
 
-def _clipped_in_lane(parameters: list[Any], max_norm: float) -> torch.Tensor | None:
+def _clipped_in_lane(parameters: Any, max_norm: Any, error_if_nonfinite: bool) -> torch.Tensor | None:
     """Clip in place, and return the norm, where there are parameters whose gradients the lane takes; else ``None``."""
-    if set(map(type, parameters)) != _PARAMETER:
+    grads = gradients_of(parameters) if type(parameters) is list and max_norm >= 0 else None
+    if grads is None or (error_if_nonfinite and not parameters[0].is_cpu):  # where the lane does not look
         return None
     if _DISTRIBUTED and torch.distributed.is_initialized():
         refuse_parts(parameters, "parameters", _RULES[2.0, False], None)
-    found = lane([parameter.grad for parameter in parameters], max_norm, in_place=True)
-    if found is None:
+    result = lane(grads, max_norm, in_place=True)
+    if result is None:
         return None
-    number = isinstance(found.norm, float)
-    return torch.scalar_tensor(found.norm, dtype=torch.float32, device=_CPU) if number else found.norm.float()
+    norm: Any = result.norm
+    return torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU) if type(norm) is float else norm
 
 
 def _clipped(rule: Rule, grads: list[Any], step: Step, limit: Any) -> Any:
@@ -263,7 +264,7 @@ def clip_grads_with_norm_(
 
 
 NOTHING, _IN_PLACE = NoState(), Step(in_place=True)
-_PARAMETER, _CPU = {torch.nn.Parameter}, torch.device("cpu")
+_NUMBERS, _CPU = {float, int}, torch.device("cpu")
 _DISTRIBUTED = torch.distributed.is_available()
 _RULES: dict[Any, Rule] = {(p, flag): by_global_norm(1.0, ord=p, nonfinite="raise" if flag else "propagate")
                            for p in (1.0, 2.0, math.inf) for flag in (False, True)}  # fmt: skip

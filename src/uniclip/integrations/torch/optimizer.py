@@ -7,6 +7,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
+from inspect import unwrap
 from itertools import count
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,7 +20,7 @@ from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
 from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch_lane import lane
+from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.clipper import Clipper
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
@@ -46,7 +47,6 @@ That of SGD leaves its momentum uninitialized in a first step that is skipped.
 """
 _KEY = "uniclip"
 """The key of the rule's state in a ``state_dict``."""
-_PARAMETER = {torch.nn.Parameter}
 
 _rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The rule attached to each optimizer."""
@@ -199,7 +199,7 @@ class Attached:
         """The names or numbers of the parameters of each group."""
         self._here: list[Any] = []
         """The parameters, weakly, in the order of the groups."""
-        self._gradients: list[tuple[Any, Any]] = []
+        self._hidden_grads: list[tuple[Any, Any]] = []
         """The parameters and gradients of a step that is skipped, which the optimizer must not see."""
         self._skip_flag: Any = None
         """The flag that was set for a fused kernel, by which it skips a step."""
@@ -215,16 +215,19 @@ class Attached:
         self._begin()
         if self.record is not None:
             self.record.holder = ref(self)
-        nests = sum("step" in vars(kind) for kind in type(optimizer).__mro__) > 2
+        # PyTorch puts a wrapper of an inherited step into a class.
+        steps = {unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
+        calls_super = len(steps) > 2
         self._depth: int | None = None
-        """How many hooks run around one step of a class that calls ``super().step()``."""
-        rule, alone = clipper.rule, all_reduce is shared is clipper.record is None and not nests
-        fits = isinstance(rule, Rule) and rule.simple and type(rule.constant) is float and alone
-        self._simple_rule: Any = rule if fits else None
+        """How many nested calls of ``step`` run, in a class that calls ``super().step()``; ``None`` outside of one."""
+        self._step_before = vars(optimizer).get("step")
+        self._counting_step = self._counted(optimizer.step) if calls_super else None
+        if calls_super:
+            optimizer.step = self._counting_step
+        rule, alone = clipper.rule, all_reduce is None and shared is None and clipper.record is None and not calls_super
+        fits = type(rule) is Rule and rule.simple and type(rule.constant) in {float, int}
+        self._lane_rule: Any = rule if fits and alone else None
         """The rule, if its steps may take the lane."""
-        self._guard = self._guarded(optimizer.step) if nests else None
-        if nests:
-            optimizer.step = self._guard
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -280,8 +283,10 @@ class Attached:
         if self._hooks:
             self._give_back()
             _rules.pop(self.optimizer, None)
-        if self._guard is not None and vars(self.optimizer).get("step") is self._guard:
+        if self._counting_step is not None and vars(self.optimizer).get("step") is self._counting_step:
             del self.optimizer.step
+            if self._step_before is not None:
+                self.optimizer.step = self._step_before
         while self._hooks:
             self._hooks.pop().remove()
         if self.record is not None:
@@ -384,15 +389,21 @@ class Attached:
         """Clip before a step; also the gradients of a closure, each time the step calls it."""
         if torch.compiler.is_dynamo_compiling():  # a compiled step would not see what is set for it
             return _outside(self._before, optimizer, args, kwargs)
-        if self._simple_rule is not None and len(args) == 1 and not kwargs and self._clip_in_lane(self._simple_rule):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None and not kwargs and self._lane_rule is not None and self._clip_in_lane(self._lane_rule):
             return None
+        if self._counting_step is not None and self._depth is None:
+            msg = (
+                f"{type(optimizer).__name__} calls super().step(), and a wrapper runs the step that it had before the "
+                "rule was attached: attach first, then wrap the optimizer"
+            )
+            raise RuntimeError(msg)
         if self._depth is not None:
             self._depth += 1
             if self._depth > 1:
                 return None
-        self._gradients.clear()
+        self._hidden_grads.clear()
         self._give_back()  # the flag, if the previous step failed
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and "closure" in kwargs and self._makes_state():
             return None
         self._warn()
@@ -433,14 +444,14 @@ class Attached:
             warnings.warn(msg, UserWarning, stacklevel=4)
         self._lacks_memory = False
 
-    def _guarded(self, step: Callable[..., Any]) -> Any:
+    def _counted(self, step: Callable[..., Any]) -> Any:
         """Return a step of a class that calls ``super().step()``, which runs the hooks once more.
 
         Only the outermost hooks act. If the step fails, the next one begins at the outermost again.
         """
 
         @wraps(step)
-        def guarded(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def count_depth(_: Any, *args: Any, **kwargs: Any) -> Any:
             outer, self._depth = self._depth, 0
             try:
                 return step(*args, **kwargs)
@@ -449,23 +460,21 @@ class Attached:
                 if outer is None:
                     self._give_back()
 
-        return MethodType(guarded, self.optimizer)
+        return MethodType(count_depth, self.optimizer)
 
     def _clip_in_lane(self, rule: Rule) -> bool:
-        """Clip as nearly every step does, where nothing is scaled or left from a step that failed; say whether."""
+        """Clip in the lane; return False, with nothing changed, if the step needs the general way."""
         optimizer = self.optimizer
-        if self._gradients or not (self.loss is self._skip_flag is None):
+        if self._hidden_grads or self._skip_flag is not None or self.loss is not None:
             return False
-        if not (getattr(optimizer, "grad_scale", None) is getattr(optimizer, "found_inf", None) is None):
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return False
         groups = optimizer.param_groups
-        params = groups[0]["params"] if len(groups) == 1 else self._params()
-        if set(map(type, params)) != _PARAMETER:
+        grads = gradients_of(groups[0]["params"] if len(groups) == 1 else self._params())
+        result = None if grads is None else lane(grads, rule.constant, in_place=True)
+        if result is None:
             return False
-        found = lane([p.grad for p in params], rule.constant, in_place=True)
-        if found is None:
-            return False
-        self._clipper.note(report_in_lane(rule, BACKEND, found))
+        self._clipper.hold_report(report_in_lane(rule, BACKEND, result))
         return True
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
@@ -531,29 +540,29 @@ class Attached:
 
     def _hide(self) -> None:
         """Hide the gradients until the step is over, since optimizers skip parameters without one."""
-        self._gradients = [(p, p.grad) for p in self._params()]
-        for p, _ in self._gradients:
+        self._hidden_grads = [(p, p.grad) for p in self._params()]
+        for p, _ in self._hidden_grads:
             p.grad = None
 
     def _after(self, *_: Any) -> None:
         """Give back after a step what the optimizer did not see."""
+        if torch.compiler.is_dynamo_compiling():
+            _outside(self._after)
+            return
         if self._depth:
             self._depth -= 1
             if self._depth > 0:
                 return
-        if self._gradients or self._skip_flag is not None:
-            if torch.compiler.is_dynamo_compiling():
-                _outside(self._give_back)
-            else:
-                self._give_back()
+        if self._hidden_grads or self._skip_flag is not None:
+            self._give_back()
 
     def _give_back(self) -> None:
         """Give back the gradients, and take away the flag."""
         if self._skip_flag is not None:
             del self.optimizer.found_inf
-        for p, grad in self._gradients:
+        for p, grad in self._hidden_grads:
             p.grad = grad
-        self._skip_flag, self._gradients = None, []
+        self._skip_flag, self._hidden_grads = None, []
 
     def _params(self) -> list[Any]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
