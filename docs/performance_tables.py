@@ -9,8 +9,8 @@ from typing import Any
 from compared import table
 
 Row = dict[str, Any]
-GROWTH = "growth, "
-"""With it the way of calling begins, where compiled code of many leaves was measured."""
+STEP, GROWTH = "in a step, ", "growth, "
+"""With these the way of calling begins, where training and compiled code of many leaves were measured."""
 PLACES = {
     ("torch", "eager"): "PyTorch",
     ("torch", "torch.compile"): "PyTorch, `torch.compile`",
@@ -21,6 +21,10 @@ PLACES = {
     ("jax", "eager"): "JAX, no `jit`",
     ("numpy", "eager"): "NumPy",
 }
+STEPS = {
+    "one leaf of 16": "16 entries", "MLP, ten leaves": "small MLP", "LSTM, four leaves": "LSTM",
+    "50 leaves of 16 k": "50 x 16 k", "4 leaves of 1 M": "4 x 1 M",
+}  # fmt: skip
 NETS = {"one leaf of 16": "16 entries", "MLP": "small MLP", "LSTM": "LSTM", "ResNet-50": "ResNet-50"}
 OTHERS = {"50 leaves of 64": "50 tensors, each by its norm", "10 convolutions": "AGC, 10 layers"}
 TRAINED = {"torch": "PyTorch", "jax": "JAX, `jit`", "tensorflow": "Keras, `train_on_batch`"}
@@ -30,10 +34,13 @@ def parts(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables by name."""
     rows = results["rows"]
     steps = [row for row in rows if row["way"] == "a training step"]
+    cold = [row for row in rows if row["way"].startswith(STEP)]
     many = [row for row in rows if row["way"].startswith(GROWTH)]
-    others = [row for row in rows if row not in steps and row not in many]
+    others = [row for row in rows if row not in [*steps, *many, *cold]]
     return {
-        "ratios": ratios(rows, NETS),
+        "ratios": ratios([row for row in rows if row["framework"] != "torch" or row["way"] != "eager"], NETS),
+        "steps": table(["in a step of PyTorch", *STEPS.values()], in_steps(cold)),
+        "whole-steps": table(["", "takes", "clipped by PyTorch", "by uniclip"], whole_steps(cold)),
         "rules": ratios(rows, OTHERS),
         "training": table(["a step of", "takes", "the native function adds", "uniclip adds"], training(steps)),
         "many": table(["", "leaves", "first call", "compiler alone", "a run"], growth(many)),
@@ -59,6 +66,25 @@ def training(rows: list[Row]) -> Iterator[list[str]]:
         native, *ours = [f"{added(ratio)}, `{name}`" for name, ratio in row["times"].items()]
         about = [f"{TRAINED[row['framework']]}, {row['what']}", duration(row["us"]["not clipped"])]
         yield [*about, native.removesuffix(", `native`"), "<br>".join(ours)]
+
+
+def in_steps(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield how many times as fast the clip is after a backward pass, not clipped / clipped, with two threads."""
+    found = {(row["what"], row["clipped"]): row["times"] for row in rows if row["way"] == f"{STEP}2 threads, the clip"}
+    for name in ("clip_grad_norm_", "attach"):
+        yield [
+            f"`{name}`",
+            *[" / ".join(number(found[what, clipped][name][1]) for clipped in (False, True)) for what in STEPS],
+        ]
+
+
+def whole_steps(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield what a step of SGD takes, alone and clipped in each of the ways."""
+    for row in rows:
+        if row["way"].endswith("a step of SGD") and row["clipped"]:
+            threads, us = row["way"].removeprefix(STEP).partition(",")[0], row["us"]
+            ours = "<br>".join(f"{duration(us[name])}, `{name}`" for name in ("clip_grad_norm_", "attach"))
+            yield [f"{row['what']}, {threads}", duration(us["not clipped"]), duration(us["native"]), ours]
 
 
 def growth(rows: list[Row]) -> Iterator[list[str]]:
