@@ -72,6 +72,9 @@ def leaves_of(torch: Any, draw: random.Random) -> list[Any]:
         with torch.inference_mode(name == "inference"):
             leaf = makers[name](x.float() * draw.choice([0.1, 1.0, 10.0]))
         leaves += [leaf, leaf[0]] if name == "shared" else [leaf]
+    dtype = draw.choice([None] * 8 + [torch.bfloat16, torch.float16])
+    if dtype is not None:
+        leaves = [leaf if leaf is None or leaf.is_complex() else leaf.to(dtype) for leaf in leaves]
     return leaves + leaves[:1] * draw.choice([0] * 9 + [1])
 
 
@@ -147,7 +150,9 @@ def test_lane(way: str, old: ModuleType) -> None:
         assert there[:3] == here[:3], (number, there[:3], here[:3])
         if len(there) > 2:
             for one, other in zip(there[3], here[3], strict=True):
-                np.testing.assert_allclose(other, one, rtol=4e-7, atol=1e-38, err_msg=str(number))
+                np.testing.assert_allclose(
+                    other, one, rtol=8e-3 if "float16" in str(here[1]) else 4e-7, atol=1e-38, err_msg=str(number)
+                )
             norms = [None if norm is None else float(torch.as_tensor(norm).detach()) for norm in (there[4], here[4])]
             np.testing.assert_allclose(*[np.asarray(norm, float) for norm in norms], rtol=4e-7, err_msg=str(number))
     assert count >= CASES // 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The lane of PyTorch: dense float32 gradients of one device, in as few calls as there can be.
+"""The lane of PyTorch: dense gradients of one device, float32 or narrower, in as few calls as there can be.
 
 In a training step code and data are cold, and each other library that is entered costs 5 to 10 µs: so it uses PyTorch
 alone. Nothing is remembered from step to step, since any gradient may be replaced.
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from uniclip.backends.base import FITS, FLOAT32_MAX, Lane, numbers_in_lane, put_back
+from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, Lane, numbers_in_lane, put_back
 from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch_modes import in_forward_mode, tracing
 
 _FLOAT32, _STRIDED, _CPU = torch.float32, torch.strided, torch.device("cpu")
+_HALVES = {torch.bfloat16, torch.float16}
 _LOW, _HIGH = map(sqrt, FITS)
 """Between them the squares of float32 numbers neither overflow nor underflow."""
 _ROW = 256
@@ -60,7 +61,9 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         return Lane(norm, limit, factor, leaves, _CPU)
     if in_place and not are_apart(arrays):
         return None
-    by = torch.scalar_tensor(factor, dtype=_FLOAT32, device=_CPU)  # takes half the time of a number
+    # A 0-d tensor takes half the time of a number; one of float32 would be narrowed beside half precision.
+    dtype = _FLOAT32 if all([array.dtype is _FLOAT32 for array in arrays]) else torch.float64
+    by = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
     return Lane(norm, limit, factor, _scaled(leaves, arrays, by, in_place=in_place), _CPU)
 
 
@@ -96,34 +99,39 @@ def _scaled(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place
 def _parts_of(arrays: list[Any]) -> list[Tensor] | None:
     """Return tensors with the same joint norm: short leaves as they are, norms of rows of long ones.
 
-    ``None`` if a leaf is not dense float32 on the CPU, or a long one has gaps.
+    ``None`` if a leaf is not dense, float32 or narrower, on the CPU, or a long one has gaps.
     """
     parts = []
     for array in arrays:
         # A subclass may hold anything, and what records a derivative must not be read.
-        if type(array) is not Tensor or array.dtype is not _FLOAT32 or not array.is_cpu or array.requires_grad:
+        if type(array) is not Tensor or not array.is_cpu or array.requires_grad:
             return None
         if array.layout is not _STRIDED or array.is_nested:
             return None
+        single = array.dtype is _FLOAT32
+        if not single and (array.dtype not in _HALVES or not array.ndim):  # a product of 0-d ones would be wider
+            return None
         size = array.numel()
         if size < SHORT:
-            parts.append(array)
+            parts.append(array if single else array.float())
             continue
         ordered = array if array.is_contiguous() else in_order(array)
         if not ordered.is_contiguous():
             return None
-        if size % _ROW == 0:
+        if size % _ROW == 0 and single:
             parts.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
-        else:
-            parts += norms_of_rows(ordered.view(-1))
+            continue
+        for piece in ordered.view(-1).split(size if single else PIECE):  # which bound the wide copy of half precision
+            parts += norms_of_rows(piece)
     return parts
 
 
 def norms_of_rows(flat: Tensor) -> list[Tensor]:
-    """Return short vectors with the same joint norm: the norms of rows, and the entries that are left."""
+    """Return short float32 vectors with the same joint norm: the norms of rows, and the entries that are left."""
     whole = flat.numel() - flat.numel() % _ROW
-    norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1)
-    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
+    norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1, False, dtype=_FLOAT32)
+    # A view would keep all of it.
+    return [norms] if whole == flat.numel() else [norms, flat[whole:].to(_FLOAT32, copy=True)]
 
 
 def in_order(array: Tensor) -> Tensor:
