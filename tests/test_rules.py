@@ -485,3 +485,23 @@ def test_rules_differ_by_their_choices() -> None:
     alike = {"by_global_norm, limit in float32", "by_global_norm, whole limit", "cowclip", "unlimited"}
     some = [rule for name, rule in RULES.items() if name not in alike]
     assert len(set(some)) == len({repr(rule) for rule in some}) == len(some)
+
+
+LONG = {"float64": 1e-14, "float32": 5e-7, "float16": 2e-6, "bfloat16": 2e-6}
+"""The relative errors of norms that are allowed."""
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow")
+@pytest.mark.parametrize("dtype", LONG)
+@pytest.mark.parametrize("size", [8191, 8192, 70_000, 300_001])
+def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
+    """One norm over leaves of any size, alone and beside short ones, random and equal entries, is that of float64."""
+    values = np.random.default_rng(0).standard_normal(size)
+    for entries in (values, np.full(size, 0.1)):
+        leaf = framework.array(entries, dtype)
+        wanted = math.sqrt(float(np.square(framework.numpy(leaf).astype(float)).sum()))
+        for tree in ([leaf], [leaf, framework.array([0.0, 0.0], dtype)]):
+            (clipped, *_), report = uc.clip(tree, uc.by_global_norm(wanted / 2))
+            assert float(framework.numpy(report.norms)) == pytest.approx(wanted, rel=LONG[dtype])
+            assert framework.dtype(clipped) == dtype
+            assert float(framework.numpy(uc.global_norm(tree))) == pytest.approx(wanted, rel=LONG[dtype])

@@ -34,8 +34,8 @@ from uniclip.backends.base import (
 )
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, all_zero, few, small, squares, squares_of, squares_of_joined
-from uniclip.backends.torch_lane import SHORT, are_apart, in_order, lane, norms_of_rows
+from uniclip.backends.numpy import HIGH, LOW, few, small, squares, squares_of, squares_of_joined
+from uniclip.backends.torch_lane import SHORT, are_apart, in_order, is_zero, lane, norms_of_rows
 from uniclip.backends.torch_modes import (
     at_home,
     in_forward_mode,
@@ -158,18 +158,9 @@ def _total(arrays: Sequence[torch.Tensor]) -> float | None:
             parts += [flat] if flat.numel() < SHORT else norms_of_rows(flat.float() if narrow else flat)
     rows = torch.cat(parts).double()
     total = float(rows.dot(rows))
-    if (
-        LOW < total < HIGH
-        or (total and arrays[0].dtype is torch.float64)
-        or (total == 0 and all(map(_all_zero, arrays)))
-    ):
+    if LOW < total < HIGH or (total and arrays[0].dtype is torch.float64) or (total == 0 and all(map(is_zero, arrays))):
         return total
     return sum([squares_of(view_of(p.double())) for array in arrays for p in in_order(array).view(-1).split(PIECE)])
-
-
-def _all_zero(array: torch.Tensor) -> bool:
-    """Whether all entries are 0, by their bits."""
-    return all_zero(view_of(array.view(torch.int16) if array.dtype is torch.bfloat16 else array))
 
 
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:

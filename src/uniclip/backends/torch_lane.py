@@ -52,8 +52,10 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         return None
     # Joined once, and added in float64.
     norm = vector_norm(torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64).item()
-    accurate = _LOW < norm < _HIGH or (norm == 0 and _all_zero(arrays))
-    numbers = numbers_in_lane(norm, limit) if accurate else None  # not if it is NaN
+    accurate = _LOW < norm < _HIGH  # and not NaN
+    if norm == 0:  # short leaves, which are added in float64, are 0 then
+        accurate = all([is_zero(array) for array in arrays if array.numel() >= SHORT])
+    numbers = numbers_in_lane(norm, limit) if accurate else None
     if numbers is None:
         return None
     norm, limit, factor = numbers
@@ -61,9 +63,11 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         return Lane(norm, limit, factor, leaves, _CPU)
     if in_place and not are_apart(arrays):
         return None
+    single = all([array.dtype is _FLOAT32 for array in arrays])
+    if not single and not all([array.ndim for array in arrays]):  # which would get the dtype of the factor
+        return None
     # A 0-d tensor takes half the time of a number; one of float32 would be narrowed beside half precision.
-    dtype = _FLOAT32 if all([array.dtype is _FLOAT32 for array in arrays]) else torch.float64
-    by = torch.scalar_tensor(factor, dtype=dtype, device=_CPU)
+    by = torch.scalar_tensor(factor, dtype=_FLOAT32 if single else torch.float64, device=_CPU)
     return Lane(norm, limit, factor, _scaled(leaves, arrays, by, in_place=in_place), _CPU)
 
 
@@ -109,7 +113,7 @@ def _parts_of(arrays: list[Any]) -> list[Tensor] | None:
         if array.layout is not _STRIDED or array.is_nested:
             return None
         single = array.dtype is _FLOAT32
-        if not single and (array.dtype not in _HALVES or not array.ndim):  # a product of 0-d ones would be wider
+        if not single and array.dtype not in _HALVES:
             return None
         size = array.numel()
         if size < SHORT:
@@ -121,17 +125,16 @@ def _parts_of(arrays: list[Any]) -> list[Tensor] | None:
         if size % _ROW == 0 and single:
             parts.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
             continue
-        for piece in ordered.view(-1).split(size if single else PIECE):  # which bound the wide copy of half precision
-            parts += norms_of_rows(piece)
+        for piece in ordered.view(-1).split(size if single else PIECE):  # which bound the copies of half precision
+            parts += norms_of_rows(piece if single else piece.float())
     return parts
 
 
 def norms_of_rows(flat: Tensor) -> list[Tensor]:
-    """Return short float32 vectors with the same joint norm: the norms of rows, and the entries that are left."""
+    """Return short vectors with the same joint norm: the norms of rows, and the entries that are left."""
     whole = flat.numel() - flat.numel() % _ROW
-    norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1, False, dtype=_FLOAT32)
-    # A view would keep all of it.
-    return [norms] if whole == flat.numel() else [norms, flat[whole:].to(_FLOAT32, copy=True)]
+    norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1)
+    return [norms] if whole == flat.numel() else [norms, flat[whole:].clone()]  # a view would keep all of it
 
 
 def in_order(array: Tensor) -> Tensor:
@@ -139,9 +142,10 @@ def in_order(array: Tensor) -> Tensor:
     return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
 
 
-def _all_zero(arrays: list[Tensor]) -> bool:
-    """Whether all entries are 0, where their joint norm is; short leaves are then, being added in float64."""
-    return all([all_zero(array.numpy(force=True)) for array in arrays if array.numel() >= SHORT])
+def is_zero(array: Tensor) -> bool:
+    """Whether all entries are 0, by their bits."""
+    half = array.dtype is torch.bfloat16  # which NumPy does not have
+    return all_zero((array.view(torch.int16) if half else array).numpy(force=True))
 
 
 def are_apart(arrays: list[Tensor]) -> bool:
