@@ -241,33 +241,8 @@ def training(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
     """Measure steps of training without clipping, clipped by the native function, and by uniclip."""
     rng, sizes = np.random.default_rng(0), NETS[what]
     x, y = rng.normal(size=(BATCH, sizes[0])).astype("f"), rng.integers(sizes[-1], size=BATCH)
-    steps = {"torch": torch_steps, "tensorflow": keras_steps, "jax": jax_steps}[framework](sizes, x, y)
+    steps = {"tensorflow": keras_steps, "jax": jax_steps}[framework](sizes, x, y)
     yield row(interleaved({name: Contender(lambda _, step=step: step()) for name, step in steps}, rounds))
-
-
-def torch_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Any]]:
-    """Yield eager steps with AdamW, clipped by PyTorch's function, by uniclip's drop-in and by `attach`."""
-    import torch
-
-    from uniclip.integrations.torch import attach, clip_grad_norm_
-
-    x, y = map(torch.tensor, data)
-
-    def step(model: Any, optimizer: Any, clip: Any) -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        if clip:
-            clip(model.parameters(), LIMIT)
-        optimizer.step()
-
-    clips = {PLAIN: None, NATIVE: torch.nn.utils.clip_grad_norm_, "clip_grad_norm_": clip_grad_norm_, "attach": None}
-    for name, clip in clips.items():
-        layers = [part for a, b in pairwise(sizes) for part in (torch.nn.Linear(a, b), torch.nn.ReLU())]
-        model = torch.nn.Sequential(*layers[:-1])
-        optimizer = torch.optim.AdamW(model.parameters(), RATE)
-        if name == "attach":
-            attach(optimizer, uc.by_global_norm(LIMIT))
-        yield name, partial(step, model, optimizer, clip)
 
 
 def keras_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Any]]:
@@ -368,7 +343,7 @@ def jobs() -> Iterator[Job]:
         yield from ((*place, what, beside) for what in BESIDE if what != SPARSE or place == ("torch", EAGER))
     yield from (("torch", f"{STEP}{threads} threads", what, stepping) for what in MODELS for threads in (1, 2))
     yield from ((framework, GROWTH + way, what, growing) for framework, way, what in MANY)
-    for framework in ("torch", "tensorflow", "jax"):
+    for framework in ("tensorflow", "jax"):
         yield from ((framework, TRAINING, net, training) for net in NETS)
     yield "torch", EAGER, "10 leaves, a process group of one", joined
     yield from ((framework, EAGER, "insight.Recorder, 20 norms", recording) for framework in ("torch", "jax", "numpy"))

@@ -27,7 +27,7 @@ STEPS = {
 }  # fmt: skip
 NETS = {"one leaf of 16": "16 entries", "MLP": "small MLP", "LSTM": "LSTM", "ResNet-50": "ResNet-50"}
 OTHERS = {"50 leaves of 64": "50 tensors, each by its norm", "10 convolutions": "AGC, 10 layers"}
-TRAINED = {"torch": "PyTorch", "jax": "JAX, `jit`", "tensorflow": "Keras, `train_on_batch`"}
+TRAINED = {"jax": "JAX, `jit`", "tensorflow": "Keras, `train_on_batch`"}
 
 
 def parts(results: dict[str, Any]) -> dict[str, str]:
