@@ -505,3 +505,22 @@ def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
             assert float(framework.numpy(report.norms)) == pytest.approx(wanted, rel=LONG[dtype])
             assert framework.dtype(clipped) == dtype
             assert float(framework.numpy(uc.global_norm(tree))) == pytest.approx(wanted, rel=LONG[dtype])
+
+
+@pytest.mark.needs("torch")
+def test_one_norm_has_one_value() -> None:
+    """The norm of the same gradients has the same bits, whatever the limit, the function, and what is written."""
+    import torch
+
+    from uniclip.integrations.torch import get_total_norm
+
+    for seed in range(40):
+        leaf = torch.randn(10007, generator=torch.Generator().manual_seed(seed))
+        for grads in ([leaf], [leaf, leaf]):
+            wanted = float(uc.global_norm(grads))
+            assert float(get_total_norm(grads)) == wanted
+            for limit in (0.0, 1.0, 1e9, math.inf):
+                assert float(uc.clip(grads, uc.by_global_norm(limit))[1].norms) == wanted
+                copied = leaf.clone()
+                there = [copied for _ in grads]
+                assert float(uc.clip_(there, uc.by_global_norm(limit)).norms) == wanted

@@ -422,9 +422,11 @@ class _JAX(Backend):
         if mode == TRACED or not _together(arrays):
             return None
         if mode == HOST:
-            if few(arrays, sum([array.size for array in arrays])) or any([a.dtype not in _SINGLE for a in arrays]):
+            short = few(arrays, sum([array.size for array in arrays])) or any([a.dtype not in _SINGLE for a in arrays])
+            parts = [] if short else [_squares(some) for some in _in_parts(arrays)]
+            if short or self.traced(parts[0]):  # constants in code that is being compiled
                 return squares(list(map(np.asarray, arrays)), lengths)
-            totals = np.concatenate([np.asarray(_squares(some)) for some in _in_parts(arrays)]).astype(np.float64)
+            totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
             odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
             totals[odd] = [squares_of(np.asarray(arrays[number])) for number in odd]
             return np.array(sums_of(totals.tolist(), lengths))

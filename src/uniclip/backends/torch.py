@@ -35,7 +35,7 @@ from uniclip.backends.base import (
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import HIGH, LOW, few, small, squares, squares_of, squares_of_joined
-from uniclip.backends.torch_lane import SHORT, are_apart, in_order, is_zero, lane, norms_of_rows
+from uniclip.backends.torch_lane import SHORT, are_apart, in_order, is_zero, lane, norm_of, norms_of_rows
 from uniclip.backends.torch_modes import (
     at_home,
     in_forward_mode,
@@ -131,6 +131,9 @@ def view_of(array: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     """Return the sums of squares in a NumPy array, from memory that the CPU can read."""
+    norm = norm_of(arrays) if len(lengths) == 1 else None  # the same bits as in the lane
+    if norm is not None:
+        return np.array([norm * norm])
     if len(arrays) == 1 and arrays[0].dtype in REAL and arrays[0].numel() <= PIECE:
         return np.array([squares_of(arrays[0].numpy(force=True))])
     kinds = {array.dtype for array in arrays}

@@ -47,15 +47,8 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
     arrays = [leaf for leaf in leaves if leaf is not None]
     if not arrays or not arrays[0].is_cpu:
         return _lane_of_device(leaves, arrays, limit, in_place=in_place) if arrays else None
-    parts = _parts_of(arrays)
-    if parts is None:
-        return None
-    # Joined once, and added in float64.
-    norm = vector_norm(torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64).item()
-    accurate = _LOW < norm < _HIGH  # and not NaN
-    if norm == 0:  # short leaves, which are added in float64, are 0 then
-        accurate = all([is_zero(array) for array in arrays if array.numel() >= SHORT])
-    numbers = numbers_in_lane(norm, limit) if accurate else None
+    measured = norm_of(arrays)
+    numbers = None if measured is None else numbers_in_lane(measured, limit)
     if numbers is None:
         return None
     norm, limit, factor = numbers
@@ -89,6 +82,18 @@ def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_pl
     ratio = torch.div(torch.scalar_tensor(most, dtype=_FLOAT32, device=_CPU), norm.clamp(min=most))
     factor = torch.add(ratio, norm, alpha=0)  # NaN if the norm is not finite
     return Lane(norm, most, factor, _scaled(leaves, arrays, factor, in_place=in_place), device)
+
+
+def norm_of(arrays: list[Any]) -> float | None:
+    """Return the joint norm of dense CPU tensors, float32 or narrower; ``None`` for others, or beyond the range."""
+    parts = _parts_of(arrays)
+    if parts is None:
+        return None
+    # Joined once, and added in float64.
+    norm: float = vector_norm(torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64).item()
+    if norm == 0:  # short leaves, which are added in float64, are 0 then
+        return norm if all([is_zero(array) for array in arrays if array.numel() >= SHORT]) else None
+    return norm if _LOW < norm < _HIGH else None  # also NaN is not
 
 
 def _scaled(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Any]:
