@@ -493,7 +493,7 @@ LONG = {"float64": 1e-14, "float32": 5e-7, "float16": 2e-6, "bfloat16": 2e-6}
 
 @pytest.mark.only("numpy", "torch", "tensorflow")
 @pytest.mark.parametrize("dtype", LONG)
-@pytest.mark.parametrize("size", [8191, 8192, 70_000, 300_001])
+@pytest.mark.parametrize("size", [8192, 300_001])
 def test_long_leaves(framework: Framework, dtype: str, size: int) -> None:
     """One norm over leaves of any size, alone and beside short ones, random and equal entries, is that of float64."""
     values = np.random.default_rng(0).standard_normal(size)
