@@ -82,7 +82,7 @@ def whole_steps(rows: list[Row]) -> Iterator[list[str]]:
     """Yield what a step of SGD takes, alone and clipped in each of the ways."""
     for row in rows:
         if row["way"].endswith("a step of SGD") and row["clipped"]:
-            threads, us = row["way"].removeprefix(STEP).partition(",")[0], row["us"]
+            threads, us = row["way"].removeprefix(STEP).partition(",")[0].replace("1 threads", "1 thread"), row["us"]
             ours = "<br>".join(f"{duration(us[name])}, `{name}`" for name in ("clip_grad_norm_", "attach"))
             yield [f"{row['what']}, {threads}", duration(us["not clipped"]), duration(us["native"]), ours]
 
