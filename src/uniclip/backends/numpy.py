@@ -84,7 +84,7 @@ def lane_on_host(
 
     ``scale`` returns the leaves that are there times a factor, ``None`` if they cannot be written.
     """
-    numbers = numbers_in_lane(math.sqrt(total), limit) if math.isfinite(total) else None
+    numbers = numbers_in_lane(math.sqrt(total), limit)
     if numbers is None:
         return None
     norm, limit, factor = numbers

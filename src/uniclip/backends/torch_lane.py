@@ -66,14 +66,11 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
 
 def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool) -> Lane | None:
     """Measure and scale on an accelerator, without a read by the host; in float64 no square is out of range."""
-    device = getattr(arrays[0], "device", _CPU)
-    if device.type not in _ACCELERATORS or not 0 < limit <= FLOAT32_MAX:
+    device = arrays[0].device
+    if device.type not in _ACCELERATORS or not 0 < limit <= FLOAT32_MAX or not _are_plain(arrays):
         return None
-    for array in arrays:
-        if type(array) is not Tensor or array.dtype is not _FLOAT32 or array.device != device or array.requires_grad:
-            return None
-        if array.layout is not _STRIDED or array.is_nested:
-            return None
+    if not all([array.dtype is _FLOAT32 and array.device == device for array in arrays]):
+        return None
     if in_place and not are_apart(arrays):
         return None
     most = float(np.float32(limit))
@@ -86,7 +83,7 @@ def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_pl
 
 def norm_of(arrays: list[Any]) -> float | None:
     """Return the joint norm of dense CPU tensors, float32 or narrower; ``None`` for others, or beyond the range."""
-    parts = _parts_of(arrays)
+    parts = _parts_of(arrays) if _are_plain(arrays) else None
     if parts is None:
         return None
     # Joined once, and added in float64.
@@ -105,20 +102,23 @@ def _scaled(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place
     return list(new) if len(arrays) == len(leaves) else put_back(leaves, new)
 
 
-def _parts_of(arrays: list[Any]) -> list[Tensor] | None:
+def _are_plain(arrays: list[Any]) -> bool:
+    """Whether all are dense; a subclass may hold anything, and what records a derivative must not be read."""
+    for array in arrays:
+        if type(array) is not Tensor or array.requires_grad or array.layout is not _STRIDED or array.is_nested:
+            return False
+    return True
+
+
+def _parts_of(arrays: list[Tensor]) -> list[Tensor] | None:
     """Return tensors with the same joint norm: short leaves as they are, norms of rows of long ones.
 
-    ``None`` if a leaf is not dense, float32 or narrower, on the CPU, or a long one has gaps.
+    ``None`` if a leaf is not float32 or narrower, on the CPU, or a long one has gaps.
     """
     parts = []
     for array in arrays:
-        # A subclass may hold anything, and what records a derivative must not be read.
-        if type(array) is not Tensor or not array.is_cpu or array.requires_grad:
-            return None
-        if array.layout is not _STRIDED or array.is_nested:
-            return None
         single = array.dtype is _FLOAT32
-        if not single and array.dtype not in _HALVES:
+        if not array.is_cpu or not (single or array.dtype in _HALVES):
             return None
         size = array.numel()
         if size < SHORT:

@@ -215,17 +215,13 @@ class Attached:
         self._begin()
         if self.record is not None:
             self.record.holder = ref(self)
-        # PyTorch puts a wrapper of an inherited step into a class.
-        steps = {unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
-        calls_super = len(steps) > 2
         self._depth: int | None = None
         """How many nested calls of ``step`` run, in a class that calls ``super().step()``; ``None`` outside of one."""
         self._step_before = vars(optimizer).get("step")
-        self._counting_step = self._counted(optimizer.step) if calls_super else None
-        if calls_super:
-            optimizer.step = self._counting_step
-        rule, alone = clipper.rule, all_reduce is None and shared is None and clipper.record is None and not calls_super
+        self._counting_step = self._count_steps()
+        rule = clipper.rule
         fits = type(rule) is Rule and rule.simple and type(rule.constant) in {float, int}
+        alone = all_reduce is None and shared is None and clipper.record is None and self._counting_step is None
         self._lane_rule: Any = rule if fits and alone else None
         """The rule, if its steps may take the lane."""
         self._hooks = [
@@ -443,6 +439,15 @@ class Attached:
             )
             warnings.warn(msg, UserWarning, stacklevel=4)
         self._lacks_memory = False
+
+    def _count_steps(self) -> Any:
+        """Put a step that counts into an optimizer whose class calls ``super().step()``; ``None`` for other classes."""
+        # PyTorch puts a wrapper of an inherited step into a class.
+        steps = {unwrap(vars(kind)["step"]) for kind in type(self.optimizer).__mro__ if "step" in vars(kind)}
+        if len(steps) <= 2:
+            return None
+        self.optimizer.step = counting = self._counted(self.optimizer.step)
+        return counting
 
     def _counted(self, step: Callable[..., Any]) -> Any:
         """Return a step of a class that calls ``super().step()``, which runs the hooks once more.
