@@ -264,6 +264,7 @@ BY_ROW: dict[str, tuple[str, Callable[[Any], Any]]] = {
         ),
     ),
     "bounds": ("bounds", lambda fw: uc.by_value(-1.0, fw.array([[1.0], [2.0], [3.0], [4.0]]))),
+    "counts": ("limit", lambda fw: uc.cowclip(fw.array([1.0, 2.0, 3.0, 4.0]))),
 }
 
 
@@ -276,10 +277,11 @@ def test_a_value_for_each_row_of_a_sparse_gradient(framework: Framework, name: s
     rule, grads = make(framework), [framework.sparse((4, 2), [3, 1, 2, 0], [[3.0, 4.0]] * 4)]
     state = rule.init([framework.array(np.zeros((4, 2)))])
     before = framework.dense(grads[0])
+    params = [framework.array(before)]
     with pytest.raises(TypeError, match=rf"grads\[0\](.|\n)*sparse(.|\n)*{word}(.|\n)*each row"):
-        rule.update(grads, state, in_place=in_place and framework.writes)
+        rule.update(grads, state, params, in_place=in_place and framework.writes)
     np.testing.assert_array_equal(framework.dense(grads[0]), before)
-    dense, _, _ = rule.update([framework.array(before)], state)
+    dense, _, _ = rule.update([framework.array(before)], state, params)
     assert framework.numpy(dense[0]).shape == (4, 2)
     columns, wide = framework.array([1.0, 9.0]), framework.array([[1.0, 9.0]])
     for fine, wanted in (
@@ -290,6 +292,57 @@ def test_a_value_for_each_row_of_a_sparse_gradient(framework: Framework, name: s
     ):
         clipped, _ = uc.clip(grads, fine)
         np.testing.assert_allclose(framework.dense(clipped[0]), [wanted] * 4, rtol=1e-6)
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_parameters_go_by_the_rows_of_a_sparse_gradient(framework: Framework, in_place: bool) -> None:
+    """Each row is compared with the same row of its parameter, wherever and however often it is stored."""
+    params = framework.array(np.arange(12.0).reshape(6, 2))
+    make = lambda: framework.sparse((6, 2), [4, 1, 4, 0], [[9.0, 1.0], [2.0, 8.0], [3.0, 3.0], [0.5, 0.5]])
+    for rule in (uc.agc(0.3, axis=1), uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_row)):
+        wanted, _ = uc.clip(framework.array(framework.dense(make())), rule, params)
+        grads = make()
+        clipped = grads if in_place and framework.writes else uc.clip(grads, rule, params)[0]
+        if clipped is grads:
+            uc.clip_(grads, rule, params)
+        np.testing.assert_allclose(framework.dense(clipped), framework.numpy(wanted), rtol=1e-6)
+
+
+@pytest.mark.needs("torch")
+def test_odd_leaves_in_odd_leaves() -> None:
+    """Layers are opened one by one, and closed again: integers, or half precision, of rows that are stored twice."""
+    import torch
+
+    for dtype, wanted in ((torch.int32, torch.float32), (torch.float16, torch.float16)):
+        values = torch.tensor([[3, 0], [0, 7], [1, 0]], dtype=dtype)
+        leaf = torch.sparse_coo_tensor([[2, 0, 2]], values, (3, 2), check_invariants=False)
+        (clipped,), norm = uc.clip_by_global_norm([leaf], 1.0)
+        assert clipped.dtype is wanted
+        torch.testing.assert_close(norm.item(), 65**0.5)
+        np.testing.assert_allclose(clipped.to_dense(), leaf.to_dense().numpy() / 65**0.5, rtol=1e-3)
+        assert dtype is torch.int32 or uc.clip_by_global_norm([leaf], 9.0)[0][0] is leaf
+        [bounded], _ = uc.clip([leaf], uc.by_value(-5, 5))
+        assert bounded.dtype is dtype
+        assert bounded.to_dense().tolist() == [[0, 5], [0, 0], [4, 0]]
+    entries = torch.sparse_coo_tensor([[0, 1], [1, 0]], [3.0, 4.0], (2, 2), check_invariants=False)
+    with pytest.raises(TypeError, match=r"grads\[0\] is sparse, and stores single entries"):
+        uc.clip([entries], uc.Rule(uc.limits.Relative(0.1), scope=uc.scopes.each_entry), [torch.ones(2, 2)])
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(1.0), lambda grad: grad / 5, uc.by_value(-1, 1)])
+def test_a_sparse_gradient_in_place(rule: Any) -> None:
+    """It is the same object afterwards, whose rows are summed; each is written once, and autograd is told."""
+    import torch
+
+    leaf = torch.sparse_coo_tensor([[2, 0, 2]], torch.tensor([[1.0], [4.0], [2.0]]), (3, 1), check_invariants=False)
+    wanted = uc.clip([leaf, leaf], rule)[0][0].to_dense()
+    version, grads = leaf._version, [leaf, leaf]
+    uc.clip_(grads, rule)
+    assert grads[0] is leaf
+    assert leaf._version > version
+    torch.testing.assert_close(leaf.to_dense(), wanted)
 
 
 @pytest.mark.only("torch", "tensorflow", "jax")

@@ -13,11 +13,11 @@ from uniclip._errors import describe, holds_arrays, real, settle, short
 from uniclip._types import Array, Number, Step
 from uniclip.backends import Backend, backend_of, compiling
 from uniclip.backends.arrays import broadcasts, same_shape
-from uniclip.backends.base import Stored, cast, unchanged
+from uniclip.backends.base import cast
 from uniclip.limits import NoState
 from uniclip.report import Report
 from uniclip.rules import BaseRule
-from uniclip.tree import backend_for, flatten, place, same_memory
+from uniclip.tree import open_tree, same_memory
 
 
 class EachArray(BaseRule):
@@ -31,32 +31,23 @@ class EachArray(BaseRule):
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Replace each gradient array, or the stored values of a sparse one, repeated entries summed."""
-        leaves, spec = flatten(grads)
-        backend = backend_for(leaves, "grads", spec)
-
-        def where(number: int) -> str:
-            return place("grads", spec.paths()[number])
-
-        present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-        if step.in_place and not backend.writes:
-            same_memory(backend, leaves, where)  # which says what to write instead
-        new, arrays, changes = list(leaves), {}, {}
-        with backend.quiet(leaves[present[0]] if present else None):
-            for number in present:
-                single = backend.coalesced(leaves[number])
-                stored = backend.stored(single, in_place=step.in_place and single is leaves[number])
-                arrays[number] = single, stored or Stored(single, unchanged, view=True)
-                array = arrays[number][1].array
-                if stored is not None and stored.sparse:
-                    _named(where, number, self._refuse_rows, array)
-                changes[number] = _named(where, number, self._change, backend, array, step.in_place)
-            again = same_memory(backend, leaves, where) if step.in_place else set()
-            for number in present:
-                if number not in again:
-                    new[number] = _named(
-                        where, number, _put, backend, leaves[number], *arrays[number], changes[number], step.in_place
-                    )
-        return spec.unflatten(new), state, Report()
+        given = open_tree(grads, in_place=step.in_place, whole=True)
+        backend, arrays, changes = given.backend, list(given.arrays), {}
+        with backend.quiet(given.first):
+            for number in given.kinds.present:
+                if given.is_sparse(number):
+                    _named(given.place, number, self._refuse_rows, arrays[number])
+                changes[number] = _named(given.place, number, self._change, backend, arrays[number], step.in_place)
+            if step.in_place:
+                again = same_memory(backend, given.leaves, given.place)
+                written = [number for number in changes if number not in again]
+                for number in written:
+                    _named(given.place, number, backend.write, arrays[number], *changes[number])
+                given.write(written)
+                return given.spec.unflatten(given.leaves), state, Report()
+            for number, (function, *operands) in changes.items():
+                arrays[number] = _named(given.place, number, function, arrays[number], *operands)
+            return given.closed(arrays), state, Report()
 
     def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
         """Return an elementwise function of the array and of operands that broadcast against it, and these operands."""
@@ -64,21 +55,6 @@ class EachArray(BaseRule):
 
     def _refuse_rows(self, array: Any) -> None:
         """Refuse the array that a sparse leaf stores, if there is something for each of its rows."""
-
-
-def _put(backend: Backend, leaf: Any, single: Any, stored: Stored, change: tuple[Any, ...], in_place: bool) -> Any:  # noqa: FBT001, PLR0913, PLR0917
-    """Return a leaf with its array changed, the leaf itself if it is changed in place."""
-    (function, *operands), array, xp = change, stored.array, backend.xp
-    if in_place:
-        backend.write(array, function, *operands)
-        if single is not leaf:
-            backend.overwrite(leaf, single)
-        elif not stored.view:
-            stored.back(array)
-        return leaf
-    new = function(array, *operands)
-    widened = new.dtype == array.dtype and not xp.isdtype(leaf.dtype, "integral")
-    return stored.back(cast(xp, new, leaf.dtype) if widened else new)
 
 
 @dataclass(frozen=True, repr=False)

@@ -29,7 +29,7 @@ def limits_of(
 ) -> tuple[list[Any], Any, list[Any] | None]:
     """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
     limit = rule.limit
-    if given.stored:
+    if given.odd:
         _refuse_limits_by_row(rule, plan, given, constant)
     if constant is not None:  # which needs no context
         return [_checked(plan, constant, n, fits=False) for n in seen], state, None
@@ -56,13 +56,15 @@ def limits_of(
 
 
 def _refuse_limits_by_row(rule: Choices, plan: Plan, given: Opened, constant: Any) -> None:
-    """Refuse a constant limit with a value for each row of a sparse leaf."""
+    """Refuse a limit, or counts, with a value for each row of a sparse leaf."""
     of_groups = dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
-    for number in given.stored:
+    for number in given.odd:
         block, row = plan.places.get(number, (0, None))
         kept = plan.blocks[block].kept
-        limit = constant if row is None or not of_groups else of_groups.get(plan.blocks[block].labels[row])
-        value = limit.value if isinstance(limit, Constant) else limit
+        limit: Any = rule.limit if constant is None else constant
+        if of_groups and row is not None:
+            limit = of_groups.get(plan.blocks[block].labels[row])
+        value = limit.value if isinstance(limit, Constant) else getattr(limit, "counts", limit)
         shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())  # a compiler asks no number
         if kept and len(shape) >= kept and shape[-kept] != 1:
             refuse_rows(given, plan.axes, rule, "has a limit")

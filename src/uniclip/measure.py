@@ -11,7 +11,7 @@ import numpy as np
 from uniclip._errors import short
 from uniclip._types import Step
 from uniclip.backends.arrays import refuse_shape, stacked
-from uniclip.backends.base import FITS, HOST, LIBRARY, NUMPY, TRACED, Op, Stored, finite_or_zero
+from uniclip.backends.base import FITS, HOST, LIBRARY, NUMPY, TRACED, Op, finite_or_zero
 from uniclip.choices import Choices
 from uniclip.norms import L2, Norm
 from uniclip.plan import Measured, Plan
@@ -212,18 +212,5 @@ def cleaned(
 
 
 def _zeroed(given: Opened, plan: Plan) -> Opened:
-    xp, arrays, ways = plan.backend.xp, list(given.arrays), dict(given.stored)
-    for number in given.kinds.present:
-        arrays[number] = finite_or_zero(xp, given.arrays[number])
-        way = ways.get(number)
-        if given.in_place and (way is None or way.view):
-            target = given.arrays[number]
-
-            def back(new: Any, target: Any = target, leaf: Any = given.leaves[number]) -> Any:
-                plan.backend.write(target, lambda _, x: x, new)
-                return leaf
-
-            way = Stored(target, back) if way is None else way._replace(array=target, back=back)
-        if way is not None:
-            ways[number] = way._replace(view=False)
-    return given._replace(arrays=arrays, stored=ways)
+    xp = plan.backend.xp
+    return given._replace(arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays])

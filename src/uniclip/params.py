@@ -8,7 +8,8 @@ from typing import Any
 from uniclip._errors import short
 from uniclip._types import Step
 from uniclip.backends import backend_by
-from uniclip.backends.base import HOST
+from uniclip.backends.arrays import same_shape
+from uniclip.backends.base import HOST, Leaf
 from uniclip.choices import Choices
 from uniclip.tree import Opened, open_tree
 
@@ -28,9 +29,9 @@ def beside(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | N
         given = given._replace(kinds=theirs.kinds.without_leaves())
     elif nothing and step.all_reduce is not None:
         given = given._replace(kinds=given.kinds.without_leaves(backend_by(step.all_reduce)))
-    if theirs is not None and theirs.parts is not None:
-        parts = [theirs.parts[n] if leaf is None else given.part(n) for n, leaf in enumerate(given.leaves)]
-        given = given._replace(parts=parts)
+    if theirs is not None and theirs.parts:
+        absent = {n: Leaf(None, part=part) for n, part in theirs.parts.items() if given.leaves[n] is None}
+        given = given._replace(odd=dict(sorted((given.odd | absent).items())))
     return given, _matching(rule, given, theirs) if needed and theirs is not None else None
 
 
@@ -41,12 +42,9 @@ def _in_order(theirs: Opened, given: Opened) -> Opened:
     numbers = {path: number for number, path in enumerate(theirs.paths())}
     order = [numbers.get(path) for path in given.paths()]
 
-    def of(some: Any) -> Any:
-        return None if some is None else [None if n is None else some[n] for n in order]
-
-    ways = {number: theirs.stored[n] for number, n in enumerate(order) if n in theirs.stored}
-    leaves, arrays, parts = map(of, (theirs.leaves, theirs.arrays, theirs.parts))
-    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, stored=ways, parts=parts)
+    leaves, arrays = ([None if n is None else some[n] for n in order] for some in (theirs.leaves, theirs.arrays))
+    odd = {number: theirs.odd[n] for number, n in enumerate(order) if n in theirs.odd}
+    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, odd=odd)
 
 
 def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
@@ -57,17 +55,9 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     ValueError
         If a gradient has no parameter, or a parameter of another shape.
     TypeError
-        If the parameters belong to another framework, or a gradient stores only some rows.
+        If the parameters belong to another framework, or a gradient stores single entries that have norms of their own.
     """
     present, backend = given.kinds.present, given.backend
-    for number, way in given.stored.items() if rule.scope.axes is not None else ():
-        axes = rule.scope.covered(len(given.leaves[number].shape), backend.output_axis)
-        if axes is not None and 0 not in axes and way.sparse:
-            msg = (
-                f"{given.place(number)} is sparse: {short(rule)} would compare the rows that it stores with all "
-                "rows of the parameter; make the gradient dense, or take a norm of whole leaves"
-            )
-            raise TypeError(msg)
     if present and theirs.kinds.present and theirs.backend is not backend:
         msg = f"{theirs.place(present[0])} is of another framework than {given.place(present[0])}"
         raise TypeError(msg)
@@ -75,26 +65,46 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         if theirs.leaves[number] is None:
             msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
             raise ValueError(msg)
-        shapes = [tuple(one.leaves[number].shape) for one in (theirs, given)]
-        if shapes[0] != shapes[1]:
-            msg = f"{theirs.place(number)} has shape {shapes[0]}, {given.place(number)} {shapes[1]}"
+        own, other = (one.leaves[number].shape for one in (theirs, given))
+        if not same_shape(own, other):
+            msg = f"{theirs.place(number)} has shape {tuple(own)}, {given.place(number)} {tuple(other)}"
             raise ValueError(msg)
-    arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.to_measure(), strict=True)]
+    arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)]
     parts = theirs.parts
     if rule.scope.axes is not None and (parts or given.parts):
         arrays, parts = _divided_alike(rule, given, theirs, arrays)
+    for number in given.odd if rule.scope.axes is not None else ():
+        arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
     if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
         arrays = [None if array is None else backend.detached(array) for array in arrays]
-    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", parts=parts)
+    odd = {number: Leaf(arrays[number], part=part) for number, part in parts.items() if part is not None}
+    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", odd=odd)
 
 
-def _divided_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
+    """Return a parameter at the rows that its sparse gradient stores, if each row has a norm; else the parameter."""
+    if given.leaves[number] is None or not given.is_sparse(number):
+        return array
+    axes = rule.scope.covered(len(array.shape), given.backend.output_axis)
+    if axes is None or 0 in axes:
+        return array
+    rows = given.odd[number].rows
+    if rows is None:
+        msg = (
+            f"{given.place(number)} is sparse, and stores single entries: {short(rule)} would compare them with other "
+            "entries of the parameter; make the gradient dense, or take a norm of whole leaves"
+        )
+        raise TypeError(msg)
+    return given.backend.xp.take(array, rows, axis=0)
+
+
+def _divided_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], dict[int, Any]]:
     """Return the parameters and their parts, divided among processes as the gradients are where norms keep axes."""
-    parts = list(theirs.parts or [None] * len(arrays))
+    parts = theirs.parts
     for number in given.kinds.present:
         part, leaf = given.part(number), theirs.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
-        rows = [one and one.divided(axes) for one in (part, parts[number])]
+        rows = [one and one.divided(axes) for one in (part, parts.get(number))]
         if rows[0] != rows[1]:
             arrays[number], parts[number] = given.backend.divided_as(leaf, part), part
     return arrays, parts

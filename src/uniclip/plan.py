@@ -65,14 +65,15 @@ def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, p
 
     ``params`` are the parameters that are measured, too.
     """
-    parts = tuple(given.parts or ()), tuple(params.parts or ()) if params is not None else ()
+    trees = [given] if params is None else [given, params]
+    parts = tuple([tuple(tree.parts.items()) for tree in trees if tree.odd])
     shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
     key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.narrow, join.checked)
     plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
     if plan is not None:
         return plan
     with given.backend.quiet(given.first):
-        plan = Plan(rule, given, mode, join, parts)
+        plan = Plan(rule, given, mode, join, [tree.parts for tree in trees])
     if mode != TRACED and plan.known_structure:
         if len(rule.plans) >= _KEPT:
             rule.plans.clear()
@@ -122,12 +123,12 @@ class Plan:
             some = kinds.present
             backend.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
 
-    def _own(self, rule: Choices, parts: Sequence[Sequence[Any]]) -> None:
+    def _own(self, rule: Choices, parts: Sequence[dict[int, Any]]) -> None:
         """Find out which processes join the norms of distributed leaves."""
-        every = [list(zip(some or [None] * len(self.axes), self.axes, strict=True)) for some in parts]
+        every = [[(some.get(number), axes) for number, axes in enumerate(self.axes)] for some in parts]
         self.owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
         """For each leaf of the gradients, and of the parameters, the processes that join its norms."""
-        whole = {part.owners(): None for some in parts for part in some if part is not None}
+        whole = {part.owners(): None for some in parts for part in some.values()}
         self.covering: list[Any] = list(whole) if len(whole) < 2 or self.mode == TRACED else []
         """As few groups of processes as cover all that hold parts, which join what is not of a leaf."""
         for one in [] if self.covering else sorted(whole, key=lambda one: -len(one.processes())):
@@ -149,7 +150,7 @@ class Plan:
     def _divide(self, rule: Choices, given: Opened) -> None:
         """Find out which leaves share a norm, and which norms form an array."""
         kinds, scope = self.kinds, self.scope
-        missing = given.parts is not None and len(kinds.present) < len(given.leaves)
+        missing = bool(given.parts) and len(kinds.present) < len(given.leaves)
         everywhere = rule.memory or self.join is not None or missing
         members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
         labelled = scope.label not in {None, everything}
@@ -241,8 +242,8 @@ class Plan:
         there = [dict.fromkeys(self.order, np.ones(()))] if presence else []
         op: Op = "max" if p == math.inf else "sum"
         if self.plain and self.order and p == 2 and units is None and trees:
-            each = [(mode, tree.to_measure()) for tree, mode in zip(trees, modes, strict=True)]
-            vectors = [self.backend.squares(mode, [one[n] for n in self.order], self.lengths) for mode, one in each]
+            pairs = zip(trees, modes, strict=True)
+            vectors = [self.backend.squares(m, [t.arrays[n] for n in self.order], self.lengths) for t, m in pairs]
             if all([vector is not None for vector in vectors]):
                 rows = [row for vector in vectors for row in self._split(vector)]
                 return [*rows, *(self._joined([], there, op, list(scalars)) if there else scalars)]
@@ -262,8 +263,8 @@ class Plan:
 
     def _sums(self, tree: Opened, mode: int, p: float, op: Op, units: list[Any] | None) -> dict[int, Any]:
         """Return the sums of leaves, those of copies divided by their number."""
-        arrays, backend = tree.to_measure(), self.backend
-        some, by = [arrays[n] for n in self.order], None
+        backend, parts = self.backend, tree.parts
+        some, by = [tree.arrays[n] for n in self.order], None
         if units is not None:
             rows = [units[block][row, ...] for block, row in map(self.places.__getitem__, self.order)]
             by = [self._beside(*one) for one in zip(rows, self.order, some, strict=True)]
@@ -271,8 +272,8 @@ class Plan:
         if self.join is not None and self.join.named:
             found = [backend.varied(x, self.join.all_reduce) for x in found]
         sums = dict(zip(self.order, found, strict=True))
-        for number, value in sums.items() if self.copies is not None or tree.parts is not None else ():
-            part, held = tree.part(number), 1 if self.copies is None else self.copies[number]
+        for number, value in sums.items() if self.copies is not None or parts else ():
+            part, held = parts.get(number), 1 if self.copies is None else self.copies[number]
             own, held = (value, held) if part is None else (part.weighted(value, part.copies), held * part.copies)
             sums[number] = own / held if held > 1 and op == "sum" else own
         return sums
@@ -388,7 +389,7 @@ class Plan:
             if not (block.kept and group):
                 return self.to_library(np.zeros((), self.dtypes[1]))
             array, axes = given.arrays[group[0]], self.axes[group[0]] or ()
-            if given.parts is None and not backend.unsharded(array):  # they are sharded as it is
+            if not given.parts and not backend.unsharded(array):  # they are sharded as it is
                 return xp.sum(xp.zeros_like(array, dtype=self.dtypes[0]), axis=axes)
             kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
             return backend.to_device_of(array, xp.zeros(kept, dtype=self.dtypes[0]))
@@ -474,13 +475,10 @@ class Plan:
         return numbers, by
 
     def factor(self, given: Opened, value: Any, number: int) -> Any:
-        """Return the factor of a leaf, with its dimensions, and a row for each stored one."""
-        array, way, axes = given.arrays[number], given.stored.get(number), self.axes[number]
+        """Return the factor of a leaf, with its dimensions."""
         part = given.part(number)
         value = value if part is None else part.weighted(value, 1 / part.copies)
-        if way is None or way.rows is None or axes is None or 0 in axes:
-            return self._beside(value, number, array)
-        return way.rows(spread(self.backend, self.to_library(value), array, axes))
+        return self._beside(value, number, given.arrays[number])
 
     def arranged(self, blocks: Sequence[Any]) -> Any:
         """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
@@ -592,16 +590,17 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 
 def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     """Return the axes of a leaf that its norms cover, ``None`` for all."""
-    leaf = given.part(number) if given.leaves[number] is None else given.leaves[number]
-    if leaf is None:
+    odd, leaf, array = given.odd.get(number), given.leaves[number], given.arrays[number]
+    if leaf is None and odd is None:
         return None
+    by_row = odd is not None and odd.rows is not None
+    shape = array.shape if by_row else odd.part.shape if leaf is None else leaf.shape  # that of slices may be unknown
     try:
-        axes = scope.covered(len(leaf.shape), given.backend.output_axis)
+        axes = scope.covered(len(shape), given.backend.output_axis)
     except ValueError as error:
-        msg = f"{given.place(number)} of shape {tuple(leaf.shape)}: {error}"
+        msg = f"{given.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None
-    array = given.arrays[number]
-    if axes and array is not None and len(array.shape) != len(leaf.shape):
+    if axes and not by_row and given.is_sparse(number):
         msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
     return axes
@@ -615,9 +614,9 @@ def refuse_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> No
     TypeError
         If the norms of a leaf that stores only some of its rows are along other axes.
     """
-    for number, way in given.stored.items():
+    for number in given.odd:
         covered = axes[number]
-        if way.sparse and covered is not None and 0 not in covered:
+        if covered is not None and 0 not in covered and given.is_sparse(number):
             msg = (
                 f"{given.place(number)} is sparse: {short(rule)} {does} for each row, and at each step other rows are "
                 "stored; make the gradient dense, or take a norm of whole leaves"

@@ -14,7 +14,7 @@ from uniclip._errors import refuse_in_step, short
 from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, MET, backend_of
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, Lane, cast, numbers_in_lane, put_back
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, Lane, cast, numbers_in_lane
 from uniclip.choices import Choices
 from uniclip.curves import rejects
 from uniclip.measure import cleaned, measured
@@ -45,19 +45,19 @@ class Decision(NamedTuple):
         """Return the clipped gradients, like those given."""
         given, plan = self.given, self.plan
         numbers, by = plan.by_leaf(given, self.raw.factors)
-        writes_cleaned = given.in_place and any([given.arrays[n] is not way.array for n, way in given.stored.items()])
-        if not (numbers or writes_cleaned):  # which are written by closing, and looked at before
-            return given.closed(given.arrays)
         backend, arrays, zero = given.backend, list(given.arrays), self.rule.nonfinite in {"skip", "zero"}
+        if given.in_place:
+            with backend.quiet(given.first):
+                write_products(given, numbers, by, zero=zero)
+            return given.spec.unflatten(given.leaves)
+        if not numbers:
+            return given.closed(arrays)
 
         def change() -> list[Any]:
             return backend.scaled([given.arrays[n] for n in numbers], by, in_place=False, zero=zero)
 
         with backend.quiet(given.first):
-            if given.in_place:
-                write_products(given, arrays, numbers, by, zero=zero)
-                return given.closed(arrays)
-            one = plan.one_norm and not given.stored and not plan.sums_on_host
+            one = plan.one_norm and not plan.sums_on_host
             new = backend.unless_one(by[0], [given.arrays[n] for n in numbers], change) if one else change()
             for number, array in zip(numbers, new, strict=True):
                 arrays[number] = array
@@ -80,7 +80,7 @@ class Decision(NamedTuple):
                 total = backend.sum(product, (0,))
                 whole = xp.isdtype(leaf.dtype, "integral")
                 total = cast(xp, total, array.dtype if whole else leaf.dtype)
-                part = None if given.parts is None else given.parts[number]
+                part = given.part(number)
                 leaves[number] = total if part is None else part.summed(leaf, total)
             return given.spec.unflatten(leaves)
 
@@ -95,16 +95,21 @@ class Decision(NamedTuple):
         return Late(self.raw)
 
 
-def write_products(given: Opened, arrays: list[Any], numbers: list[int], by: list[Any], *, zero: bool) -> None:
-    """Multiply arrays in place, each memory once; those that are copies of what leaves hold are made anew."""
-    again = same_memory(given.backend, given.leaves, given.place)
-    pairs = [(number, factor) for number, factor in zip(numbers, by, strict=True) if number not in again]
-    for view in (False, True):  # copies first
-        some = [pair for pair in pairs if (pair[0] not in given.stored or given.stored[pair[0]].view) is view]
-        if some:
-            new = given.backend.scaled([arrays[n] for n, _ in some], [by for _, by in some], in_place=view, zero=zero)
-            for (number, _), array in zip(some, new, strict=True):
-                arrays[number] = array
+def write_products(given: Opened, numbers: list[int], by: list[Any], *, zero: bool) -> None:
+    """Multiply arrays in place, each memory once; entries that were made 0 are written, too."""
+    backend = given.backend
+    arrays = [given.odd[n].array if n in given.odd else leaf for n, leaf in enumerate(given.leaves)]
+    cleaned = [n for n in given.kinds.present if arrays[n] is not given.arrays[n]]
+    if not (numbers or cleaned):
+        return
+    again = same_memory(backend, given.leaves, given.place)
+    for number in cleaned:
+        if number not in again:
+            backend.write(arrays[number], lambda _, new: new, given.arrays[number])
+    pairs = [(arrays[n], factor) for n, factor in zip(numbers, by, strict=True) if n not in again]
+    if pairs:
+        backend.scaled([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
+    given.write({*cleaned, *numbers} - again)
 
 
 class LaneDecision(NamedTuple):
@@ -191,29 +196,27 @@ def decide(
         if backend is not None and lane is not None:
             return LaneDecision(rule, backend, spec.unflatten, lane, state)
     given = open_tree(grads, in_place=step.in_place)
-    if takes_lane and given.stored and given.parts is None:
+    if takes_lane and given.odd and not given.parts:
         lane = lane_of_arrays(given, limit)
         if lane is not None:
-            return LaneDecision(rule, given.backend, given.closed, lane, state)
+            return LaneDecision(rule, given.backend, given.spec.unflatten, lane, state)
     return decide_generally(rule, given, state, step, limit)
 
 
 def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
-    """Return what the lane comes to beside leaves that are no dense arrays themselves; ``None`` if it takes more."""
-    backend = given.backend
-    with backend.quiet(given.first):
-        unlimited = backend.lane(given.to_measure(), math.inf, in_place=False)  # only to measure
-        numbers = None if unlimited is None else numbers_in_lane(unlimited.norm, limit)
+    """Return what the lane comes to beside odd leaves; ``None`` if it takes more."""
+    with given.backend.quiet(given.first):
+        lane = given.backend.lane(given.arrays, math.inf if given.in_place else limit, in_place=False)
+        if lane is None or not given.in_place:
+            return lane and lane._replace(leaves=given.restored(lane.leaves))
+        numbers = numbers_in_lane(lane.norm, limit)
         if numbers is None:
             return None
         norm, limit, factor = numbers
-        arrays, present = list(given.arrays), list(given.kinds.present)
-        if factor != 1 and given.in_place:
-            write_products(given, arrays, present, [factor] * len(present), zero=False)
-        elif factor != 1:
-            new = backend.scaled([arrays[n] for n in present], [factor] * len(present), in_place=False, zero=False)
-            arrays = put_back(arrays, new)
-        return Lane(norm, limit, factor, arrays, given.kinds.device)
+        if factor != 1:
+            present = list(given.kinds.present)
+            write_products(given, present, [factor] * len(present), zero=False)
+        return Lane(norm, limit, factor, given.leaves, given.kinds.device)
 
 
 def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, constant: Any) -> Decision:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Trees of gradients: open them into dense arrays, close them again, and name a leaf in an error.
 
-A tree is opened once: sparse and distributed leaves, integers and storage formats become floating-point arrays here,
-each beside the `Stored` or the part that it is of, and `Opened.closed` makes them what they were. ``None``, an absent
-gradient, keeps its row.
+A tree is opened once, and this is the one door for odd leaves: sparse and distributed ones, integers and storage
+formats become floating-point arrays here, each in a `Leaf`, in which entries that were stored twice are summed, and
+`Opened.closed` makes them what they were. ``None``, an absent gradient, keeps its row.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, NamedTuple
 
 import optree
 
 from uniclip._errors import describe, printed
 from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, opened_node
-from uniclip.backends.arrays import overlaps_itself, sharing
-from uniclip.backends.base import Kinds, Stored, unchanged
+from uniclip.backends.arrays import overlaps_itself, same_shape, sharing
+from uniclip.backends.base import Kinds, Leaf, cast, unchanged
 from uniclip.scopes import Path
 
 _KEPT = 256
@@ -39,10 +38,8 @@ class Opened(NamedTuple):
     """The structure, comparable and hashable, except that of unknown containers."""
     name: str = "grads"
     in_place: bool = False
-    stored: dict[int, Stored] = {}  # noqa: RUF012 - never changed
-    """How the leaves are restored that are not their arrays."""
-    parts: list[Any] | None = None
-    """The part of its distributed leaf that each array is; ``None`` if all leaves are whole."""
+    odd: dict[int, Leaf] = {}  # noqa: RUF012 - never changed
+    """The leaves that are not their arrays, by their numbers."""
 
     @property
     def backend(self) -> Backend:
@@ -54,30 +51,48 @@ class Opened(NamedTuple):
         """The first array that is present, ``None`` if there is none."""
         return self.arrays[self.kinds.present[0]] if self.kinds.present else None
 
-    def to_measure(self) -> list[Any]:
-        """Return the arrays to measure, in which values of entries that are stored twice are summed."""
-        if not self.stored:
-            return self.arrays
-        found = list(self.arrays)
-        for number, way in self.stored.items():
-            if way.merged is not None:
-                found[number] = way.merged(self.arrays[number])
-        return found
+    @property
+    def parts(self) -> dict[int, Any]:
+        """The parts of distributed leaves, by their numbers; those of the parameters, where gradients are absent."""
+        return {number: odd.part for number, odd in self.odd.items() if odd.part is not None}
 
     def part(self, number: int) -> Any:
-        """Return the part of its leaf that an array is, ``None`` if it is the whole leaf."""
-        return None if self.parts is None else self.parts[number]
+        """Return the part of a distributed leaf that an array is, ``None`` if it is the whole leaf."""
+        return self.odd[number].part if number in self.odd else None
+
+    def is_sparse(self, number: int) -> bool:
+        """Whether a leaf stores only some of its rows, or of its entries."""
+        odd = self.odd.get(number)
+        if odd is None or odd.part is not None:
+            return False
+        return odd.rows is not None or not same_shape(odd.array.shape, self.leaves[number].shape)
 
     def closed(self, arrays: list[Any]) -> Any:
-        """Return a tree like the one that was opened, of changed arrays; in place, write what was opened as a copy."""
-        if not self.stored:
-            return self.spec.unflatten(arrays)
+        """Return a tree like the one that was opened, of changed arrays."""
+        return self.spec.unflatten(self.restored(arrays) if self.odd else arrays)
+
+    def restored(self, arrays: list[Any]) -> list[Any]:
+        """Return the leaves of changed arrays."""
         leaves = list(arrays)
-        for number, way in self.stored.items():
-            new, leaf = arrays[number], self.leaves[number]
-            same = new is way.array and not self.backend.xp.isdtype(leaf.dtype, "integral")
-            leaves[number] = leaf if same or (self.in_place and way.view) else way.back(new)
-        return self.spec.unflatten(leaves)
+        for number in self.kinds.odd:
+            same = arrays[number] is self.odd[number].array and not self._is_integral(number)
+            leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
+        return leaves
+
+    def write(self, numbers: Iterable[int]) -> None:
+        """Write arrays that were changed in place into those leaves that they are copies of."""
+        for number in numbers:
+            if number in self.odd and not self.odd[number].view:
+                self._put_back(number, self.odd[number].array)
+
+    def _put_back(self, number: int, array: Any) -> Any:
+        """Return a leaf of a changed array, or write it into the leaf: in the leaf's dtype, but for integers."""
+        odd, leaf = self.odd[number], self.leaves[number]
+        widened = array.dtype == odd.array.dtype and not self._is_integral(number)
+        return odd.back(cast(self.backend.xp, array, leaf.dtype) if widened else array)
+
+    def _is_integral(self, number: int) -> bool:
+        return bool(self.backend.xp.isdtype(self.leaves[number].dtype, "integral"))
 
     def paths(self) -> list[Path]:
         """Return the path of each leaf."""
@@ -126,8 +141,8 @@ def flatten(tree: Any, name: str = "grads") -> tuple[list[Any], Any]:
     return leaves, Nested(paths, rebuild)
 
 
-def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False) -> Opened:
-    """Open a tree of gradients, or of parameters by that name, for a rule that measures norms.
+def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: bool = False) -> Opened:
+    """Open a tree of gradients, or of parameters by that name; ``whole`` for a function of each array.
 
     Raises
     ------
@@ -140,59 +155,61 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False) -> Open
     for leaf in leaves:
         if leaf is not None:
             backend = MET.get(type(leaf))
-            kinds = None if backend is None else backend.known.get((name, backend.kinds(leaves)))
+            kinds = None if backend is None else backend.known.get((name, whole, backend.kinds(leaves)))
             break
     if kinds is None:
         leaves, spec = flatten(tree, name)
-        opened = _learned(leaves, spec, name, in_place=in_place)
+        opened = _open_new(leaves, spec, name, in_place=in_place, whole=whole)
     elif kinds.odd:
-        arrays, ways, parts = _dense(kinds.backend, kinds.odd, leaves, spec, name, in_place=in_place)
-        opened = Opened(kinds, leaves, arrays, spec, name, in_place, ways, parts)
+        arrays, odd = _open_leaves(kinds.backend, kinds.odd, leaves, in_place=in_place, whole=whole)
+        opened = Opened(kinds, leaves, arrays, spec, name, in_place, odd)
     else:
         opened = Opened(kinds, leaves, leaves, spec, name, in_place)
     if in_place and not opened.kinds.backend.writes:
         same_memory(opened.backend, leaves, opened.place)  # which says what to write instead
+    for number in opened.odd if in_place and not whole else ():
+        if opened.backend.xp.isdtype(leaves[number].dtype, "integral"):
+            msg = f"{opened.place(number)} holds integers, which cannot hold what a rule of norms makes of them"
+            raise TypeError(msg)
     return opened
 
 
-def _learned(leaves: list[Any], spec: Any, name: str, *, in_place: bool) -> Opened:
+def _open_new(leaves: list[Any], spec: Any, name: str, *, in_place: bool, whole: bool) -> Opened:
     """Open a tree with leaves of new kinds, which are refused if they cannot be clipped; and remember their kinds."""
     backend = backend_for(leaves, name, spec)
     with backend.quiet():
         present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-        arrays, ways, parts = _dense(backend, present, leaves, spec, name, in_place=in_place)
-        kinds = Kinds(backend, arrays, tuple(ways))
+        arrays, odd = _open_leaves(backend, present, leaves, in_place=in_place, whole=whole)
+        kinds = Kinds(backend, arrays, tuple(odd))
     if not compiling():
         if len(backend.known) >= _KEPT:
             backend.known.clear()
-        kinds = backend.known.setdefault((name, backend.kinds(leaves)), kinds)
-    return Opened(kinds, leaves, arrays, spec, name, in_place, ways, parts)
+        kinds = backend.known.setdefault((name, whole, backend.kinds(leaves)), kinds)
+    return Opened(kinds, leaves, arrays, spec, name, in_place, odd)
 
 
-def _dense(backend: Backend, numbers: Sequence[int], leaves: list[Any], spec: Any, name: str, *, in_place: bool) -> Any:
-    """Return the arrays of leaves, the ways back of those that are none, and the parts of distributed ones."""
-    xp, arrays, ways = backend.xp, list(leaves), {}
+def _open_leaves(
+    backend: Backend, numbers: Sequence[int], leaves: list[Any], *, in_place: bool, whole: bool
+) -> tuple[list[Any], dict[int, Leaf]]:
+    """Return the arrays of all leaves, and the odd ones among these numbers."""
+    arrays, odd = list(leaves), {}
     for number in numbers:
-        leaf = leaves[number]
-        stored = backend.stored(leaf, in_place=in_place)
-        array = leaf if stored is None else stored.array
-        if xp.isdtype(leaf.dtype, "integral"):  # in the framework's default floating-point dtype
-            if in_place:
-                where = place(name, spec.paths()[number])
-                msg = f"{where} holds integers, which cannot hold what a rule of norms makes of them"
-                raise TypeError(msg)
-            array = xp.astype(array, xp.asarray(1.0).dtype)
-        if array is not leaf:
-            ways[number] = (stored or Stored(leaf, unchanged))._replace(array=array)
-            arrays[number] = array
-    local, parts = backend.local(arrays)
-    for number, part in enumerate(parts or ()):
-        if part is not None:
-            way = ways.get(number) or Stored(leaves[number], unchanged)
-            back = _after(partial(part.whole, arrays[number]), way.back)
-            view = way.view or arrays[number] is leaves[number]
-            ways[number] = way._replace(array=local[number], back=back, view=view)
-    return local, ways, parts
+        leaf = _open_leaf(backend, leaves[number], in_place=in_place, whole=whole)
+        if leaf is not None:
+            odd[number], arrays[number] = leaf, leaf.array
+    return arrays, odd
+
+
+def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    """Return what an odd leaf holds; layers, as float8 in a distributed tensor, are opened one by one."""
+    outer = backend.leaf(leaf, in_place=in_place, whole=whole)
+    if outer is None:
+        return None
+    inner = _open_leaf(backend, outer.array, in_place=in_place and outer.view, whole=whole)
+    if inner is None:
+        return outer
+    rows = outer.rows if inner.rows is None else inner.rows
+    return Leaf(inner.array, _after(inner.back, outer.back), outer.view and inner.view, rows, inner.part)
 
 
 def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:

@@ -124,7 +124,7 @@ PROMISES = [
     ),
     Promise(
         "sparse gradients",
-        "stay sparse, beside dense ones too; rows that occur twice are summed before measuring",
+        "stay sparse, beside dense ones too; rows that occur twice are summed first, and come back so if they were clipped",
         (programs.Sparse(),),
         exceptions=SPARSE,
     ),

@@ -582,10 +582,11 @@ class Parts(Program):
 
 
 class Sparse(Program):
-    """Rows that occur twice are measured summed and come back as they were stored, also beside dense leaves."""
+    """Rows that occur twice are summed, and come back so if they were clipped, also beside dense leaves."""
 
     def arrays(self, fw: Framework) -> Any:
-        return {
+        weights = np.arange(2000.0).reshape(1000, 2) / 100
+        return fw.array(weights), {
             "mixed": [fw.sparse((1000, 2), [7, 3, 7], [[1.0, 2.0], [0.0, 4.0], [2.0, 2.0]]), fw.array([12.0, 0.0])],
             "cancels": [fw.sparse((9, 1), [2, 2, 5], [[3.0], [-3.0], [8.0]]), fw.array([[3.0, 4.0]])],
             "double": [fw.sparse((4, 1), [1, 1], [[3.0], [3.0]])],
@@ -593,37 +594,36 @@ class Sparse(Program):
         }
 
     def run(self, uc: Any, given: Any) -> Any:
-        by_value = {name: uc.clip_by_value(grads, -1, 1) for name, grads in given.items()}
-        joint = {name: list(uc.clip_by_global_norm(grads, 1.0)) for name, grads in given.items()}
-        below, apart = uc.clip_by_global_norm(given["mixed"], 100.0)[0], uc.clip_by_norm(given["mixed"], 2.0)
-        rows = [uc.clip(given["mixed"][0], uc.Rule(2.0, scope=scope))[0] for scope in self.scopes(uc)]
-        return [by_value, joint, below, apart, rows]
+        weights, trees = given
+        by_value = {name: uc.clip_by_value(grads, -1, 1) for name, grads in trees.items()}
+        joint = {name: list(uc.clip_by_global_norm(grads, 1.0)) for name, grads in trees.items()}
+        below, apart = uc.clip_by_global_norm(trees["mixed"], 100.0)[0], uc.clip_by_norm(trees["mixed"], 2.0)
+        rows = [uc.clip(trees["mixed"][0], uc.Rule(2.0, scope=scope))[0] for scope in self.scopes(uc)]
+        relative = uc.Rule(uc.limits.Relative(2.0), scope=uc.scopes.each_row)
+        return [by_value, joint, below, apart, [*rows, uc.clip(trees["mixed"][0], relative, weights)[0]]]
 
     def scopes(self, uc: Any) -> list[Any]:
         return [uc.scopes.each_row, uc.scopes.axes(1), uc.scopes.each_entry]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
-        by_value, joint, below, apart, rows = found
-        places, values = fw.stored(given["mixed"][0])
-        by_row, by_entry = (
-            np.minimum(1, 2 / np.asarray([[5.0], [4.0], [5.0]])),
-            [[2 / 3, 1 / 2], [1, 1 / 2], [2 / 3, 1 / 2]],
-        )
-        wanted = [
-            (below[0], 1.0),
-            (joint["mixed"][0][0], 185**-0.5),
-            *zip(rows, [by_row, by_row, by_entry], strict=True),
-        ]
-        for leaf, factors in wanted:  # of the sums [3, 4] of row 7 and [0, 4] of row 3
-            np.testing.assert_array_equal(fw.stored(leaf)[0], places)
-            np.testing.assert_allclose(fw.stored(leaf)[1], values * np.asarray(factors), rtol=1e-6)
-        for name, grads in given.items():
+        (weights, trees), (by_value, joint, below, apart, rows) = given, found
+        sums = numbers(fw, trees["mixed"])[0]  # [0, 4] in row 3, [3, 4] in row 7
+        norms = np.linalg.norm(sums, axis=1, keepdims=True)
+        sizes = np.linalg.norm(np.asarray(fw.numpy(weights), np.float64), axis=1, keepdims=True)
+        limits = [2.0, 2.0, np.full(sums.shape, 2.0), 2 * sizes]
+        for leaf, limit in zip(rows, limits, strict=True):
+            size = abs(sums) if np.shape(limit) == sums.shape else norms
+            np.testing.assert_allclose(
+                numbers(fw, leaf)[0], sums * np.minimum(1, limit / np.maximum(size, 1)), rtol=1e-6
+            )
+        assert not fw.same_objects or below[0] is trees["mixed"][0]
+        for name, grads in trees.items():
             arrays, (clipped, norm) = numbers(fw, grads), joint[name]
             assert [is_sparse(leaf) for leaf in clipped] == [is_sparse(leaf) for leaf in grads]
             close(fw, norm, p_norm(arrays))
             self._close(fw, clipped, by_hand(arrays, 1.0))
             self._close(fw, by_value[name], [np.clip(array, -1, 1) for array in arrays])
-        mixed = numbers(fw, given["mixed"])
+        mixed = numbers(fw, trees["mixed"])
         self._close(fw, below, mixed)
         self._close(fw, apart, each()(mixed, 2.0))
 

@@ -81,10 +81,6 @@ class Framework:
         """Return a sparse array of the framework as a dense one of NumPy; a dense one is an error."""
         raise NotImplementedError
 
-    def stored(self, leaf: Any) -> list[np.ndarray]:
-        """Return the rows and the values that a sparse array stores, as they are stored."""
-        raise NotImplementedError
-
     @contextmanager
     def context(self) -> Iterator[None]:
         """Switch on what the framework needs for one test."""
@@ -224,9 +220,6 @@ class Torch(Framework):
         assert leaf.is_sparse
         return leaf.to_dense().numpy()
 
-    def stored(self, leaf: Any) -> list[np.ndarray]:
-        return [leaf._indices()[0].numpy(), leaf._values().numpy()]
-
 
 class TorchCompile(Torch):
     """PyTorch under ``torch.compile(fullgraph=True)``: a graph break is an error."""
@@ -297,9 +290,6 @@ class TensorFlow(Framework):
         out = np.zeros(leaf.dense_shape, dtype=np.asarray(leaf.values).dtype)
         np.add.at(out, np.asarray(leaf.indices), np.asarray(leaf.values))
         return out
-
-    def stored(self, leaf: Any) -> list[np.ndarray]:
-        return [np.asarray(leaf.indices), np.asarray(leaf.values)]
 
 
 class TensorFlowFunction(TensorFlow):
@@ -430,9 +420,6 @@ class JAX(Framework):
 
         assert isinstance(leaf, sparse.BCOO)
         return np.asarray(leaf.todense())
-
-    def stored(self, leaf: Any) -> list[np.ndarray]:
-        return [np.asarray(leaf.indices)[:, 0], np.asarray(leaf.data)]
 
 
 class JAXJit(JAX):

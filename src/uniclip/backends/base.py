@@ -57,7 +57,7 @@ class Kinds:
         self.odd = odd
         """The leaves whose array is not the leaf itself: sparse or distributed ones, integers, storage formats."""
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
-        self.dtype = norm_dtype(backend.xp, some)
+        self.dtype = norm_dtype(backend.xp, [x for x in some if not backend.xp.isdtype(x.dtype, "integral")])
         """The dtype of their norms: float32, or the widest real one."""
         self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
@@ -77,21 +77,24 @@ class Kinds:
         return kinds
 
 
-class Stored(NamedTuple):
-    """What a leaf holds that is not itself a dense array of floating-point numbers."""
+def unchanged(array: Array) -> Array:
+    """Return an array as it is."""
+    return array
+
+
+class Leaf(NamedTuple):
+    """An odd leaf: one that is not itself a dense array of floating-point numbers in this process."""
 
     array: Array
-    """The stored values; those of entries that occur twice are apart."""
-    back: Rebuild
-    """Makes a leaf of this kind of changed values, or writes them into the leaf."""
+    """Its numbers as such an array; those of entries that are stored twice are summed."""
+    back: Rebuild = unchanged
+    """Makes a leaf of this kind of a changed array; in place, writes it into the leaf."""
     view: bool = False
-    """Whether the array is the leaf's memory, so that changing it changes the leaf."""
-    merged: Rebuild | None = None
-    """Returns the values with those of entries that occur twice summed, to measure them; ``None`` if none does."""
-    rows: Callable[[Array], Array] | None = None
-    """Spreads values of the rows after summing over the stored rows; ``None`` if each is stored once."""
-    sparse: bool = False
-    """Whether the leaf stores only some of its entries or rows."""
+    """Whether the array is the leaf's own memory, so that changing it changes the leaf."""
+    rows: Any = None
+    """Which rows of a sparse leaf the array holds, a vector; ``None`` where it holds all of them, or single entries."""
+    part: Any = None
+    """Which part of a distributed leaf it is, with the attributes of `uniclip.backends.dtensor.Part`."""
 
 
 class Lane(NamedTuple):
@@ -167,13 +170,14 @@ class Backend:
         """Return why an array cannot be measured, or be a ``gradient``, and what to pass instead; else ``None``."""
         return None
 
-    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
-        """Return what a leaf stores, ``None`` if it is a dense array; integers and distributed arrays are dense."""
-        return None
+    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+        """Return what an odd leaf holds, whose array may be an odd leaf again; ``None`` for other leaves.
 
-    def coalesced(self, leaf: Any) -> Any:
-        """Return a leaf whose entries that are stored twice are summed, in float32 or wider; else the leaf itself."""
-        return leaf
+        If ``whole``, for a function of each array, integers and distributed arrays are not odd.
+        """
+        if whole or not self.xp.isdtype(leaf.dtype, "integral"):
+            return None
+        return Leaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))  # in the framework's default dtype
 
     def size(self, leaf: Any, axes: Axes) -> Any:
         """Return the number of entries of the leaf along ``axes``, including those that are not stored."""
@@ -321,18 +325,7 @@ class Backend:
         """
         raise NotImplementedError
 
-    def overwrite(self, leaf: Any, new: Any) -> None:
-        """Put the entries of a sparse leaf in the place of those of another one."""
-        raise NotImplementedError
-
     # Arrays of which several processes or devices hold parts; by default they lie in one process, on one device.
-
-    def local(self, arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
-        """Return what this process holds of each array (or ``None``), and which part that is; ``None`` for all.
-
-        A part has the attributes and methods of `uniclip.backends.dtensor.Part`.
-        """
-        return arrays, None
 
     def divided_as(self, leaf: Any, part: Any) -> Any:
         """Return what this process holds of a leaf that is divided as a part of another is; for ``None`` all of it."""
@@ -524,11 +517,6 @@ def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -
 def in_groups(values: Sequence[Any], lengths: Sequence[int]) -> list[Sequence[Any]]:
     """Return consecutive values as groups."""
     return [values[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
-
-
-def unchanged(array: Array) -> Array:
-    """Return an array as it is."""
-    return array
 
 
 def cast(xp: Any, array: Array, dtype: Any) -> Array:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from uniclip.backends.base import Backend, Op, Reduce
+from uniclip.backends.base import Backend, Leaf, Op, Reduce
 from uniclip.backends.torch_modes import recorded, tracing
 
 _KEPT = 4096
@@ -123,10 +123,6 @@ class Part:
             return value
         return _Weighted.apply(value, 1, by)
 
-    def whole(self, like: Any, local: Any) -> Any:
-        """Return a local tensor as a distributed one like another."""
-        return _like_local(like, local)
-
     def summed(self, like: Any, local: Any) -> Any:
         """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
         from torch.distributed.tensor import DTensor, Partial, Shard
@@ -141,6 +137,15 @@ class Part:
         return DTensor.from_local(
             local, like.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
         )
+
+
+def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
+    """Return a partial tensor summed, what this process holds of another one, or ``None`` if that is to stay whole."""
+    if is_partial(leaf):
+        return Leaf(summed(leaf), partial(written if in_place else unsummed, leaf))
+    if whole:
+        return None
+    return Leaf(_local_of(leaf), partial(_like_local, leaf), view=True, part=_part_of(leaf))
 
 
 _parts: dict[Any, Part] = {}
@@ -252,12 +257,6 @@ class Distributed(Backend):
     """Distributed tensors, and process groups."""
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"
-
-    def local(self, arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
-        if not any([array is not None and is_dtensor(array) for array in arrays]):
-            return arrays, None
-        parts = [_part_of(array) if array is not None and is_dtensor(array) else None for array in arrays]
-        return [_local_of(array) if part else array for array, part in zip(arrays, parts, strict=True)], parts
 
     def divided_as(self, leaf: Any, part: Part | None) -> Any:
         if part is None:

@@ -31,15 +31,14 @@ from uniclip.backends.base import (
     Blocks,
     Kinds,
     Lane,
+    Leaf,
     Op,
     Reduce,
-    Stored,
     both,
     operand,
     power_sum,
     repaired,
     sum_dtype,
-    unchanged,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
@@ -99,15 +98,6 @@ def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
 
 
 namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _clip}))
-
-
-def _rows(leaf: sparse.BCOO, factors: Array) -> Array:
-    """Return for each stored row the factor of its row, which `sum_duplicates` puts in the order of indices."""
-    bounds = jnp.asarray(leaf.shape[: leaf.n_sparse])
-    inside = jnp.all(leaf.indices < bounds, axis=-1, keepdims=True)
-    indices = jnp.where(inside, leaf.indices, bounds)
-    _, row = jnp.unique(indices, axis=0, return_inverse=True, size=leaf.nse, fill_value=bounds)
-    return factors[jnp.reshape(row, (-1,))]
 
 
 def _within(leaf: sparse.BCOO) -> Array:
@@ -526,24 +516,21 @@ class _JAX(Backend):
             return False
         return bool(array.is_fully_addressable or array.is_fully_replicated)  # of which each process has a copy
 
-    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
+    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
         if leaf.dtype.itemsize == 1 and jnp.issubdtype(leaf.dtype, np.floating):  # which JAX does not promote
-            wide = leaf.astype(jnp.float32)
-            inner = self.stored(wide, in_place=in_place) or Stored(wide, unchanged)
-            return inner._replace(back=lambda new: inner.back(new).astype(leaf.dtype))
+            return Leaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
-            return None
+            return super().leaf(leaf, in_place=in_place, whole=whole)
+        # Summed in float32; the number of stored entries stays the same, as jit needs.
+        summed = sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
 
-        def of(new: Array) -> Any:
-            return sparse.BCOO((new, leaf.indices), shape=leaf.shape)
+        def back(new: Array) -> Any:
+            flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}  # parts of its type
+            return sparse.BCOO((new, summed.indices), shape=leaf.shape, **flags)
 
-        # Repeated entries are summed in float32; the number of stored entries stays the same, as jit needs.
-        return Stored(leaf.data, of, False, lambda new: self.coalesced(of(new)).data, partial(_rows, leaf), True)
-
-    def coalesced(self, leaf: Any) -> Any:
-        if not isinstance(leaf, sparse.BCOO):
-            return leaf
-        return sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
+        alone = summed.n_sparse == 1 and not summed.n_batch
+        # The index of padding lies behind the last row.
+        return Leaf(summed.data, back, rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else None)
 
     def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
         return _fast_values(plain, guarded)

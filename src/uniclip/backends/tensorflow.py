@@ -35,8 +35,8 @@ from uniclip.backends.base import (
     Blocks,
     Kinds,
     Lane,
+    Leaf,
     Op,
-    Stored,
     both,
     operand,
     repaired,
@@ -185,6 +185,7 @@ namespace = SimpleNamespace(
     square=tf.square,
     stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
     sum=_reduction(tf.reduce_sum),
+    take=lambda x, indices, /, *, axis: tf.gather(x, indices, axis=axis),
     tanh=tf.tanh,
     unstack=lambda x, /, *, axis=0: tf.unstack(x, axis=axis),
     where=_where,
@@ -306,24 +307,12 @@ class _TensorFlow(Backend):
         wide = tf.cast(array, tf.float64) if array.dtype == tf.float32 else array
         return tf.cast(tf.reduce_sum(wide, axes), array.dtype)
 
-    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
+    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
         if isinstance(leaf, tf.Variable):
-            return Stored(tf.convert_to_tensor(leaf), lambda new: new)
-        if not isinstance(leaf, tf.IndexedSlices):
-            return None
-        values = tf.convert_to_tensor(leaf.values)
-        return Stored(
-            values,
-            lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape),
-            merged=lambda new: _merged(leaf, new),
-            rows=lambda factors: tf.gather(factors, _firsts(leaf)),
-            sparse=True,
-        )
-
-    def coalesced(self, leaf: Any) -> Any:
-        if not isinstance(leaf, tf.IndexedSlices):
-            return leaf
-        return tf.IndexedSlices(_merged(leaf, leaf.values), leaf.indices, leaf.dense_shape)
+            return Leaf(tf.convert_to_tensor(leaf))
+        if isinstance(leaf, tf.IndexedSlices):
+            return Leaf(_merged(leaf), partial(_with_values, leaf), rows=leaf.indices)
+        return super().leaf(leaf, in_place=in_place, whole=whole)
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
         if isinstance(leaf, tf.IndexedSlices):
@@ -389,21 +378,21 @@ def _in_rows(array: Array) -> Array:
     return tf.cast(tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(rest, tf.float64), array.dtype)
 
 
-def _firsts(slices: tf.IndexedSlices) -> Array:
-    """Return for each stored row the number of the first one with its index."""
-    count = tf.size(slices.indices)
-    _, row = tf.unique(tf.reshape(slices.indices, [-1]))
-    return tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
-
-
-def _merged(slices: tf.IndexedSlices, values: Array) -> Array:
-    """Return values, float32 or wider, with each row's sum at its first occurrence, and zeros at later ones.
+def _merged(slices: tf.IndexedSlices) -> Array:
+    """Return the values, float32 or wider, with each row's sum at its first occurrence, and zeros at later ones.
 
     The number of rows stays the same, as XLA must know it, and so do the indices.
     """
+    values, count = tf.convert_to_tensor(slices.values), tf.size(slices.indices)
+    _, row = tf.unique(tf.reshape(slices.indices, [-1]))
+    first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
     wide = tf.cast(values, sum_dtype(namespace, values.dtype))
-    merged = tf.math.unsorted_segment_sum(wide, _firsts(slices), tf.size(slices.indices))
-    return tf.ensure_shape(merged, values.shape)
+    return tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
+
+
+def _with_values(slices: tf.IndexedSlices, values: Array) -> tf.IndexedSlices:
+    """Return other values of the same rows."""
+    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
 BACKEND = _TensorFlow(namespace)

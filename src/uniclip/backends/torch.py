@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from array_api_compat import torch as compat
+from torch.autograd.graph import increment_version
 
 from uniclip.backends import dtensor
 from uniclip.backends.base import (
@@ -24,8 +25,7 @@ from uniclip.backends.base import (
     Axes,
     Blocks,
     Kinds,
-    Rebuild,
-    Stored,
+    Leaf,
     both,
     in_groups,
     power_sum,
@@ -214,10 +214,17 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 """Kinds of tensors that cannot be clipped, why, and what to convert them to."""
 
 
-def _narrowed(leaf: Any, back: Rebuild, in_place: bool, new: Array) -> Any:
-    """Return changed values in a storage format, written into the leaf if it is changed in place."""
-    found = back(new).to(leaf.dtype)
-    return leaf.copy_(found) if in_place else found
+def _overwrite(leaf: Any, new: Any) -> Any:
+    """Put changed values into a leaf in a storage format, and return it."""
+    with torch.no_grad():
+        return leaf.copy_(new)
+
+
+def _coalesce(leaf: Any) -> Any:
+    """Return a COO tensor, in which entries that were stored twice are summed, in float32 or wider."""
+    if leaf.is_coalesced():
+        return leaf
+    return leaf.to(leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)).coalesce()
 
 
 class _Memory:
@@ -263,9 +270,9 @@ def _view(leaf: Any) -> Any:
         leaf = leaf.to_local()
     if type(leaf) is not torch.Tensor or tracing() or valueless(leaf):
         return None
-    if leaf.layout is torch.strided:
-        return np.asarray(_Memory(leaf))
-    return np.asarray(_Memory(leaf._values() if leaf.layout is torch.sparse_coo else leaf.values()))
+    if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
+        return None  # it gets new memory
+    return np.asarray(_Memory(leaf if leaf.layout is torch.strided else leaf.values()))
 
 
 class _Torch(dtensor.Distributed):
@@ -411,46 +418,32 @@ class _Torch(dtensor.Distributed):
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def stored(self, leaf: Any, *, in_place: bool) -> Stored | None:
+    def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
         if leaf.dtype in STORAGE:
-            inner = leaf.to(torch.float32)
-            whole = self.stored(inner, in_place=False) or Stored(inner, unchanged)
-            return whole._replace(back=partial(_narrowed, leaf, whole.back, in_place), view=False)
+            return Leaf(leaf.to(torch.float32), partial(_overwrite, leaf) if in_place else unchanged)
+        if is_dtensor(leaf):
+            return dtensor.open_distributed(leaf, in_place=in_place, whole=whole)
         if leaf.layout is torch.sparse_coo:
-            return self._coo(self.coalesced(leaf) if leaf.requires_grad else leaf)
+            return self._open_coo(leaf, in_place=in_place)
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
-            return Stored(
-                leaf.values(),
-                lambda new: make(outer(leaf), inner(leaf), new, leaf.shape, check_invariants=False),
-                view=True,
-                sparse=True,
-            )
-        if is_dtensor(leaf) and dtensor.is_partial(leaf):
-            back = dtensor.written if in_place else dtensor.unsummed
-            return Stored(dtensor.summed(leaf), partial(back, leaf))
-        return None
+            back = partial(make, outer(leaf), inner(leaf), size=leaf.shape, check_invariants=False)
+            return Leaf(leaf.values(), back, view=True)
+        return super().leaf(leaf, in_place=in_place, whole=whole)
 
-    def _coo(self, leaf: Any) -> Stored:
-        single = leaf.is_coalesced()
-        indices, values = (leaf.indices(), leaf.values()) if single else (leaf._indices(), leaf._values())
+    def _open_coo(self, leaf: Any, *, in_place: bool) -> Leaf:
+        single = _coalesce(leaf)
+        indices = single.indices()
 
-        def of(new: Array) -> Any:
-            return torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=single, check_invariants=False)
-
-        def merged(new: Array) -> Array:
-            return self.coalesced(of(new)).values()
-
-        def rows(factors: Array) -> Array:
-            return factors[torch.unique(indices, dim=1, return_inverse=True)[1]]
-
-        return Stored(values, of, True, None if single else merged, None if single else rows, sparse=True)
-
-    def coalesced(self, leaf: Any) -> Any:
-        if leaf.layout is not torch.sparse_coo or leaf.is_coalesced():
+        def back(new: Array) -> Any:
+            made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
+            if not in_place:
+                return made
+            leaf.data = made  # `copy_` takes as long as summing did
+            increment_version(leaf)
             return leaf
-        wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
-        return leaf.to(wide).coalesce()
+
+        return Leaf(single.values(), back, single is leaf, indices[0] if len(indices) == 1 else None)
 
     def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
         return _view(leaf), _why_fixed(leaf)
@@ -468,9 +461,6 @@ class _Torch(dtensor.Distributed):
                 operands = tuple(_copied_if_shared(operand, array).expand(array.shape) for operand in operands)
                 for rows in row_slices(array.shape) if pieces is not None else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
-
-    def overwrite(self, leaf: Any, new: Any) -> None:
-        leaf.copy_(new.to(leaf.dtype))
 
     def disjoint(self, leaves: list[Any]) -> bool:
         own = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
