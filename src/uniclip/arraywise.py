@@ -138,7 +138,7 @@ class ByValue(EachArray):
                 raise ValueError(msg)
         if backend.readable(low) and backend.readable(high) and not bool(xp.all(low <= high)):
             raise ValueError(self._wrong_way())
-        low, high = (backend.replicated(array, bound) for bound in (low, high))
+        low, high = (backend.to_device_of(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 

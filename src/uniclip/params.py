@@ -65,8 +65,8 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         if theirs.leaves[number] is None:
             msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
             raise ValueError(msg)
-        own, other = (one.leaves[number].shape for one in (theirs, given))
-        if not same_shape(own, other):
+        own, other = theirs.leaves[number].shape, given.leaves[number].shape
+        if not (own == other or same_shape(own, other)):  # some are known at run time
             msg = f"{theirs.place(number)} has shape {tuple(own)}, {given.place(number)} {tuple(other)}"
             raise ValueError(msg)
     arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)]

@@ -77,7 +77,7 @@ class Decision(NamedTuple):
                 factor = plan.factor(given, factors[block][row, ...], number)
                 wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
                 [product] = backend.scaled([wide], [factor], in_place=False, zero=zero)
-                total = backend.sum(product, (0,))
+                total = xp.sum(product, axis=0)
                 whole = xp.isdtype(leaf.dtype, "integral")
                 total = cast(xp, total, array.dtype if whole else leaf.dtype)
                 part = given.part(number)

@@ -18,7 +18,7 @@ import optree
 
 from uniclip._errors import describe, printed
 from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, opened_node
-from uniclip.backends.arrays import overlaps_itself, same_shape, sharing
+from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
 from uniclip.backends.base import Kinds, Leaf, cast, unchanged
 from uniclip.scopes import Path
 
@@ -253,32 +253,33 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
     ValueError
         If two leaves overlap in memory, and are not the same.
     """
-    some = [(number, leaf) for number, leaf in enumerate(leaves) if leaf is not None]
-    if some and not backend.traced(some[0][1]) and backend.disjoint([leaf for _, leaf in some]):
+    present = [number for number, leaf in enumerate(leaves) if leaf is not None]
+    memories = backend.memory([leaves[number] for number in present])
+    if memories is None:
         return set()
     first: dict[Any, int] = {}
     identity = unchanged if compiling() else id  # of numbers of objects, a compiler makes a program for these alone
-    again = {number for number, leaf in some if first.setdefault(identity(leaf), number) != number}
-    views: list[Any] = [None] * len(leaves)
-    for number, leaf in some:
-        view, why = backend.memory(leaf)
-        views[number] = None if number in again else view
-        if view is not None and overlaps_itself(view):
-            why = why or "several of its entries may lie in one place"
+    again = {number for number in present if first.setdefault(identity(leaves[number]), number) != number}
+    views = {}
+    for number, (view, reason) in zip(present, memories, strict=True):
+        if view is not None and view.size and number not in again:
+            views[number] = view
+        repeats = view is not None and overlaps_itself(view)
+        why = reason or ("several of its entries may lie in one place" if repeats else None)
         if why:
             msg = (
-                f"{where(number)}, a {describe(leaf)}, cannot be changed in place: {why}; "
+                f"{where(number)}, a {describe(leaves[number])}, cannot be changed in place: {why}; "
                 "use clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
-    for one, two, alike in sharing(views):
-        if not alike:
+    for earlier, later in overlapping(views):
+        if views[earlier].__array_interface__ != views[later].__array_interface__:
             msg = (
-                f"{where(one)} and {where(two)} overlap in memory, so "
-                "that some entries would be scaled twice; pass arrays that are apart, or use uc.clip"
+                f"{where(earlier)} and {where(later)} overlap in memory, so that some entries may be scaled twice; "
+                "pass arrays that are apart, each in a stretch of memory of its own, or use uc.clip"
             )
             raise ValueError(msg)
-        again.add(two)
+        again.add(later)
     return again
 
 

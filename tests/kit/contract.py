@@ -124,7 +124,7 @@ PROMISES = [
     ),
     Promise(
         "sparse gradients",
-        "stay sparse, beside dense ones too; rows that occur twice are summed first, and come back so if they were clipped",
+        "stay sparse, beside dense ones too; rows that occur twice are summed first, and come back so where clipped",
         (programs.Sparse(),),
         exceptions=SPARSE,
     ),
@@ -180,7 +180,7 @@ PROMISES = [
     ),
     Promise(
         "… and views of one array",
-        "are written where they have no entry in common; else `ValueError` that names both",
+        "are written where each lies in a stretch of memory of its own; else `ValueError` that names both",
         check=checks.overlaps,
         exceptions=ONE_LAYOUT,
     ),

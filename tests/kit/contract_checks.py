@@ -248,14 +248,17 @@ def memory(fw: Framework, uc: Any) -> None:
 
 
 def overlaps(fw: Framework, uc: Any) -> None:
-    """Clip views of one array that have no entry in common; refuse those that have."""
-    whole = fw.array(np.zeros((2, 4)))
-    left, right = whole[:, ::2], whole[:, 1::2]
-    left[...], right[...] = 3.0, 4.0
-    report = uc.clip_([left, right], uc.by_global_norm(5.0))
-    close_leaves(fw, [report.norms, whole], [10.0, [[1.5, 2.0, 1.5, 2.0]] * 2])
+    """Clip views of one array that lie one after the other; refuse those that overlap, or whose entries alternate."""
+    whole = fw.array(np.zeros((4, 2)))
+    upper, lower = whole[:2], whole[2:]
+    upper[...], lower[...] = 3.0, 4.0
+    report = uc.clip_([lower, upper, lower], uc.by_global_norm(5.0 * 82**0.5))
+    close_leaves(fw, [report.norms, whole], [164**0.5, [[3.0, 3.0]] * 2 + [[4.0, 4.0]] * 2])
+    report = uc.clip_([lower.T, upper.T], uc.by_global_norm(5.0))
+    close_leaves(fw, [report.norms, whole], [10.0, [[1.5, 1.5]] * 2 + [[2.0, 2.0]] * 2])
     x = fw.array(np.arange(10.0))
     views = ([x, x[1:]], [x[:6], x[4:]], [x.reshape(2, 5), x.reshape(5, 2)], [x, x[::2]], [x.reshape(2, 5), x])
+    views += ([x[::2], x[1::2]], [x.reshape(5, 2)[:, 0], x.reshape(5, 2)[:, 1]])
     for some in views:
         with pytest.raises(ValueError, match=r"grads\[0\] and grads\[1\].*uc\.clip"):
             uc.clip_(some, uc.by_global_norm(1.0))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.exceptions import TooHardError
 from numpy.lib.array_utils import byte_bounds
 
 from uniclip.backends.base import Array, cast
@@ -93,24 +92,11 @@ def overlaps_itself(view: View) -> bool:
     return False
 
 
-def sharing(views: list[View | None]) -> Iterator[tuple[int, int, bool]]:
-    """Yield the pairs of arrays that share memory, by their numbers, and whether they are the same."""
-    known = {number: view for number, view in enumerate(views) if view is not None and view.size}
-    bounds = {number: byte_bounds(view) for number, view in known.items()}
-    near: list[int] = []
-    for number in sorted(known, key=bounds.__getitem__):
-        near = [other for other in near if bounds[other][1] > bounds[number][0]]
-        for other in near:
-            first, second = sorted((number, other))
-            if _share(known[first], known[second]):
-                alike = known[first].__array_interface__ == known[second].__array_interface__
-                yield first, second, alike
-        near.append(number)
-
-
-def _share(view: View, other: View) -> bool:
-    try:
-        work: Any = 100_000  # NumPy's own type for it is too narrow
-        return bool(np.shares_memory(view, other, max_work=work))
-    except TooHardError:
-        return True  # not known to be disjoint
+def overlapping(views: dict[int, View]) -> Iterator[tuple[int, int]]:
+    """Yield two numbers for each array whose stretch of memory overlaps that of one before: the smaller one first."""
+    last, end = 0, 0
+    for start, stop, number in sorted([(*byte_bounds(view), number) for number, view in views.items()]):
+        if start < end:
+            yield min(last, number), max(last, number)
+        if stop > end:
+            last, end = number, stop

@@ -21,6 +21,8 @@ Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
 Blocks: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """Blocks of norms, each with the numbers of the arrays of each of its norms."""
+Memory: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
+"""An array at a leaf's place in memory, if that is known, and why the leaf cannot be written, if so."""
 
 NODES: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
 """Classes of uniclip that pytree libraries open, with how to take them apart and rebuild them."""
@@ -156,11 +158,7 @@ class Backend:
 
     def kinds(self, leaves: list[Any]) -> Any:
         """Return a key that is equal for leaves of equal kinds; ``None`` is a kind."""
-        return tuple([None if leaf is None else self.kind(leaf) for leaf in leaves])
-
-    def kind(self, leaf: Any) -> Any:
-        """Return the kind of a leaf."""
-        return type(leaf), str(getattr(leaf, "dtype", None))
+        return tuple([None if leaf is None else (type(leaf), str(getattr(leaf, "dtype", None))) for leaf in leaves])
 
     def is_array(self, leaf: Any) -> bool:
         """Whether ``leaf``, whose class led to this backend, can hold a gradient."""
@@ -224,16 +222,12 @@ class Backend:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
 
-    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        """Return a NumPy array as one of this library, in code without values."""
-        return self.from_host(array, device)
-
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
         return list(map(np.asarray, arrays))
 
     def to_device_of(self, other: Array, array: Array) -> Array:
-        """Return ``array`` on the device of ``other``."""
+        """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
         return array
 
     def detached(self, array: Array) -> Array:
@@ -282,10 +276,6 @@ class Backend:
         units = [None] * len(arrays) if units is None else units
         return [power_sum(self, array, p, some, unit) for array, some, unit in zip(arrays, axes, units, strict=True)]
 
-    def sum(self, array: Array, axes: Axes) -> Array:
-        """Return the sum along ``axes``."""
-        return self.xp.sum(array, axis=axes)
-
     def pieces(self, array: Array) -> Iterable[Array] | None:
         """Split a large array into vectors, in any order of its entries; ``None`` if it is measured as a whole.
 
@@ -310,13 +300,9 @@ class Backend:
 
     # Arrays that are changed in place; by default they never are.
 
-    def disjoint(self, leaves: list[Any]) -> bool:
-        """Whether a quick check shows that the leaves are writable and share no memory."""
-        return False
-
-    def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
-        """Return an array that stands for a leaf's memory, if that is known, and why it cannot be written, if so."""
-        return None, "arrays of this kind never change"
+    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+        """Return the memory of each leaf; ``None`` if a quick check shows that all can be written, and share none."""
+        return [(None, "arrays of this kind never change")] * len(leaves)
 
     def write(self, array: Any, function: Callable[..., Any], *operands: Any) -> None:
         """Put ``function(array, *operands)`` in place of ``array``, piece by piece.
@@ -334,10 +320,6 @@ class Backend:
     def varied(self, array: Any, all_reduce: Any) -> Any:
         """Return a value as one that may differ along all axes of ``all_reduce``, so that one reduction joins many."""
         return array
-
-    def replicated(self, array: Any, operand: Any) -> Any:
-        """Return an operand, the same in all processes, as one that can be combined with a distributed ``array``."""
-        return operand
 
     def reducer(self, all_reduce: Any) -> Reduce | None:
         """Return a function that reduces over the parts of a tree, ``None`` if ``all_reduce`` is not of these kinds."""
@@ -431,11 +413,11 @@ def _powers(backend: Backend, x: Array, p: float, axes: Axes) -> Array:
     if p == 2:  # without an absolute value, whose derivative at 0 is undefined
         parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
         floats = [_wide(backend, part) for part in parts]
-        return backend.sum(reduce(lambda a, b: a + b, [part * part for part in floats]), axes)
+        return xp.sum(reduce(lambda a, b: a + b, [part * part for part in floats]), axis=axes)
     size = _modulus(backend, x) if 1 < p < math.inf or xp.isdtype(x.dtype, "complex floating") else xp.abs(x)
     if p == math.inf:
         return _wide(backend, largest(xp, size, axes))
-    return backend.sum(_wide(backend, size) if p == 1 else _power(xp, size, p), axes)
+    return xp.sum(_wide(backend, size) if p == 1 else _power(xp, size, p), axis=axes)
 
 
 def _modulus(backend: Backend, x: Array) -> Array:

@@ -265,12 +265,11 @@ class Distributed(Backend):
             leaf = _replicated(part.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
         return leaf.redistribute(part.mesh, part.placements).to_local()
 
-    def replicated(self, array: Any, operand: Any) -> Any:
-        if is_dtensor(operand):
-            return operand
-        if operand.ndim or array.is_meta:  # every other device accepts 0-d CPU tensors
-            operand = operand.to(array.device)
-        return _replicated(array.device_mesh, operand) if is_dtensor(array) else operand
+    def to_device_of(self, other: Any, array: Any) -> Any:
+        if is_dtensor(array):
+            return array
+        array = array.to(other.device)
+        return _replicated(other.device_mesh, array) if is_dtensor(other) else array
 
     def reducer(self, all_reduce: Any) -> Reduce | None:
         groups = _groups_of(all_reduce)

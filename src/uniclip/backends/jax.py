@@ -100,12 +100,17 @@ def _clip(x: Array, /, min: Any = None, max: Any = None) -> Array:
 namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _clip}))
 
 
-def _within(leaf: sparse.BCOO) -> Array:
-    """Return the data, float32 or wider, with 0 for padding entries, whose index is beyond the shape."""
+@partial(jax.jit, inline=True)
+def _summed(leaf: sparse.BCOO) -> sparse.BCOO:
+    """Return a matrix of as many entries, in which those of one index are summed in float32 or wider, padding as 0.
+
+    The index of padding is beyond the shape.
+    """
     bounds = jnp.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     inside = jnp.all(leaf.indices < bounds, axis=-1)
     data = leaf.data.astype(sum_dtype(jnp, leaf.dtype))
-    return jnp.where(jnp.expand_dims(inside, range(inside.ndim, data.ndim)), data, 0)
+    data = jnp.where(jnp.expand_dims(inside, range(inside.ndim, data.ndim)), data, 0)
+    return sparse.BCOO((data, leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
 
 
 _FLOATS = {jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")}
@@ -349,10 +354,8 @@ def _slopes(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array,
 class _JAX(Backend):
     joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
 
-    def kind(self, leaf: Any) -> Any:
-        array = getattr(leaf, "data", leaf) if isinstance(leaf, sparse.JAXSparse) else leaf
-        place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-        return type(leaf), type(array), getattr(leaf, "dtype", None), place
+    def kinds(self, leaves: list[Any]) -> Any:
+        return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
 
     def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         return *super().facts(arrays)[:2], False  # derivatives are traced
@@ -521,8 +524,7 @@ class _JAX(Backend):
             return Leaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
             return super().leaf(leaf, in_place=in_place, whole=whole)
-        # Summed in float32; the number of stored entries stays the same, as jit needs.
-        summed = sparse.BCOO((_within(leaf), leaf.indices), shape=leaf.shape).sum_duplicates(nse=leaf.nse)
+        summed = _summed(leaf)
 
         def back(new: Array) -> Any:
             flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}  # parts of its type
@@ -571,6 +573,13 @@ class _JAX(Backend):
             return array
         mesh = isinstance(other.sharding, NamedSharding)
         return jax.device_put(array, NamedSharding(other.sharding.mesh, PartitionSpec()) if mesh else other.sharding)
+
+
+def _kind_of(leaf: Any) -> Any:
+    """Return the kind of a leaf, or of what is none."""
+    array = getattr(leaf, "data", leaf) if isinstance(leaf, sparse.JAXSparse) else leaf
+    place = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    return type(leaf), type(array), getattr(leaf, "dtype", None), place
 
 
 BACKEND = _JAX(namespace)

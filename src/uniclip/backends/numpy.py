@@ -28,6 +28,7 @@ from uniclip.backends.base import (
     Blocks,
     Kinds,
     Lane,
+    Memory,
     in_groups,
     numbers_in_lane,
     power_sum,
@@ -319,7 +320,7 @@ class _NumPy(Backend):
         def scale(factor: float) -> list[View] | None:
             if not in_place:
                 return [array * factor for array in arrays]
-            return [np.multiply(array, factor, out=array) for array in arrays] if self.disjoint(arrays) else None
+            return [np.multiply(array, factor, out=array) for array in arrays] if _are_apart(arrays) else None
 
         with np.errstate(all="ignore"):
             return lane_on_host(leaves, float(squares(arrays, [len(arrays)])[0]), limit, scale)
@@ -368,19 +369,8 @@ class _NumPy(Backend):
         new = array * factor  # a Python number keeps the dtype
         return new if new.dtype == array.dtype else new.astype(array.dtype)
 
-    def memory(self, leaf: Any) -> tuple[Any, str | None]:
-        if not isinstance(leaf, np.ndarray):
-            return None, "a scalar never changes"
-        return leaf, None if leaf.flags.writeable else "it is read-only"
-
-    def disjoint(self, leaves: list[Any]) -> bool:
-        # Arrays that own their memory do not share it.
-        if not all([type(a) is np.ndarray and a.flags.writeable and a.flags.forc for a in leaves]):
-            return False
-        if all([a.base is None and a.flags.owndata for a in leaves]):
-            return len(set(map(id, leaves))) == len(leaves)
-        spans = sorted([(a.__array_interface__["data"][0], a.nbytes) for a in leaves])
-        return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
+    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+        return None if _are_apart(leaves) else list(map(_memory_of, leaves))
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with walk([array, *operands], "readwrite") as pieces:
@@ -389,6 +379,22 @@ class _NumPy(Backend):
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return walk([array], "readonly") if array.size > PIECE else None
+
+
+def _are_apart(arrays: list[Any]) -> bool:
+    """Whether a quick check shows that arrays are writable, without gaps, and do not overlap."""
+    if not all([type(a) is np.ndarray and a.flags.writeable and a.flags.forc for a in arrays]):
+        return False
+    if all([a.base is None and a.flags.owndata for a in arrays]):  # no other array has their memory
+        return len(set(map(id, arrays))) == len(arrays)
+    spans = sorted([(a.__array_interface__["data"][0], a.nbytes) for a in arrays])
+    return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
+
+
+def _memory_of(leaf: Any) -> Memory:
+    if not isinstance(leaf, np.ndarray):
+        return None, "a scalar never changes"
+    return leaf, None if leaf.flags.writeable else "it is read-only"
 
 
 BACKEND = _NumPy(namespace)

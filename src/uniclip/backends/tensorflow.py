@@ -123,6 +123,12 @@ def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
     return extreme
 
 
+def _sum(x: Array, axis: Any, keepdims: bool) -> Array:
+    """Return the sum, of float32 numbers in float64: TensorFlow adds them sequentially."""
+    wide = tf.cast(x, tf.float64) if x.dtype == tf.float32 else x
+    return tf.cast(tf.reduce_sum(wide, axis, keepdims), x.dtype)
+
+
 def _sort(x: Array, /, *, axis: int = -1) -> Array:
     # tf.sort reads its axis on the host, which is a tensor there.
     order = list(range(x.shape.rank))
@@ -184,7 +190,7 @@ namespace = SimpleNamespace(
     sqrt=tf.sqrt,
     square=tf.square,
     stack=lambda arrays, /, *, axis=0: tf.stack(arrays, axis),
-    sum=_reduction(tf.reduce_sum),
+    sum=_reduction(_sum),
     take=lambda x, indices, /, *, axis: tf.gather(x, indices, axis=axis),
     tanh=tf.tanh,
     unstack=lambda x, /, *, axis=0: tf.unstack(x, axis=axis),
@@ -195,9 +201,8 @@ namespace = SimpleNamespace(
 
 
 class _TensorFlow(Backend):
-    def kind(self, leaf: Any) -> Any:
-        values = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
-        return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
+    def kinds(self, leaves: list[Any]) -> Any:
+        return tuple([None if leaf is None else _kind_of_tensor(leaf) for leaf in leaves])
 
     def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
@@ -302,11 +307,6 @@ class _TensorFlow(Backend):
         flat = tf.reshape(array, [-1])
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def sum(self, array: Array, axes: tuple[int, ...] | None) -> Array:
-        # It adds float32 entries sequentially.
-        wide = tf.cast(array, tf.float64) if array.dtype == tf.float32 else array
-        return tf.cast(tf.reduce_sum(wide, axes), array.dtype)
-
     def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
         if isinstance(leaf, tf.Variable):
             return Leaf(tf.convert_to_tensor(leaf))
@@ -349,6 +349,12 @@ class _TensorFlow(Backend):
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
         quiet = super().quiet(first)
         return quiet if tf.executing_eagerly() else both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
+
+
+def _kind_of_tensor(leaf: Any) -> Any:
+    """Return the kind of a leaf, or of what is none."""
+    values = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
+    return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
 
 def _viewed(array: Array) -> np.ndarray[Any, Any]:

@@ -26,6 +26,7 @@ from uniclip.backends.base import (
     Blocks,
     Kinds,
     Leaf,
+    Memory,
     both,
     in_groups,
     power_sum,
@@ -227,7 +228,7 @@ def _coalesce(leaf: Any) -> Any:
     return leaf.to(leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)).coalesce()
 
 
-class _Memory:
+class _Address:
     """A tensor's memory as NumPy sees it, for its address only; the contents are never read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -272,7 +273,7 @@ def _view(leaf: Any) -> Any:
         return None
     if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
         return None  # it gets new memory
-    return np.asarray(_Memory(leaf if leaf.layout is torch.strided else leaf.values()))
+    return np.asarray(_Address(leaf if leaf.layout is torch.strided else leaf.values()))
 
 
 class _Torch(dtensor.Distributed):
@@ -317,11 +318,11 @@ class _Torch(dtensor.Distributed):
         here = torch.from_numpy(array) if array.flags.writeable else torch.from_numpy(array.copy())
         return here if device == _CPU else here.to(device)
 
-    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        return torch.as_tensor(array, device=device)
-
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return [array.detach().clone() for array in arrays]  # a CUDA graph overwrites the outputs of its last run
+
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        return torch.as_tensor(array, device=device)
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         found: list[Any] = [None] * len(arrays)
@@ -445,8 +446,12 @@ class _Torch(dtensor.Distributed):
 
         return Leaf(single.values(), back, single is leaf, indices[0] if len(indices) == 1 else None)
 
-    def memory(self, leaf: Any) -> tuple[np.ndarray[Any, Any] | None, str | None]:
-        return _view(leaf), _why_fixed(leaf)
+    def memory(self, leaves: list[Any]) -> list[Memory] | None:
+        local = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
+        plain = all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in local])
+        if plain and not tracing() and are_apart(local):
+            return None
+        return [(_view(leaf), _why_fixed(leaf)) for leaf in leaves]
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():
@@ -462,12 +467,6 @@ class _Torch(dtensor.Distributed):
                 for rows in row_slices(array.shape) if pieces is not None else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
 
-    def disjoint(self, leaves: list[Any]) -> bool:
-        own = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
-        if not all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in own]):
-            return False
-        return are_apart(own)
-
     def certain(self, flag: Any) -> bool:
         if not tracing():
             return bool(flag)
@@ -482,9 +481,6 @@ class _Torch(dtensor.Distributed):
 
     def detached(self, array: Array) -> Array:
         return array.detach()
-
-    def to_device_of(self, other: Array, array: Array) -> Array:
-        return array.to(other.device)
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         home = at_home(first)
