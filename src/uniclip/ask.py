@@ -15,7 +15,7 @@ from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import NUMPY, TRACED, cast
 from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, within
-from uniclip.limits import Constant, Context, NoState, PerGroup
+from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
 from uniclip.limits.base import Rows
 from uniclip.plan import Measured, Plan, refuse_rows
 from uniclip.tree import Opened
@@ -64,7 +64,7 @@ def _refuse_limits_by_row(rule: Choices, plan: Plan, given: Opened, constant: An
         limit: Any = rule.limit if constant is None else constant
         if of_groups and row is not None:
             limit = of_groups.get(plan.blocks[block].labels[row])
-        value = limit.value if isinstance(limit, Constant) else getattr(limit, "counts", limit)
+        value = limit.value if isinstance(limit, Constant) else limit.counts if isinstance(limit, Relative) else limit
         shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())  # a compiler asks no number
         if kept and len(shape) >= kept and shape[-kept] != 1:
             refuse_rows(given, plan.axes, rule, "has a limit")
@@ -103,17 +103,17 @@ def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any
         limits = real(f"the limit of {short(limit)}", limits, wanted)
     if not limit.memory:
         return limits, state
-    new = new if gone is None else _restored(plan, limit, new, old, gone)
+    if gone is not None and isinstance(limit, PerGroup):
+        new = tuple([_restored(plan, *row, gone[n : n + 1, ...]) for n, row in enumerate(zip(new, old, strict=True))])
+    elif gone is not None:
+        new = _restored(plan, new, old, gone)
     keep = (lambda a: plan.to_library(np.asarray(a))) if plan.limits_on_host else plan.backend.detached
     return limits, optree.tree_map(keep, new)
 
 
-def _restored(plan: Plan, limit: Any, new: Any, old: Any, gone: Any) -> Any:
+def _restored(plan: Plan, new: Any, old: Any, gone: Any) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
     xp, count = plan.xp, gone.shape[0]
-    if isinstance(limit, PerGroup):
-        pairs = enumerate(zip(new, old, strict=True))
-        return tuple([_restored(plan, None, a, b, gone[row : row + 1, ...]) for row, (a, b) in pairs])
 
     def row_by_row(a: Any, b: Any) -> Any:
         rows = len(a.shape) > 0 and a.shape[0] == count
@@ -146,9 +146,9 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
 
 
 def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
-    """Clamp limits to the range of the norms' dtype; refuse negative ones, NaN and wrong shapes.
+    """Clip limits to the range of the norms' dtype; refuse wrong shapes.
 
-    ``fits`` tells that none is negative.
+    Negative limits and NaN are refused where they can be read. ``fits`` tells that none is negative.
     """
     xp, backend, largest = plan.xp, plan.norms_backend, plan.largest_norm
     if isinstance(value, NUMBERS):
@@ -159,14 +159,13 @@ def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
             value = plan.backend.viewed(plan.backend.xp.asarray(value))
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
-        # Negative limits are refused where they can be read; in compiled code they must not be -∞.
-        if isinstance(value, np.ndarray) or fits:
-            value = xp.where(value > largest, largest, value)
-        else:
-            value = xp.clip(value, -largest, largest)
         # The limit of a norm that is not finite need not be a number.
         read = backend.readable(value) and backend.readable(norms)
         wrong = read and not bool(xp.all(value >= 0)) and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
+        if isinstance(value, np.ndarray) or fits:
+            value = xp.where(value > largest, largest, value)
+        else:
+            value = xp.clip(value, 0, largest)
     if wrong:
         shown = short(value) if getattr(value, "shape", ()) else value
         msg = f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
@@ -178,37 +177,29 @@ def factors_of(rule: Choices, plan: Plan, norms: Any, limits: Any, fault: Any, s
     """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
 
     One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0, and NaN where a norm
-    is not finite. A limit equal to the largest number of the norms' dtype limits nothing; a constant ∞ leaves even NaN
-    alone.
+    is not finite. A limit equal to the largest number of the norms' dtype limits nothing; a constant number ∞ leaves
+    even NaN alone.
     """
-    xp, world, largest = plan.xp, plan.norms_backend, plan.largest_norm
+    xp, world, number = plan.xp, plan.norms_backend, isinstance(limits, NUMBERS)
     bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
     if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:  # to compilers no symbol is ∞
-        return _policy(rule, plan, norms, xp.ones_like(norms), step_finite)
-    number, negative = isinstance(limits, NUMBERS), None
-    fast = rule.curve is hard and plan.mode == TRACED
-    curve = world.fast_values(_divided if number and limits > 0 else _divided_or_one, _hard) if fast else None
-    if number:
-        unlimited: Any = bool(limits >= largest) and not bounded
-        limits = xp.asarray(limits, dtype=norms.dtype)
-    else:
-        limits = cast(xp, world.to_device_of(norms, limits), norms.dtype)
-        unlimited = False if within(rule.curve) else limits >= largest
-        fault = fault if rule.curve is hard else fault + (limits - limits)  # which turns NaN into NaN itself
-        if not (rule.limits_checked and constant is None):  # 0, or NaN for what is refused where it can be read
-            negative = xp.log(1 - 2 * xp.astype(limits < 0, norms.dtype))
-    if unlimited is True:
+        factors = xp.ones_like(norms)
+    elif number and limits >= plan.largest_norm and not bounded:
         factors = xp.ones_like(norms) + fault
-    elif curve is None:
-        factors = _asked(rule, plan, norms, limits, unlimited) + fault
     else:
-        factors = curve(norms, limits)
-    factors = factors if negative is None else factors + negative
-    if constant is not None and not isinstance(constant, NUMBERS) and not bounded:
-        value = xp.asarray(plan.view(constant) if plan.limits_on_host else constant)
-        if xp.isdtype(value.dtype, "real floating"):
-            factors = xp.where(world.to_device_of(norms, xp.isinf(value)), xp.ones_like(factors), factors)
-    return _policy(rule, plan, norms, factors, step_finite)
+        plain = _divided if number and limits > 0 else _divided_or_one
+        array = xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
+        limits = cast(xp, array, norms.dtype)
+        if rule.curve is hard and plan.mode == TRACED:
+            factors = world.fast_values(plain, _hard)(norms, limits)
+        else:
+            factors = _asked(rule, plan, norms, limits) + fault
+            if not (number or rule.curve is hard):  # which turns NaN into NaN itself
+                factors = factors + (limits - limits)
+    if rule.nonfinite not in {"skip", "zero"}:
+        return factors
+    kept = world.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
+    return xp.where(kept, factors, xp.zeros_like(factors))
 
 
 def _hard(xp: Any, norm: Any, limit: Any) -> Any:
@@ -228,16 +219,7 @@ def _divided_or_one(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(some, limit, 1.0) / (xp.where(some, most, 1.0) + (norm - norm))
 
 
-def _policy(rule: Choices, plan: Plan, norms: Any, factors: Any, step_finite: Any) -> Any:
-    """Return the factors, 0 where the policy drops gradients."""
-    if rule.nonfinite not in {"skip", "zero"}:
-        return factors
-    xp = plan.xp
-    kept = plan.norms_backend.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
-    return xp.where(kept, factors, xp.zeros_like(factors))
-
-
-def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any, unlimited: Any) -> Any:
+def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     """Return the factors of a curve, validated, and 1 where nothing is limited."""
     xp, curve = plan.xp, rule.curve
     factors = curve(xp, norms, limits)
@@ -246,9 +228,10 @@ def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any, unlimited: Any) -
         msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
         raise TypeError(msg)
     factors = xp.asarray(factors, dtype=norms.dtype)
-    if not within(curve):
-        factors = xp.where(factors > plan.largest_factor, plan.largest_factor, factors)
-    return factors if unlimited is False else xp.where(unlimited, xp.ones_like(factors), factors)
+    if within(curve):
+        return factors
+    factors = xp.where(factors > plan.largest_factor, plan.largest_factor, factors)
+    return xp.where(limits >= plan.largest_norm, xp.ones_like(factors), factors)
 
 
 def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:

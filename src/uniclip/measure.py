@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -108,37 +109,32 @@ def _unit(plan: Plan, top: Any) -> Any:
 
 def measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     """Measure what a step needs, joined over processes."""
-    if plan.mode == HOST and plan.join is None:
-        return _measured(rule, given, plan, step, params)
-    with plan.backend.allow_float64():
-        return _measured(rule, given, plan, step, params)
-
-
-def _measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
-    needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
-    looks = rule.nonfinite == "zero" and not (plan.sums_on_host and not plan.covering)
-    sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
-    losses = "loss" in needs and not isinstance(step.loss, Loss) and joins
-    presence = joins and not plan.norms_apart and (rule.memory or not plan.one_norm)
-    scalars = _as_sums(plan, step.loss) if losses else []
-    scalars += [_unsound(plan, given)] if looks else []
-    more = plan.sizes(given) if sized else []
-    trees = [given] if params is None else [given, params]
-    known = step.norm is not None
-    if known and params is None and not scalars and not joins:
-        found: list[list[Any]] = [[]]
-        joined = more
-    else:
-        found, joined = norms_of(plan, trees, rule.norm, scalars, more, presence)
-    left = iter(joined)
-    present = [next(left) > 0 for _ in plan.blocks] if presence else None
-    loss = _loss(plan, step.loss, [next(left), next(left)] if losses else None) if "loss" in needs else None
-    entries_finite = next(left) < 1 if looks else None
-    counts, by = plan.counts([next(left) for _ in plan.blocks], power) if sized else (None, [])
-    if power:
-        found = [[n / d for n, d in zip(norms, by, strict=False)] for norms in found]
-    norms = _known(given, plan, step) if known else found[0]
-    return Measured(norms, found[1] if params is not None else None, counts, present, loss, entries_finite)
+    here = plan.mode == HOST and plan.join is None
+    with nullcontext() if here else plan.backend.allow_float64():
+        needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
+        looks = rule.nonfinite == "zero" and not (plan.sums_on_host and not plan.covering)
+        sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
+        losses = "loss" in needs and not isinstance(step.loss, Loss) and joins
+        presence = joins and not plan.norms_apart and (rule.memory or not plan.one_norm)
+        scalars = _as_sums(plan, step.loss) if losses else []
+        scalars += [_unsound(plan, given)] if looks else []
+        more = plan.sizes(given) if sized else []
+        trees = [given] if params is None else [given, params]
+        known = step.norm is not None
+        if known and params is None and not scalars and not joins:
+            found: list[list[Any]] = [[]]
+            joined = more
+        else:
+            found, joined = norms_of(plan, trees, rule.norm, scalars, more, presence)
+        left = iter(joined)
+        present = [next(left) > 0 for _ in plan.blocks] if presence else None
+        loss = _loss(plan, step.loss, [next(left), next(left)] if losses else None) if "loss" in needs else None
+        entries_finite = next(left) < 1 if looks else None
+        counts, by = plan.counts([next(left) for _ in plan.blocks], power) if sized else (None, [])
+        if power:
+            found = [[n / d for n, d in zip(norms, by, strict=False)] for norms in found]
+        norms = _known(given, plan, step) if known else found[0]
+        return Measured(norms, found[1] if params is not None else None, counts, present, loss, entries_finite)
 
 
 def _unsound(plan: Plan, given: Opened) -> Any:

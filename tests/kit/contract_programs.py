@@ -408,20 +408,23 @@ class ZeroLimit(Program):
 
 
 class BadLimit(Program):
-    """A negative limit or NaN that cannot be read makes NaN of the gradients."""
+    """Where a limit cannot be read a negative one is 0, and NaN makes NaN of the gradients."""
 
     def applies(self, fw: Framework) -> bool:
         return not fw.raises
 
     def arrays(self, fw: Framework) -> Any:
-        return [tree(fw), [fw.array(-1.0), fw.array(math.nan)]]
+        return [tree(fw), [fw.array(limit) for limit in (-1.0, -math.inf, math.nan)]]
 
     def run(self, uc: Any, given: Any) -> Any:
         grads, limits = given
-        return [uc.clip_by_global_norm(grads, limit)[0] for limit in limits]
+        rules = uc.by_global_norm, partial(uc.by_norm, curve=uc.curves.soft)
+        return [[uc.clip(grads, rule(limit))[0] for rule in rules] for limit in limits]
 
     def require(self, fw: Framework, given: Any, found: Any) -> None:
-        assert all(np.isnan(array).all() for array in numbers(fw, found)), found
+        *negative, not_a_number = found
+        assert not any(array.any() for array in numbers(fw, negative)), negative
+        assert all(np.isnan(array).all() for array in numbers(fw, not_a_number)), not_a_number
 
 
 class Propagates(Program):

@@ -222,6 +222,10 @@ class Backend:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
 
+    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
+        """Return a NumPy array as one of this library, in code without values."""
+        return self.from_host(array, device)
+
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
         return list(map(np.asarray, arrays))
