@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +57,11 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], type, Callable[[Any], lis
     "list subclass": (lambda a, b: Parameters([a, b]), list, list),
     "generator": (lambda a, b: (x for x in (a, b)), list, list),
     "values": (lambda a, b: {"z": a, "a": b}.values(), list, list),
-    "iterator inside": (lambda a, b: {"x": iter([a]), "y": b}, dict, lambda tree: [tree["x"][0], tree["y"]]),
+    "subclasses inside": (
+        lambda a, b: {"x": Parameters([None, Sorted(a=a)]), "y": collections.deque([Layer(b)])},
+        dict,
+        lambda tree: [tree["x"][1]["a"], tree["y"][0].w],
+    ),
     "dict": (lambda a, b: {"z": a, "a": b}, dict, VALUES),
     "keys of two kinds": (lambda a, b: {1: a, "x": b, (0,): None}, dict, lambda tree: [tree[1], tree["x"]]),
     "OrderedDict": (lambda a, b: collections.OrderedDict(z=a, a=b), collections.OrderedDict, VALUES),
@@ -120,6 +125,9 @@ def test_what_is_no_gradient() -> None:
                 clip({"layers": [None, {"w": leaf}]}, uc.by_global_norm(1.0))
     with pytest.raises(TypeError, match=r"grads\['layer'\]\['w'\]"):
         uc.global_norm({"layer": Layer(2.0)})
+    for many in (iter([np.ones(2)]), {"w": np.ones(2)}.values()):  # a step may have to read it twice
+        with pytest.raises(TypeError, match=r"grads\['layer'\](.|\n)*as a list"):
+            uc.global_norm({"layer": many})
 
 
 def narrow_rules(uc: Any) -> list[Any]:
@@ -384,3 +392,21 @@ def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:
     np.testing.assert_allclose(framework.dense(found), framework.numpy(wanted), rtol=1e-6)
     for one, other in zip(leaves_of(report.norms), leaves_of(expected.norms), strict=True):
         np.testing.assert_allclose(framework.numpy(one), framework.numpy(other), rtol=1e-6)
+
+
+@pytest.mark.needs("jax")
+def test_a_node_of_jax_is_planned_once() -> None:
+    """What is found out about a tree is kept, also where only JAX opens it, unless it has arrays as static parts."""
+    import jax
+    import jax.numpy as jnp
+
+    node = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Kept", ["w", "b", "static"]), ["w", "b"], ["static"]
+    )
+    for static, times in (("fixed", 2), (np.ones(2), 6)):
+        seen = []
+        rule = uc.by_group_norm({"w": 1.0, "b": 2.0}, lambda path, leaf, seen=seen: seen.append(path) or path[-1])
+        for number in (1.0, 2.0, 3.0):
+            clipped, report = uc.clip([node(jnp.asarray([3.0 * number]), jnp.asarray([number]), copy(static))], rule)
+        assert len(seen) == times
+        assert (str(clipped[0].static), float(report.norms["w"])) == (str(static), 9.0)

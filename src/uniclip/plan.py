@@ -22,7 +22,7 @@ from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Axes, Op, cast, 
 from uniclip.choices import Choices
 from uniclip.processes import Join, copies_of, packed
 from uniclip.scopes import Path, Scope, everything
-from uniclip.tree import Nested, Opened, place
+from uniclip.tree import Opened, place
 
 _KEPT = 64
 """The number of plans that a rule keeps."""
@@ -69,12 +69,12 @@ def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, p
     parts = tuple([tuple(tree.parts.items()) for tree in trees if tree.odd])
     shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
     key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.narrow, join.checked)
-    plan = None if mode == TRACED or isinstance(given.spec, Nested) else rule.plans.get(key)
+    plan = None if mode == TRACED else rule.plans.get(key)
     if plan is not None:
         return plan
     with given.backend.quiet(given.first):
         plan = Plan(rule, given, mode, join, [tree.parts for tree in trees])
-    if mode != TRACED and plan.known_structure:
+    if mode != TRACED:
         if len(rule.plans) >= _KEPT:
             rule.plans.clear()
         rule.plans[key] = plan
@@ -109,8 +109,6 @@ class Plan:
             or [self.largest_norm]
         )
         """The largest factor."""
-        self.known_structure = not isinstance(given.spec, Nested)
-        """Whether the structure of the tree holds no gradient."""
         self._divide(rule, given)
         self.copies = None if join is None else copies_of(self, given, join)
         self._own(rule, parts)
@@ -590,17 +588,22 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 
 def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     """Return the axes of a leaf that its norms cover, ``None`` for all."""
-    odd, leaf, array = given.odd.get(number), given.leaves[number], given.arrays[number]
-    if leaf is None and odd is None:
+    leaf, odd = given.leaves[number], given.odd.get(number)
+    rows = None if odd is None else odd.rows
+    if rows is not None:
+        shape = given.arrays[number].shape  # that of the leaf may be unknown
+    elif leaf is not None:
+        shape = leaf.shape
+    elif odd is not None:
+        shape = odd.part.shape
+    else:
         return None
-    by_row = odd is not None and odd.rows is not None
-    shape = array.shape if by_row else odd.part.shape if leaf is None else leaf.shape  # that of slices may be unknown
     try:
         axes = scope.covered(len(shape), given.backend.output_axis)
     except ValueError as error:
         msg = f"{given.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None
-    if axes and not by_row and given.is_sparse(number):
+    if axes and rows is None and given.is_sparse(number):
         msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
     return axes

@@ -23,7 +23,7 @@ from uniclip.params import beside
 from uniclip.plan import Measured, Plan, plan_of
 from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
 from uniclip.report import Late, Made, Raw, Report
-from uniclip.tree import Opened, open_tree, same_memory
+from uniclip.tree import NODES, Opened, open_tree, same_memory
 
 __all__ = ["Decision", "LaneDecision", "decide", "decide_generally", "norm_in_lane", "report_in_lane", "state_where"]
 
@@ -90,8 +90,8 @@ class Decision(NamedTuple):
 
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else arranged on first access."""
-        if self.plan.mode == TRACED or not self.plan.known_structure:
-            return Made(*[self.raw.field(name) for name in Made._fields])  # the way back may hold the gradients
+        if self.plan.mode == TRACED:
+            return Made(*[self.raw.field(name) for name in Made._fields])
         return Late(self.raw)
 
 
@@ -189,7 +189,7 @@ def decide(
     alone = all([one is None for one in (step.params, step.all_reduce, step.loss, step.norm, step.shared)])
     takes_lane = rule.simple and alone and type(limit) in {float, int}
     if takes_lane:
-        leaves, spec = optree.tree_flatten(grads, none_is_leaf=True)
+        leaves, spec = optree.tree_flatten(grads, none_is_leaf=True, namespace=NODES)
         first = next((leaf for leaf in leaves if leaf is not None), None)
         backend = None if first is None else MET.get(type(first)) or backend_of(first)
         lane = None if backend is None else backend.lane(leaves, limit, in_place=step.in_place)

@@ -8,20 +8,26 @@ formats become floating-point arrays here, each in a `Leaf`, in which entries th
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import optree
+from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed
-from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, opened_node
+from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, flatten_node
 from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
 from uniclip.backends.base import Kinds, Leaf, cast, unchanged
 from uniclip.scopes import Path
 
+NODES = "uniclip"
+"""The namespace in which optree knows the containers that it does not open by itself."""
+_REGISTERED: set[type] = set()
+_LOCK = Lock()
 _KEPT = 256
 """For how many trees a backend keeps the facts about the kinds of their leaves."""
 
@@ -35,7 +41,7 @@ class Opened(NamedTuple):
     arrays: list[Any]
     """The values of each leaf in this process, dense and floating-point; ``None`` for an absent gradient."""
     spec: Any
-    """The structure, comparable and hashable, except that of unknown containers."""
+    """The structure."""
     name: str = "grads"
     in_place: bool = False
     odd: dict[int, Leaf] = {}  # noqa: RUF012 - never changed
@@ -103,21 +109,6 @@ class Opened(NamedTuple):
         return place(self.name, self.paths()[number])
 
 
-class Nested:
-    """The structure of a tree with containers that only other libraries know, or that can be read once."""
-
-    def __init__(self, paths: list[Path], rebuild: Callable[[Iterator[Any]], Any]) -> None:
-        self._paths, self._rebuild = paths, rebuild
-
-    def unflatten(self, leaves: list[Any]) -> Any:
-        """Return the tree of other leaves."""
-        return self._rebuild(iter(leaves))
-
-    def paths(self) -> list[Path]:
-        """Return the path of each leaf."""
-        return self._paths
-
-
 def place(name: str, path: Path) -> str:
     """Return the expression that reaches a leaf, for example ``grads['layers'][0]``."""
     return name + "".join(f"[{printed(key)}]" for key in path)
@@ -126,19 +117,74 @@ def place(name: str, path: Path) -> str:
 def flatten(tree: Any, name: str = "grads") -> tuple[list[Any], Any]:
     """Return the leaves of any nesting of containers, ``None`` among them, and its structure.
 
-    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as they were; an
-    iterator is consumed once and becomes a list.
+    Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as they were, their
+    subclasses and other mappings as lists and dicts. An iterator or a view of a dict's values becomes a list.
 
     Raises
     ------
     ValueError
-        If an iterator in the tree is empty or exhausted.
+        If the tree is an iterator that is empty or exhausted.
     """
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    if all([leaf is None or backend_of(leaf) is not None for leaf in leaves]):
-        return leaves, spec
-    paths, leaves, rebuild = _flatten(tree, name, ())
-    return leaves, Nested(paths, rebuild)
+    if isinstance(tree, (Iterator, ValuesView)):
+        tree = list(tree) if isinstance(tree, ValuesView) else _read(tree, name)
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
+    others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
+    return flatten(tree, name) if any([_register(node) for node in others]) else (leaves, spec)
+
+
+def _read(iterator: Iterator[Any], name: str) -> list[Any]:
+    items = list(iterator)
+    if not items:
+        msg = f"{name} is an iterator with nothing left in it; pass a list, which can be read twice"
+        raise ValueError(msg)
+    return items
+
+
+def _register(node: Any) -> bool:
+    """Whether an object is a container that optree does not open; from now on it opens all of its class."""
+    cls = type(node)
+    if isinstance(node, (Iterator, ValuesView)):  # which can be read once, or have no class of their own
+        return False
+    if flatten_node(node) is not None:
+        ways: Any = flatten_node, lambda structure, children: structure.unflatten(children)
+    elif isinstance(node, Mapping):  # in the order of the class that it stands for: that of a dict is sorted
+        kind = OrderedDict if isinstance(node, OrderedDict) else dict
+        ways = partial(_flatten_mapping, kind), _make_mapping
+    elif isinstance(node, (list, tuple)):
+        ways = lambda node: (list(node), None), lambda _, items: list(items)
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+        ways = _flatten_dataclass, _make_dataclass
+    else:
+        return False
+    with _LOCK:
+        if cls not in _REGISTERED:
+            optree.register_pytree_node(cls, *ways, namespace=NODES)
+            _REGISTERED.add(cls)
+    return True
+
+
+def _flatten_mapping(kind: type, node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
+    keys = tuple(node if kind is OrderedDict else total_order_sorted(node))
+    return [node[key] for key in keys], (kind, tuple(node), keys), keys
+
+
+def _make_mapping(metadata: Any, values: Iterable[Any]) -> Any:
+    kind, order, keys = metadata
+    by_key = dict(zip(keys, values, strict=True))
+    return kind([(key, by_key[key]) for key in order])
+
+
+def _flatten_dataclass(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+    names = tuple([field.name for field in dataclasses.fields(node)])
+    return [getattr(node, name) for name in names], (type(node), names), names
+
+
+def _make_dataclass(metadata: Any, values: Iterable[Any]) -> Any:
+    cls, names = metadata
+    made = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # also frozen ones, and fields without init
+    return made
 
 
 def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: bool = False) -> Opened:
@@ -150,7 +196,7 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
         If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never change or hold
         integers.
     """
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
     kinds = None
     for leaf in leaves:
         if leaf is not None:
@@ -209,7 +255,7 @@ def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> L
     if inner is None:
         return outer
     rows = outer.rows if inner.rows is None else inner.rows
-    return Leaf(inner.array, _after(inner.back, outer.back), outer.view and inner.view, rows, inner.part)
+    return Leaf(inner.array, lambda new: outer.back(inner.back(new)), outer.view and inner.view, rows, inner.part)
 
 
 def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
@@ -283,60 +329,9 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
     return again
 
 
-def _flatten(tree: Any, name: str, prefix: Path) -> tuple[list[Path], list[Any], Callable[[Iterator[Any]], Any]]:
-    keys, nodes, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    paths: list[Path] = []
-    leaves: list[Any] = []
-    builders: list[Callable[[Iterator[Any]], Any]] = []
-    for key, node in zip(keys, nodes, strict=True):
-        path = (*prefix, *key)
-        opened = None if node is None or backend_of(node) else _open(node, place(name, path))
-        if opened is None:
-            paths.append(path)
-            leaves.append(node)
-            builders.append(next)
-        else:
-            container, close = opened
-            more_paths, more_leaves, rebuild = _flatten(container, name, path)
-            paths += more_paths
-            leaves += more_leaves
-            builders.append(_after(rebuild, close))
-    return paths, leaves, lambda new: optree.tree_unflatten(spec, [build(new) for build in builders])
-
-
-def _after(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda new: then(first(new))
-
-
-def _open(node: Any, where: str) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Return a container that optree can open and a function that restores it, ``None`` for a leaf."""
-    if isinstance(node, (Iterator, ValuesView)):
-        items = list(node)
-        if not items and isinstance(node, Iterator):
-            msg = f"{where} is an iterator with nothing left in it; pass a list, which can be read twice"
-            raise ValueError(msg)
-        return items, unchanged
-    opened = opened_node(node)
-    if opened:
-        return opened
-    if isinstance(node, (list, tuple)):
-        return list(node), unchanged
-    if isinstance(node, Mapping):  # in the order of the class that it stands for: that of a dict is sorted
-        return OrderedDict(node) if isinstance(node, OrderedDict) else dict(node), unchanged
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return {f.name: getattr(node, f.name) for f in dataclasses.fields(node)}, lambda new: _replaced(node, new)
-    return None
-
-
-def _replaced(node: Any, new: dict[str, Any]) -> Any:
-    made = copy.copy(node)
-    for field, value in new.items():
-        object.__setattr__(made, field, value)  # also frozen dataclasses and fields without init
-    return made
-
-
 def _no_array(where: str, leaf: object) -> str:
     return (
         f"{where} is a {describe(leaf)}, not an array of numbers: pass gradients of NumPy, PyTorch, TensorFlow, JAX or "
-        "another array API library (plain numbers as one array, an absent gradient as None)"
+        "another array API library (plain numbers as one array, an iterator as a list, an absent "
+        "gradient as None)"
     )

@@ -302,8 +302,25 @@ def _slope(names: Names, primals: tuple[Array], tangents: tuple[Array]) -> tuple
 _largest.defjvp(_slope)
 
 
-def open_registered(node: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Return the children of a node of a registered class, and what restores it; ``None`` for another object."""
+class _Structure:
+    """What a node holds beside its children, equal to that of another one if JAX can tell: it may hold arrays."""
+
+    def __init__(self, treedef: Any) -> None:
+        self._treedef = treedef
+        self.unflatten = treedef.unflatten
+
+    def __eq__(self, other: object) -> bool:
+        try:
+            return isinstance(other, _Structure) and bool(self._treedef == other._treedef)
+        except ValueError:
+            return False
+
+    def __hash__(self) -> int:
+        return hash(self._treedef)
+
+
+def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:
+    """Return children, structure and keys of a node of a registered class; ``None`` for another object."""
     tree_util = jax.tree_util
     pairs, treedef = tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
     if treedef == tree_util.tree_structure(0):
@@ -311,8 +328,7 @@ def open_registered(node: Any) -> tuple[Any, Callable[[Any], Any]] | None:
     keys = [_key(entry) for (entry,), _ in pairs]
     if len(set(keys)) < len(keys):  # of a class that gives several children the same name
         keys = list(range(len(keys)))
-    children = {key: child for key, (_, child) in zip(keys, pairs, strict=True)}
-    return children, lambda new: treedef.unflatten([new[key] for key in keys])
+    return [child for _, child in pairs], _Structure(treedef), tuple(keys)
 
 
 def _key(entry: Any) -> Any:
