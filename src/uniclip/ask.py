@@ -58,12 +58,10 @@ def limits_of(
 def _refuse_limits_by_row(rule: Choices, plan: Plan, given: Opened, constant: Any) -> None:
     """Refuse a limit, or counts, with a value for each row of a sparse leaf."""
     of_groups = dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
-    for number in given.odd:
-        block, row = plan.places.get(number, (0, None))
-        kept = plan.blocks[block].kept
-        limit: Any = rule.limit if constant is None else constant
-        if of_groups and row is not None:
-            limit = of_groups.get(plan.blocks[block].labels[row])
+    for number in given.kinds.odd:
+        block, row = plan.places[number]
+        kept, label = plan.blocks[block].kept, plan.blocks[block].labels[row]
+        limit = of_groups.get(label) if of_groups else rule.limit if constant is None else constant
         value = limit.value if isinstance(limit, Constant) else limit.counts if isinstance(limit, Relative) else limit
         shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())  # a compiler asks no number
         if kept and len(shape) >= kept and shape[-kept] != 1:

@@ -19,6 +19,7 @@ from uniclip.plan import Measured, Plan
 from uniclip.processes import Loss, packed
 from uniclip.tree import Opened
 
+_NOTHING = nullcontext()
 _EXACT_POWER = 6
 """The largest power of float32 numbers that float64 holds."""
 _FITS = (4.5e-277, 1.7976931348623157e308)
@@ -109,8 +110,7 @@ def _unit(plan: Plan, top: Any) -> Any:
 
 def measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     """Measure what a step needs, joined over processes."""
-    here = plan.mode == HOST and plan.join is None
-    with nullcontext() if here else plan.backend.allow_float64():
+    with _NOTHING if plan.mode == HOST and plan.join is None else plan.backend.allow_float64():
         needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
         looks = rule.nonfinite == "zero" and not (plan.sums_on_host and not plan.covering)
         sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
@@ -199,14 +199,10 @@ def cleaned(
         flag = found.entries_finite  # where processes hold parts, all of them measure again, or none
         if bool(flag) if flag is not None else all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms]):
             return given, norms, plan.view(np.ones((), np.bool_))
-        given = _zeroed(given, plan)
+    xp = plan.backend.xp
+    given = given._replace(arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays])
+    if plan.sums_on_host:
         norms = plan.as_norms(measured(rule, given, plan, step, params).norms)
         return given, norms, plan.view(np.zeros((), np.bool_))
-    given = _zeroed(given, plan)
     again = measured(rule, given, plan, step._replace(loss=None), None) if step.norm is None else found
     return given, plan.as_norms(again.norms), found.entries_finite
-
-
-def _zeroed(given: Opened, plan: Plan) -> Opened:
-    xp = plan.backend.xp
-    return given._replace(arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays])

@@ -73,7 +73,7 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     parts = theirs.parts
     if rule.scope.axes is not None and (parts or given.parts):
         arrays, parts = _divided_alike(rule, given, theirs, arrays)
-    for number in given.odd if rule.scope.axes is not None else ():
+    for number in filter(given.is_sparse, given.odd) if rule.scope.axes is not None else ():
         arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
     if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
         arrays = [None if array is None else backend.detached(array) for array in arrays]
@@ -83,8 +83,6 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
 
 def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
     """Return a parameter at the rows that its sparse gradient stores, if each row has a norm; else the parameter."""
-    if given.leaves[number] is None or not given.is_sparse(number):
-        return array
     axes = rule.scope.covered(len(array.shape), given.backend.output_axis)
     if axes is None or 0 in axes:
         return array

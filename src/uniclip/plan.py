@@ -603,7 +603,7 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     except ValueError as error:
         msg = f"{given.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None
-    if axes and rows is None and given.is_sparse(number):
+    if axes and odd is not None and rows is None and given.is_sparse(number):
         msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
     return axes

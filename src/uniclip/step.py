@@ -126,10 +126,6 @@ class LaneDecision(NamedTuple):
         """Return the clipped gradients, like those given."""
         return self.close(self.lane.leaves)
 
-    def summed(self) -> Any:
-        """Refuse to sum examples that were clipped together."""
-        raise ValueError(_not_apart(self.rule.scope))
-
     def norms(self) -> Any:
         """Return the norm."""
         return norm_in_lane(self.backend, self.lane)
@@ -342,16 +338,13 @@ def _refuse_summed(given: Opened, plan: Plan) -> None:
     for number, shape in zip(present, shapes, strict=True):
         axes = plan.axes[number]
         if shape and (axes is None or 0 in axes):
-            raise ValueError(_not_apart(plan.scope))
+            msg = (
+                "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
+                f"{short(plan.scope)}, takes one norm over all of them"
+            )
+            raise ValueError(msg)
         first = shapes[0]
         if not (first and shape) or (first[0] != shape[0] and None not in {first[0], shape[0]}):
             places = " and ".join(given.place(one) for one in (present[0], number))
             msg = f"leaves need as many examples along the first axis, but {places} have the shapes {[first, shape]}"
             raise ValueError(msg)
-
-
-def _not_apart(scope: Any) -> str:
-    return (
-        "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
-        f"{short(scope)}, takes one norm over all of them"
-    )

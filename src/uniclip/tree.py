@@ -68,10 +68,8 @@ class Opened(NamedTuple):
 
     def is_sparse(self, number: int) -> bool:
         """Whether a leaf stores only some of its rows, or of its entries."""
-        odd = self.odd.get(number)
-        if odd is None or odd.part is not None:
-            return False
-        return odd.rows is not None or not same_shape(odd.array.shape, self.leaves[number].shape)
+        odd = self.odd.get(number) or Leaf(self.leaves[number])
+        return odd.part is None and (odd.rows is not None or not same_shape(odd.array.shape, self.leaves[number].shape))
 
     def closed(self, arrays: list[Any]) -> Any:
         """Return a tree like the one that was opened, of changed arrays."""
@@ -81,7 +79,7 @@ class Opened(NamedTuple):
         """Return the leaves of changed arrays."""
         leaves = list(arrays)
         for number in self.kinds.odd:
-            same = arrays[number] is self.odd[number].array and not self._is_integral(number)
+            same = arrays[number] is self.odd[number].array and not self.is_integral(number)
             leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
         return leaves
 
@@ -94,10 +92,11 @@ class Opened(NamedTuple):
     def _put_back(self, number: int, array: Any) -> Any:
         """Return a leaf of a changed array, or write it into the leaf: in the leaf's dtype, but for integers."""
         odd, leaf = self.odd[number], self.leaves[number]
-        widened = array.dtype == odd.array.dtype and not self._is_integral(number)
+        widened = array.dtype == odd.array.dtype and not self.is_integral(number)
         return odd.back(cast(self.backend.xp, array, leaf.dtype) if widened else array)
 
-    def _is_integral(self, number: int) -> bool:
+    def is_integral(self, number: int) -> bool:
+        """Whether a leaf holds integers."""
         return bool(self.backend.xp.isdtype(self.leaves[number].dtype, "integral"))
 
     def paths(self) -> list[Path]:
@@ -126,18 +125,14 @@ def flatten(tree: Any, name: str = "grads") -> tuple[list[Any], Any]:
         If the tree is an iterator that is empty or exhausted.
     """
     if isinstance(tree, (Iterator, ValuesView)):
-        tree = list(tree) if isinstance(tree, ValuesView) else _read(tree, name)
+        items = list(tree)
+        if not items and isinstance(tree, Iterator):
+            msg = f"{name} is an iterator with nothing left in it; pass a list, which can be read twice"
+            raise ValueError(msg)
+        tree = items
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
     others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
     return flatten(tree, name) if any([_register(node) for node in others]) else (leaves, spec)
-
-
-def _read(iterator: Iterator[Any], name: str) -> list[Any]:
-    items = list(iterator)
-    if not items:
-        msg = f"{name} is an iterator with nothing left in it; pass a list, which can be read twice"
-        raise ValueError(msg)
-    return items
 
 
 def _register(node: Any) -> bool:
@@ -176,14 +171,13 @@ def _make_mapping(metadata: Any, values: Iterable[Any]) -> Any:
 
 def _flatten_dataclass(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
     names = tuple([field.name for field in dataclasses.fields(node)])
-    return [getattr(node, name) for name in names], (type(node), names), names
+    return [getattr(node, name) for name in names], type(node), names
 
 
-def _make_dataclass(metadata: Any, values: Iterable[Any]) -> Any:
-    cls, names = metadata
+def _make_dataclass(cls: Any, values: Iterable[Any]) -> Any:
     made = object.__new__(cls)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # also frozen ones, and fields without init
+    for field, value in zip(dataclasses.fields(cls), values, strict=True):
+        object.__setattr__(made, field.name, value)  # also frozen ones, and fields without init
     return made
 
 
@@ -200,50 +194,42 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
     kinds = None
     for leaf in leaves:
         if leaf is not None:
-            backend = MET.get(type(leaf))
-            kinds = None if backend is None else backend.known.get((name, whole, backend.kinds(leaves)))
+            met = MET.get(type(leaf))
+            kinds = None if met is None else met.known.get((name, whole, met.kinds(leaves)))
             break
-    if kinds is None:
+    if kinds is None:  # of new kinds of leaves, which are refused if they cannot be clipped
         leaves, spec = flatten(tree, name)
-        opened = _open_new(leaves, spec, name, in_place=in_place, whole=whole)
-    elif kinds.odd:
-        arrays, odd = _open_leaves(kinds.backend, kinds.odd, leaves, in_place=in_place, whole=whole)
-        opened = Opened(kinds, leaves, arrays, spec, name, in_place, odd)
+        backend = backend_for(leaves, name, spec)
+        numbers: Sequence[int] = [number for number, leaf in enumerate(leaves) if leaf is not None]
     else:
-        opened = Opened(kinds, leaves, leaves, spec, name, in_place)
-    if in_place and not opened.kinds.backend.writes:
-        same_memory(opened.backend, leaves, opened.place)  # which says what to write instead
-    for number in opened.odd if in_place and not whole else ():
-        if opened.backend.xp.isdtype(leaves[number].dtype, "integral"):
-            msg = f"{opened.place(number)} holds integers, which cannot hold what a rule of norms makes of them"
-            raise TypeError(msg)
+        backend, numbers = kinds.backend, kinds.odd
+    arrays, odd = leaves, {}
+    if numbers:
+        with backend.quiet():
+            each = [(n, _open_leaf(backend, leaves[n], in_place=in_place, whole=whole)) for n in numbers]
+        odd = {number: leaf for number, leaf in each if leaf is not None}
+        arrays = [odd[number].array if number in odd else leaf for number, leaf in enumerate(leaves)]
+    if kinds is None:
+        with backend.quiet():
+            kinds = Kinds(backend, arrays, tuple(odd))
+        if not compiling():
+            if len(backend.known) >= _KEPT:
+                backend.known.clear()
+            kinds = backend.known.setdefault((name, whole, backend.kinds(leaves)), kinds)
+    opened = Opened(kinds, leaves, arrays, spec, name, in_place, odd)
+    if in_place and not whole:
+        _refuse_integers(opened)
+    if in_place and not backend.writes:
+        same_memory(backend, leaves, opened.place)  # which says what to write instead
     return opened
 
 
-def _open_new(leaves: list[Any], spec: Any, name: str, *, in_place: bool, whole: bool) -> Opened:
-    """Open a tree with leaves of new kinds, which are refused if they cannot be clipped; and remember their kinds."""
-    backend = backend_for(leaves, name, spec)
-    with backend.quiet():
-        present = [number for number, leaf in enumerate(leaves) if leaf is not None]
-        arrays, odd = _open_leaves(backend, present, leaves, in_place=in_place, whole=whole)
-        kinds = Kinds(backend, arrays, tuple(odd))
-    if not compiling():
-        if len(backend.known) >= _KEPT:
-            backend.known.clear()
-        kinds = backend.known.setdefault((name, whole, backend.kinds(leaves)), kinds)
-    return Opened(kinds, leaves, arrays, spec, name, in_place, odd)
-
-
-def _open_leaves(
-    backend: Backend, numbers: Sequence[int], leaves: list[Any], *, in_place: bool, whole: bool
-) -> tuple[list[Any], dict[int, Leaf]]:
-    """Return the arrays of all leaves, and the odd ones among these numbers."""
-    arrays, odd = list(leaves), {}
-    for number in numbers:
-        leaf = _open_leaf(backend, leaves[number], in_place=in_place, whole=whole)
-        if leaf is not None:
-            odd[number], arrays[number] = leaf, leaf.array
-    return arrays, odd
+def _refuse_integers(opened: Opened) -> None:
+    """Refuse integers to be changed in place, by a rule of norms."""
+    for number in opened.odd:
+        if opened.is_integral(number):
+            msg = f"{opened.place(number)} holds integers, which cannot hold what a rule of norms makes of them"
+            raise TypeError(msg)
 
 
 def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:

@@ -17,7 +17,8 @@ from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
 from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
 from uniclip.rules import Rule, taken
-from uniclip.step import decide
+from uniclip.step import decide, decide_generally
+from uniclip.tree import open_tree
 
 __all__ = [
     "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm", "clip_by_value",
@@ -162,7 +163,8 @@ def clip_and_sum(
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-    decision = decide(rule, grads, _NOTHING, Step(params, all_reduce, shared=shared))
+    step = Step(params, all_reduce, shared=shared)
+    decision = decide_generally(rule, open_tree(grads), _NOTHING, step, rule.constant)  # the lane has no examples
     return decision.summed(), decision.report()
 
 

@@ -46,7 +46,6 @@ class Kinds:
         "dtype",
         "narrow",
         "odd",
-        "only",
         "present",
         "reads",
         "records",

@@ -30,11 +30,9 @@ def is_dtensor(leaf: Any) -> bool:
 
 
 def summed(tensor: Any) -> Any:
-    """Return a partial tensor with its values summed over processes, others as they are."""
+    """Return a distributed tensor, partial values of which are summed over processes."""
     from torch.distributed.tensor import Replicate
 
-    if not is_partial(tensor):
-        return tensor
     return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 

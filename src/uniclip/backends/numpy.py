@@ -370,7 +370,9 @@ class _NumPy(Backend):
         return new if new.dtype == array.dtype else new.astype(array.dtype)
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
-        return None if _are_apart(leaves) else list(map(_memory_of, leaves))
+        if _are_apart(leaves):
+            return None
+        return [(leaf, None if leaf.flags.writeable else "it is read-only") for leaf in leaves]  # as scalars are, too
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with walk([array, *operands], "readwrite") as pieces:
@@ -389,12 +391,6 @@ def _are_apart(arrays: list[Any]) -> bool:
         return len(set(map(id, arrays))) == len(arrays)
     spans = sorted([(a.__array_interface__["data"][0], a.nbytes) for a in arrays])
     return all([start + size <= after for (start, size), (after, _) in pairwise(spans)])
-
-
-def _memory_of(leaf: Any) -> Memory:
-    if not isinstance(leaf, np.ndarray):
-        return None, "a scalar never changes"
-    return leaf, None if leaf.flags.writeable else "it is read-only"
 
 
 BACKEND = _NumPy(namespace)

@@ -311,7 +311,9 @@ class _TensorFlow(Backend):
         if isinstance(leaf, tf.Variable):
             return Leaf(tf.convert_to_tensor(leaf))
         if isinstance(leaf, tf.IndexedSlices):
-            return Leaf(_merged(leaf), partial(_with_values, leaf), rows=leaf.indices)
+            return Leaf(
+                _merged(leaf), lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape), rows=leaf.indices
+            )
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
@@ -394,11 +396,6 @@ def _merged(slices: tf.IndexedSlices) -> Array:
     first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
     wide = tf.cast(values, sum_dtype(namespace, values.dtype))
     return tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
-
-
-def _with_values(slices: tf.IndexedSlices, values: Array) -> tf.IndexedSlices:
-    """Return other values of the same rows."""
-    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
 BACKEND = _TensorFlow(namespace)

@@ -35,8 +35,8 @@ from uniclip.backends.base import (
 )
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, few, small, squares, squares_of, squares_of_joined
-from uniclip.backends.torch_lane import SHORT, are_apart, in_order, is_zero, lane, norm_of, norms_of_rows
+from uniclip.backends.numpy import few, small, squares, squares_of_joined
+from uniclip.backends.torch_lane import are_apart, in_order, lane, norm_of
 from uniclip.backends.torch_modes import (
     at_home,
     in_forward_mode,
@@ -135,36 +135,15 @@ def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
     norm = norm_of(arrays) if len(lengths) == 1 else None  # the same bits as in the lane
     if norm is not None:
         return np.array([norm * norm])
-    if len(arrays) == 1 and arrays[0].dtype in REAL and arrays[0].numel() <= PIECE:
-        return np.array([squares_of(arrays[0].numpy(force=True))])
     kinds = {array.dtype for array in arrays}
     sizes = [array.numel() for array in arrays]
     if len(kinds) == 1 and not kinds.isdisjoint(REAL) and small(sizes, lengths):
         flat = torch._utils._flatten_dense_tensors(arrays)
         return squares_of_joined(flat.numpy(force=True), sizes, lengths)
-    if kinds.isdisjoint(FOREIGN) and (len(kinds) > 1 or few(arrays, sum(sizes))):
-        return squares(list(map(view_of, arrays)), lengths)
-    if not kinds <= {*REAL, torch.bfloat16} or len(kinds) > 1 or any([array.is_neg() for array in arrays]):
-        return None
-    totals = list(map(_total, in_groups(arrays, lengths)))
-    return None if None in totals else np.array(totals)
-
-
-def _total(arrays: Sequence[torch.Tensor]) -> float | None:
-    """Return the sum of squares of arrays by PyTorch's threads, ``None`` if one of them is not contiguous."""
-    parts: list[torch.Tensor] = []
-    for array in arrays:
-        ordered = array if array.is_contiguous() else in_order(array)
-        if not ordered.is_contiguous():
-            return None
-        narrow = array.dtype is torch.bfloat16
-        for flat in ordered.view(-1).split(PIECE) if narrow else (ordered.view(-1),):
-            parts += [flat] if flat.numel() < SHORT else norms_of_rows(flat.float() if narrow else flat)
-    rows = torch.cat(parts).double()
-    total = float(rows.dot(rows))
-    if LOW < total < HIGH or (total and arrays[0].dtype is torch.float64) or (total == 0 and all(map(is_zero, arrays))):
-        return total
-    return sum([squares_of(view_of(p.double())) for array in arrays for p in in_order(array).view(-1).split(PIECE)])
+    if not kinds <= SINGLE or few(arrays, sum(sizes)):
+        return squares(list(map(view_of, arrays)), lengths) if kinds.isdisjoint(FOREIGN) else None
+    norms: list[Any] = list(map(norm_of, in_groups(arrays, lengths)))
+    return None if None in norms else np.square(norms)
 
 
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
@@ -219,13 +198,6 @@ def _overwrite(leaf: Any, new: Any) -> Any:
     """Put changed values into a leaf in a storage format, and return it."""
     with torch.no_grad():
         return leaf.copy_(new)
-
-
-def _coalesce(leaf: Any) -> Any:
-    """Return a COO tensor, in which entries that were stored twice are summed, in float32 or wider."""
-    if leaf.is_coalesced():
-        return leaf
-    return leaf.to(leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)).coalesce()
 
 
 class _Address:
@@ -433,7 +405,10 @@ class _Torch(dtensor.Distributed):
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
     def _open_coo(self, leaf: Any, *, in_place: bool) -> Leaf:
-        single = _coalesce(leaf)
+        single = leaf
+        if not leaf.is_coalesced():
+            wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
+            single = leaf.to(wide).coalesce()
         indices = single.indices()
 
         def back(new: Array) -> Any:

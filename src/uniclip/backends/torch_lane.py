@@ -10,6 +10,7 @@ it, nothing is read, and eight kernels run, as many as in PyTorch's own function
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
@@ -28,7 +29,7 @@ _LOW, _HIGH = map(sqrt, FITS)
 """Between them the squares of float32 numbers neither overflow nor underflow."""
 _ROW = 256
 """How many squares are added in a row: so few are accurate even if equal, and rows are read at memory speed."""
-SHORT = 2**13
+_SHORT = 2**13
 """The number of entries up to which a copy takes no longer than norms of rows."""
 _ACCELERATORS = {"cuda", "xpu"}
 """The kinds of devices with float64 whose memory has addresses."""
@@ -81,7 +82,7 @@ def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_pl
     return Lane(norm, most, factor, _scaled(leaves, arrays, factor, in_place=in_place), device)
 
 
-def norm_of(arrays: list[Any]) -> float | None:
+def norm_of(arrays: Sequence[Any]) -> float | None:
     """Return the joint norm of dense CPU tensors, float32 or narrower; ``None`` for others, or beyond the range."""
     parts = _parts_of(arrays) if _are_plain(arrays) else None
     if parts is None:
@@ -89,7 +90,7 @@ def norm_of(arrays: list[Any]) -> float | None:
     # Joined once, and added in float64.
     norm: float = vector_norm(torch._C._nn.flatten_dense_tensors(parts), 2, None, False, dtype=torch.float64).item()
     if norm == 0:  # short leaves, which are added in float64, are 0 then
-        return norm if all([is_zero(array) for array in arrays if array.numel() >= SHORT]) else None
+        return norm if all([_is_zero(array) for array in arrays if array.numel() >= _SHORT]) else None
     return norm if _LOW < norm < _HIGH else None  # also NaN is not
 
 
@@ -102,7 +103,7 @@ def _scaled(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place
     return list(new) if len(arrays) == len(leaves) else put_back(leaves, new)
 
 
-def _are_plain(arrays: list[Any]) -> bool:
+def _are_plain(arrays: Sequence[Any]) -> bool:
     """Whether all are dense; a subclass may hold anything, and what records a derivative must not be read."""
     for array in arrays:
         if type(array) is not Tensor or array.requires_grad or array.layout is not _STRIDED or array.is_nested:
@@ -110,7 +111,7 @@ def _are_plain(arrays: list[Any]) -> bool:
     return True
 
 
-def _parts_of(arrays: list[Tensor]) -> list[Tensor] | None:
+def _parts_of(arrays: Sequence[Tensor]) -> list[Tensor] | None:
     """Return tensors with the same joint norm: short leaves as they are, norms of rows of long ones.
 
     ``None`` if a leaf is not float32 or narrower, on the CPU, or a long one has gaps.
@@ -121,7 +122,7 @@ def _parts_of(arrays: list[Tensor]) -> list[Tensor] | None:
         if not array.is_cpu or not (single or array.dtype in _HALVES):
             return None
         size = array.numel()
-        if size < SHORT:
+        if size < _SHORT:
             parts.append(array if single else array.float())
             continue
         ordered = array if array.is_contiguous() else in_order(array)
@@ -131,11 +132,11 @@ def _parts_of(arrays: list[Tensor]) -> list[Tensor] | None:
             parts.append(vector_norm(ordered.view(-1, _ROW), 2, 1))
             continue
         for piece in ordered.view(-1).split(size if single else PIECE):  # which bound the copies of half precision
-            parts += norms_of_rows(piece if single else piece.float())
+            parts += _norms_of_rows(piece if single else piece.float())
     return parts
 
 
-def norms_of_rows(flat: Tensor) -> list[Tensor]:
+def _norms_of_rows(flat: Tensor) -> list[Tensor]:
     """Return short vectors with the same joint norm: the norms of rows, and the entries that are left."""
     whole = flat.numel() - flat.numel() % _ROW
     norms = vector_norm(flat[:whole].view(-1, _ROW), 2, 1)
@@ -147,7 +148,7 @@ def in_order(array: Tensor) -> Tensor:
     return array.permute(sorted(range(array.ndim), key=array.stride, reverse=True))
 
 
-def is_zero(array: Tensor) -> bool:
+def _is_zero(array: Tensor) -> bool:
     """Whether all entries are 0, by their bits."""
     half = array.dtype is torch.bfloat16  # which NumPy does not have
     return all_zero((array.view(torch.int16) if half else array).numpy(force=True))
