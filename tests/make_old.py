@@ -10,7 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-COMMIT = "559b02330b77ddb6786fe5b6503fffc9ef09a18e"
+COMMIT = "dbd7db1c07fa8982f7463f9ccb30616bb6a0bf7c"
 """What the package of today is compared with."""
 LEFT_OUT = {"insight"}
 SOURCE = "src/uniclip"
