@@ -200,16 +200,19 @@ def build_program(framework: str, way: str, update: Any, given: Any) -> tuple[Ca
 
 def beside(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
     """Measure gradients without and with a leaf that is sparse, or that is all zeros."""
-    kit, rule = FRAMEWORKS[framework], BESIDE[what]
-    usual = [kit.array(v) for v in normal([(16, 16)] * (30 if what == SPARSE else 6))]
-    other = kit.sparse((1000, 16), [1, 5, 5], np.ones((3, 16))) if what == SPARSE else kit.array(np.zeros((16, 16)))
+    kit, rule, sparse = FRAMEWORKS[framework], BESIDE[what], what.startswith(SPARSE)
+    usual = [kit.array(v) for v in normal([(16, 16)] * (30 if sparse else 6))]
+    other = kit.sparse((1000, 16), [1, 5, 5], np.ones((3, 16))) if sparse else kit.array(np.zeros((16, 16)))
     call = compiled(framework, way, lambda grads, params: uc.clip(grads, rule, params)[0], usual)
-    with_it = [*usual, other] if what == SPARSE else [*usual[1:], other]
+    with_it = [*usual, other] if sparse else [*usual[1:], other]
     made = {"without it": usual, "with it": with_it}
     yield row(interleaved({name: Contender(call, partial(list, grads)) for name, grads in made.items()}, rounds))
 
 
-BESIDE = {SPARSE: uc.by_global_norm(LIMIT), f"by_norm, {ZEROS}": uc.by_norm(LIMIT), f"agc, {ZEROS}": uc.agc()}
+BESIDE = {
+    SPARSE: uc.by_global_norm(LIMIT), f"{SPARSE}, not clipped": uc.by_global_norm(1 / LIMIT),
+    f"by_norm, {ZEROS}": uc.by_norm(LIMIT), f"agc, {ZEROS}": uc.agc(),
+}  # fmt: skip
 
 
 def recording(framework: str, way: str, what: str, rounds: int) -> Iterator[Row]:
@@ -340,7 +343,7 @@ def jobs() -> Iterator[Job]:
     for (framework, way), trees in SETTINGS.items():
         yield from ((framework, way, tree, clipping) for tree in trees)
     for place in [one for one in SETTINGS if one[1] in {EAGER, "tf.function", "jax.jit"}]:
-        yield from ((*place, what, beside) for what in BESIDE if what != SPARSE or place == ("torch", EAGER))
+        yield from ((*place, what, beside) for what in BESIDE if ZEROS in what or place == ("torch", EAGER))
     yield from (("torch", f"{STEP}{threads} threads", what, stepping) for what in MODELS for threads in (1, 2))
     yield from ((framework, GROWTH + way, what, growing) for framework, way, what in MANY)
     for framework in ("tensorflow", "jax"):
