@@ -410,3 +410,41 @@ def test_a_node_of_jax_is_planned_once() -> None:
             clipped, report = uc.clip([node(jnp.asarray([3.0 * number]), jnp.asarray([number]), copy(static))], rule)
         assert len(seen) == times
         assert (str(clipped[0].static), float(report.norms["w"])) == (str(static), 9.0)
+
+
+@pytest.mark.needs("jax")
+def test_a_class_that_is_registered_later() -> None:
+    """A class that was met before it was registered with JAX is opened by JAX from then on."""
+    import jax
+    import jax.numpy as jnp
+
+    node = dataclasses.make_dataclass("Later", ["w", "static"])
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"grads\['static'\]"):
+            uc.clip(node(jnp.ones(2), "text"), uc.by_norm(1.0))
+    jax.tree_util.register_dataclass(node, ["w"], ["static"])
+    assert uc.clip(node(jnp.ones(2), "text"), uc.by_norm(1.0))[0].static == "text"
+
+
+@pytest.mark.needs("jax")
+def test_batches_of_sparse_matrices() -> None:
+    """Their rows hold single entries, along which there is no norm, however many they are."""
+    import jax.numpy as jnp
+    from jax.experimental import sparse
+
+    dense = jnp.asarray([[3.0, 0.0], [0.0, 4.0]])
+    batch = sparse.BCOO.fromdense(dense, n_batch=1, nse=2)
+    (clipped,), norm = uc.clip_by_global_norm([batch], 1.0)
+    assert float(norm) == 5.0
+    np.testing.assert_allclose(clipped.todense(), dense / 5, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"grads\[0\] is sparse"):
+        uc.clip([batch], uc.by_norm(1.0, axis=0))
+
+
+@pytest.mark.only("torch", "tensorflow", "jax")
+def test_a_function_of_repeated_rows(framework: Framework) -> None:
+    """It gets each row once, also one that does not leave 0 alone."""
+    grads = framework.sparse((4, 1), [2, 0, 2], [[0.5], [3.0], [0.25]])
+    for function in (lambda grad: grad + 1, uc.by_value(1.75, 4.0)):
+        clipped = framework.dense(uc.clip([grads], function)[0][0])
+        np.testing.assert_array_equal(clipped[[0, 2], 0], [4.0, 1.75] if callable(function) else [3.0, 1.75])

@@ -87,7 +87,7 @@ def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> An
     if axes is None or 0 in axes:
         return array
     rows = given.odd[number].rows
-    if rows is None:
+    if isinstance(rows, tuple):
         msg = (
             f"{given.place(number)} is sparse, and stores single entries: {short(rule)} would compare them with other "
             "entries of the parameter; make the gradient dense, or take a norm of whole leaves"

@@ -589,21 +589,19 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
 def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     """Return the axes of a leaf that its norms cover, ``None`` for all."""
     leaf, odd = given.leaves[number], given.odd.get(number)
-    rows = None if odd is None else odd.rows
-    if rows is not None:
-        shape = given.arrays[number].shape  # that of the leaf may be unknown
-    elif leaf is not None:
-        shape = leaf.shape
-    elif odd is not None:
-        shape = odd.part.shape
-    else:
+    if leaf is None and odd is None:
         return None
+    by_entry = odd is not None and isinstance(odd.rows, tuple)
+    if odd is None or odd.rows is None or by_entry:
+        shape = given.part(number).shape if leaf is None else leaf.shape
+    else:
+        shape = given.arrays[number].shape  # that of the leaf may be unknown
     try:
         axes = scope.covered(len(shape), given.backend.output_axis)
     except ValueError as error:
         msg = f"{given.place(number)} of shape {tuple(shape)}: {error}"
         raise ValueError(msg) from None
-    if axes and odd is not None and rows is None and given.is_sparse(number):
+    if axes and by_entry:
         msg = f"{given.place(number)} is sparse, and stores no axes to take norms along; use a scope of whole leaves"
         raise TypeError(msg)
     return axes

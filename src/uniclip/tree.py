@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed
 from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, flatten_node
-from uniclip.backends.arrays import overlapping, overlaps_itself, same_shape
+from uniclip.backends.arrays import overlapping, overlaps_itself
 from uniclip.backends.base import Kinds, Leaf, cast, unchanged
 from uniclip.scopes import Path
 
@@ -68,8 +67,7 @@ class Opened(NamedTuple):
 
     def is_sparse(self, number: int) -> bool:
         """Whether a leaf stores only some of its rows, or of its entries."""
-        odd = self.odd.get(number) or Leaf(self.leaves[number])
-        return odd.part is None and (odd.rows is not None or not same_shape(odd.array.shape, self.leaves[number].shape))
+        return number in self.odd and self.odd[number].rows is not None
 
     def closed(self, arrays: list[Any]) -> Any:
         """Return a tree like the one that was opened, of changed arrays."""
@@ -137,48 +135,55 @@ def flatten(tree: Any, name: str = "grads") -> tuple[list[Any], Any]:
 
 def _register(node: Any) -> bool:
     """Whether an object is a container that optree does not open; from now on it opens all of its class."""
-    cls = type(node)
-    if isinstance(node, (Iterator, ValuesView)):  # which can be read once, or have no class of their own
-        return False
-    if flatten_node(node) is not None:
-        ways: Any = flatten_node, lambda structure, children: structure.unflatten(children)
-    elif isinstance(node, Mapping):  # in the order of the class that it stands for: that of a dict is sorted
-        kind = OrderedDict if isinstance(node, OrderedDict) else dict
-        ways = partial(_flatten_mapping, kind), _make_mapping
-    elif isinstance(node, (list, tuple)):
-        ways = lambda node: (list(node), None), lambda _, items: list(items)
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        ways = _flatten_dataclass, _make_dataclass
-    else:
+    if _flatten_node(node) is None:
         return False
     with _LOCK:
-        if cls not in _REGISTERED:
-            optree.register_pytree_node(cls, *ways, namespace=NODES)
-            _REGISTERED.add(cls)
+        if type(node) not in _REGISTERED:
+            ways = _flatten_node, lambda structure, children: structure.unflatten(children)
+            optree.register_pytree_node(type(node), *ways, namespace=NODES)
+            _REGISTERED.add(type(node))
     return True
 
 
-def _flatten_mapping(kind: type, node: Any) -> tuple[list[Any], Any, tuple[Any, ...]]:
-    keys = tuple(node if kind is OrderedDict else total_order_sorted(node))
-    return [node[key] for key in keys], (kind, tuple(node), keys), keys
+def _flatten_node(node: Any) -> Any:
+    """Return children, structure and keys of a container that optree does not open; ``None`` for another object."""
+    if isinstance(node, (Iterator, ValuesView)):  # which may be read once
+        return None
+    of_library = flatten_node(node)
+    if of_library is not None:
+        return of_library
+    if isinstance(node, Mapping):  # in the order of the class that it stands for: that of a dict is sorted
+        kind = OrderedDict if isinstance(node, OrderedDict) else dict
+        keys = tuple(node if kind is OrderedDict else total_order_sorted(node))
+        return [node[key] for key in keys], _Container(kind, keys, tuple(node)), keys
+    if isinstance(node, (list, tuple)):
+        return list(node), _Container(list), range(len(node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = tuple([field.name for field in dataclasses.fields(node)])
+        return [getattr(node, name) for name in names], _Container(type(node), names), names
+    return None
 
 
-def _make_mapping(metadata: Any, values: Iterable[Any]) -> Any:
-    kind, order, keys = metadata
-    by_key = dict(zip(keys, values, strict=True))
-    return kind([(key, by_key[key]) for key in order])
+class _Container(NamedTuple):
+    """What a container is but for its children."""
 
+    kind: Any
+    """What it is made of again: a class of mappings, `list` or a dataclass."""
+    keys: tuple[Any, ...] = ()
+    order: tuple[Any, ...] = ()
+    """The keys of a mapping in their own order."""
 
-def _flatten_dataclass(node: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
-    names = tuple([field.name for field in dataclasses.fields(node)])
-    return [getattr(node, name) for name in names], type(node), names
-
-
-def _make_dataclass(cls: Any, values: Iterable[Any]) -> Any:
-    made = object.__new__(cls)
-    for field, value in zip(dataclasses.fields(cls), values, strict=True):
-        object.__setattr__(made, field.name, value)  # also frozen ones, and fields without init
-    return made
+    def unflatten(self, children: Iterable[Any]) -> Any:
+        """Return the container of other children."""
+        if self.kind is list:
+            return list(children)
+        by_key = dict(zip(self.keys, children, strict=True))
+        if issubclass(self.kind, dict):
+            return self.kind([(key, by_key[key]) for key in self.order])
+        made = object.__new__(self.kind)
+        for name, value in by_key.items():
+            object.__setattr__(made, name, value)  # also of frozen ones, and fields without init
+        return made
 
 
 def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: bool = False) -> Opened:
@@ -200,7 +205,7 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
     if kinds is None:  # of new kinds of leaves, which are refused if they cannot be clipped
         leaves, spec = flatten(tree, name)
         backend = backend_for(leaves, name, spec)
-        numbers: Sequence[int] = [number for number, leaf in enumerate(leaves) if leaf is not None]
+        numbers = tuple([number for number, leaf in enumerate(leaves) if leaf is not None])
     else:
         backend, numbers = kinds.backend, kinds.odd
     arrays, odd = leaves, {}

@@ -93,7 +93,7 @@ class Leaf(NamedTuple):
     view: bool = False
     """Whether the array is the leaf's own memory, so that changing it changes the leaf."""
     rows: Any = None
-    """Which rows of a sparse leaf the array holds, a vector; ``None`` where it holds all of them, or single entries."""
+    """Which rows of a sparse leaf the array holds, a vector; ``()`` if it holds single entries, ``None`` if all."""
     part: Any = None
     """Which part of a distributed leaf it is, with the attributes of `uniclip.backends.dtensor.Part`."""
 

@@ -548,7 +548,7 @@ class _JAX(Backend):
 
         alone = summed.n_sparse == 1 and not summed.n_batch
         # The index of padding lies behind the last row.
-        return Leaf(summed.data, back, rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else None)
+        return Leaf(summed.data, back, rows=jnp.minimum(summed.indices[:, 0], leaf.shape[0] - 1) if alone else ())
 
     def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
         return _fast_values(plain, guarded)

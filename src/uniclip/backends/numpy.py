@@ -370,9 +370,8 @@ class _NumPy(Backend):
         return new if new.dtype == array.dtype else new.astype(array.dtype)
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
-        if _are_apart(leaves):
-            return None
-        return [(leaf, None if leaf.flags.writeable else "it is read-only") for leaf in leaves]  # as scalars are, too
+        # Scalars are read-only, too.
+        return None if _are_apart(leaves) else [(x, None if x.flags.writeable else "it is read-only") for x in leaves]
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with walk([array, *operands], "readwrite") as pieces:

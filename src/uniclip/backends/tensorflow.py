@@ -311,9 +311,7 @@ class _TensorFlow(Backend):
         if isinstance(leaf, tf.Variable):
             return Leaf(tf.convert_to_tensor(leaf))
         if isinstance(leaf, tf.IndexedSlices):
-            return Leaf(
-                _merged(leaf), lambda new: tf.IndexedSlices(new, leaf.indices, leaf.dense_shape), rows=leaf.indices
-            )
+            return _open_slices(leaf, whole=whole)
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
     def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
@@ -386,16 +384,25 @@ def _in_rows(array: Array) -> Array:
     return tf.cast(tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(rest, tf.float64), array.dtype)
 
 
-def _merged(slices: tf.IndexedSlices) -> Array:
+def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
     """Return the values, float32 or wider, with each row's sum at its first occurrence, and zeros at later ones.
 
-    The number of rows stays the same, as XLA must know it, and so do the indices.
+    The number of rows stays the same, as XLA must know it, and so do the indices. If ``whole``, for a function that may
+    not leave 0 alone, later ones are made zeros again.
     """
     values, count = tf.convert_to_tensor(slices.values), tf.size(slices.indices)
     _, row = tf.unique(tf.reshape(slices.indices, [-1]))
     first = tf.gather(tf.math.unsorted_segment_min(tf.range(count), row, count), row)
     wide = tf.cast(values, sum_dtype(namespace, values.dtype))
-    return tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
+
+    def back(new: Array) -> tf.IndexedSlices:
+        if whole:
+            kept = tf.where(tf.equal(first, tf.range(count)), first, -1)  # what has a negative number is left out
+            new = tf.math.unsorted_segment_sum(new, kept, count)
+        return tf.IndexedSlices(new, slices.indices, slices.dense_shape)
+
+    summed = tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
+    return Leaf(summed, back, rows=slices.indices)
 
 
 BACKEND = _TensorFlow(namespace)

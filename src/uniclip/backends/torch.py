@@ -401,7 +401,7 @@ class _Torch(dtensor.Distributed):
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
             back = partial(make, outer(leaf), inner(leaf), size=leaf.shape, check_invariants=False)
-            return Leaf(leaf.values(), back, view=True)
+            return Leaf(leaf.values(), back, view=True, rows=())
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
     def _open_coo(self, leaf: Any, *, in_place: bool) -> Leaf:
@@ -419,7 +419,7 @@ class _Torch(dtensor.Distributed):
             increment_version(leaf)
             return leaf
 
-        return Leaf(single.values(), back, single is leaf, indices[0] if len(indices) == 1 else None)
+        return Leaf(single.values(), back, single is leaf, indices[0] if len(indices) == 1 else ())
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
         local = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
