@@ -196,12 +196,9 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
         integers.
     """
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
-    kinds = None
-    for leaf in leaves:
-        if leaf is not None:
-            met = MET.get(type(leaf))
-            kinds = None if met is None else met.known.get((name, whole, met.kinds(leaves)))
-            break
+    present = [leaf for leaf in leaves if leaf is not None]
+    met = MET.get(type(present[0])) if present else None
+    kinds = None if met is None else met.known.get((name, whole, met.kinds(leaves)))
     if kinds is None:  # of new kinds of leaves, which are refused if they cannot be clipped
         leaves, spec = flatten(tree, name)
         backend = backend_for(leaves, name, spec)

@@ -163,10 +163,8 @@ def clip_and_sum(
         msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
-    # Not in the lane, which knows of no examples.
-    decision = decide_generally(
-        rule, open_tree(grads), _NOTHING, Step(params, all_reduce, shared=shared), rule.constant
-    )
+    step = Step(params, all_reduce, shared=shared)
+    decision = decide_generally(rule, open_tree(grads), _NOTHING, step, rule.constant)  # the lane knows no examples
     return decision.summed(), decision.report()
 
 
