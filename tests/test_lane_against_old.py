@@ -17,8 +17,8 @@ import uniclip as uc
 
 CASES = 3600
 CHANGED = {
-    "would be scaled twice; pass arrays that are apart,": "may be scaled twice; pass arrays that are apart, each in a "
-    "stretch of memory of its own,",
+    "overlap in memory, so": "may overlap in memory, so",
+    "pass arrays that are apart,": "pass arrays that lie in stretches of memory of their own,",
 }
 """What an error said, and says now. Repeated rows of sparse leaves come back summed, which dense values do not show."""
 LIMITS = [0.0, 1e-38, 1e-3, 0.5, 1.0, 2, 1e3, 1e30, float("inf")]

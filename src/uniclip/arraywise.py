@@ -110,11 +110,10 @@ class ByValue(EachArray):
         """Refuse bounds for each row or entry, since at each step others are stored."""
         for bound in (self.min, self.max):
             shape: Any = getattr(bound, "shape", ())
-            entries = len(array.shape) == 1
-            if math.prod(shape) != 1 and (entries or (len(shape) >= len(array.shape) and shape[0] != 1)):
+            if math.prod(shape) != 1 and (len(array.shape) == 1 or (len(shape) >= len(array.shape) and shape[0] != 1)):
                 msg = (
-                    f"it is sparse: {short(self)} has bounds for each {'entry' if entries else 'row'}, and at each "
-                    "step others are stored; make the gradient dense, or give bounds for whole leaves"
+                    f"it is sparse: {short(self)} has bounds for each {'entry' if len(array.shape) == 1 else 'row'}, "
+                    "and at each step others are stored; make the gradient dense, or give bounds for whole leaves"
                 )
                 raise TypeError(msg)
 

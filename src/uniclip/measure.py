@@ -19,7 +19,7 @@ from uniclip.plan import Measured, Plan
 from uniclip.processes import Loss, packed
 from uniclip.tree import Opened
 
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 _EXACT_POWER = 6
 """The largest power of float32 numbers that float64 holds."""
 _FITS = (4.5e-277, 1.7976931348623157e308)
@@ -110,7 +110,7 @@ def _unit(plan: Plan, top: Any) -> Any:
 
 def measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     """Measure what a step needs, joined over processes."""
-    with _NOTHING if plan.mode == HOST and plan.join is None else plan.backend.allow_float64():
+    with _NO_CONTEXT if plan.mode == HOST and plan.join is None else plan.backend.allow_float64():
         needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
         looks = rule.nonfinite == "zero" and not (plan.sums_on_host and not plan.covering)
         sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)

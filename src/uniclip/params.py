@@ -73,8 +73,9 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     parts = theirs.parts
     if rule.scope.axes is not None and (parts or given.parts):
         arrays, parts = _divided_alike(rule, given, theirs, arrays)
-    for number in filter(given.is_sparse, given.odd) if rule.scope.axes is not None else ():
-        arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
+    if rule.scope.axes is not None:
+        for number in filter(given.is_sparse, given.odd):
+            arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
     if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
         arrays = [None if array is None else backend.detached(array) for array in arrays]
     odd = {number: Leaf(arrays[number], part=part) for number, part in parts.items() if part is not None}

@@ -18,7 +18,7 @@ import optree
 from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed
-from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, flatten_node
+from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, flatten_registered
 from uniclip.backends.arrays import overlapping, overlaps_itself
 from uniclip.backends.base import Kinds, Leaf, cast, unchanged
 from uniclip.scopes import Path
@@ -44,7 +44,7 @@ class Opened(NamedTuple):
     name: str = "grads"
     in_place: bool = False
     odd: dict[int, Leaf] = {}  # noqa: RUF012 - never changed
-    """The leaves that are not their arrays, by their numbers."""
+    """The leaves that are not their arrays, by their numbers; and absent ones whose parameters are distributed."""
 
     @property
     def backend(self) -> Backend:
@@ -149,7 +149,7 @@ def _flatten_node(node: Any) -> Any:
     """Return children, structure and keys of a container that optree does not open; ``None`` for another object."""
     if isinstance(node, (Iterator, ValuesView)):  # which may be read once
         return None
-    of_library = flatten_node(node)
+    of_library = flatten_registered(node)
     if of_library is not None:
         return of_library
     if isinstance(node, Mapping):  # in the order of the class that it stands for: that of a dict is sorted
@@ -309,8 +309,8 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
             msg = (
-                f"{where(earlier)} and {where(later)} overlap in memory, so that some entries may be scaled twice; "
-                "pass arrays that are apart, each in a stretch of memory of its own, or use uc.clip"
+                f"{where(earlier)} and {where(later)} may overlap in memory, so that some entries would be scaled "
+                "twice; pass arrays that lie in stretches of memory of their own, or use uc.clip"
             )
             raise ValueError(msg)
         again.add(later)

@@ -15,7 +15,7 @@ import array_api_compat
 from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
-__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling", "flatten_node"]
+__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling", "flatten_registered"]
 
 MET: dict[type, Backend | None] = {}
 """The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
@@ -75,16 +75,16 @@ def backend_by(all_reduce: Any) -> Backend | None:
     return load() if load else None
 
 
-def flatten_node(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:
+def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:
     """Return children, structure and keys of a container that only a framework can open; else ``None``.
 
     Classes registered with JAX, such as modules of flax and equinox, are opened by JAX.
     """
     if "jax" not in sys.modules:
         return None
-    from uniclip.backends.jax import flatten_registered
+    from uniclip.backends import jax
 
-    return flatten_registered(node)
+    return jax.flatten_registered(node)
 
 
 def compiling() -> bool:

@@ -89,7 +89,7 @@ class Leaf(NamedTuple):
     array: Array
     """Its numbers as such an array; those of entries that are stored twice are summed."""
     back: Rebuild = unchanged
-    """Makes a leaf of this kind of a changed array; in place, writes it into the leaf."""
+    """Makes a leaf of this kind of a changed array; in place, writes it into the leaf, and is not called for a view."""
     view: bool = False
     """Whether the array is the leaf's own memory, so that changing it changes the leaf."""
     rows: Any = None
@@ -170,7 +170,8 @@ class Backend:
     def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
         """Return what an odd leaf holds, whose array may be an odd leaf again; ``None`` for other leaves.
 
-        If ``whole``, for a function of each array, integers and distributed arrays are not odd.
+        Odd leaves have keys of their own in `kinds`. If ``whole``, for a function of each array, integers and
+        distributed arrays are not odd, but for partial sums.
         """
         if whole or not self.xp.isdtype(leaf.dtype, "integral"):
             return None

@@ -200,6 +200,18 @@ def _overwrite(leaf: Any, new: Any) -> Any:
         return leaf.copy_(new)
 
 
+def _write_sums(leaf: Any, sums: torch.Tensor) -> None:
+    """Write sums into the memory of a COO tensor, each where its entry is stored first, and zeros where it is again.
+
+    Other tensors, as its ``detach()``, may have this memory; `Tensor.copy_` would give the tensor a new one.
+    """
+    with torch.no_grad():
+        _, row = torch.unique(leaf._indices(), dim=1, return_inverse=True)  # in the order of the sums
+        first = row.new_full((len(sums),), len(row)).scatter_reduce(0, row, torch.arange(len(row)).to(row), "amin")
+        leaf._values().zero_().index_copy_(0, first, sums)
+        increment_version(leaf)
+
+
 class _Address:
     """A tensor's memory as NumPy sees it, for its address only; the contents are never read."""
 
@@ -243,9 +255,8 @@ def _view(leaf: Any) -> Any:
         leaf = leaf.to_local()
     if type(leaf) is not torch.Tensor or tracing() or valueless(leaf):
         return None
-    if leaf.layout is torch.sparse_coo and not leaf.is_coalesced():
-        return None  # it gets new memory
-    return np.asarray(_Address(leaf if leaf.layout is torch.strided else leaf.values()))
+    values = torch.Tensor._values if leaf.layout is torch.sparse_coo else torch.Tensor.values
+    return np.asarray(_Address(leaf if leaf.layout is torch.strided else values(leaf)))
 
 
 class _Torch(dtensor.Distributed):
@@ -409,24 +420,15 @@ class _Torch(dtensor.Distributed):
         if not leaf.is_coalesced():
             wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
             single = leaf.to(wide).coalesce()
-        indices = single.indices()
-
-        def back(new: Array) -> Any:
-            made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
-            if not in_place:
-                return made
-            leaf.data = made  # `copy_` takes as long as summing did
-            increment_version(leaf)
-            return leaf
-
-        return Leaf(single.values(), back, single is leaf, indices[0] if len(indices) == 1 else ())
+        indices, shape = single.indices(), leaf.shape
+        make = partial(torch.sparse_coo_tensor, indices, size=shape, is_coalesced=True, check_invariants=False)
+        rows = indices[0] if len(indices) == 1 else ()
+        return Leaf(single.values(), partial(_write_sums, leaf) if in_place else make, single is leaf, rows)
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
         local = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
         plain = all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in local])
-        if plain and not tracing() and are_apart(local):
-            return None
-        return [(_view(leaf), _why_fixed(leaf)) for leaf in leaves]
+        return None if plain and not tracing() and are_apart(local) else [(_view(x), _why_fixed(x)) for x in leaves]
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():
