@@ -354,6 +354,10 @@ def test_a_sparse_gradient_in_place(rule: Any) -> None:
     torch.testing.assert_close(again.to_dense(), wanted)
     uc.clip_([again], uc.by_global_norm(0.0))
     assert not leaf.to_dense().any()
+    places = [[1, 0, 1, 1], [0, 1, 0, 1]]  # entries of a matrix
+    entries = torch.sparse_coo_tensor(places, [1.0, 4.0, 2.0, 5.0], (2, 2), check_invariants=False)
+    uc.clip_([entries], lambda grad: 2 * grad)
+    assert entries.to_dense().tolist() == [[0.0, 8.0], [6.0, 10.0]]
 
 
 @pytest.mark.only("torch", "tensorflow", "jax")

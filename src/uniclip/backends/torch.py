@@ -200,15 +200,22 @@ def _overwrite(leaf: Any, new: Any) -> Any:
         return leaf.copy_(new)
 
 
-def _write_sums(leaf: Any, sums: torch.Tensor) -> None:
-    """Write sums into the memory of a COO tensor, each where its entry is stored first, and zeros where it is again.
+def _write_sums(leaf: Any, single: Any, sums: torch.Tensor) -> None:
+    """Write sums, in the order of a coalesced tensor, into the memory of the one that it was made of.
 
-    Other tensors, as its ``detach()``, may have this memory; `Tensor.copy_` would give the tensor a new one.
+    Each is written where its entry is stored first, and zeros where it is again. Other tensors, as ``leaf.detach()``,
+    may have this memory; `Tensor.copy_` would give the leaf a new one.
     """
+
+    def numbered(indices: torch.Tensor) -> Any:
+        return reduce(lambda keys, pair: keys * pair[0] + pair[1], zip(leaf.shape, indices, strict=False), 0)
+
     with torch.no_grad():
-        _, row = torch.unique(leaf._indices(), dim=1, return_inverse=True)  # in the order of the sums
-        first = row.new_full((len(sums),), len(row)).scatter_reduce(0, row, torch.arange(len(row)).to(row), "amin")
-        leaf._values().zero_().index_copy_(0, first, sums)
+        row = torch.searchsorted(numbered(single.indices()), numbered(leaf._indices()))
+        numbers = torch.arange(len(row)).to(row)
+        first = row.new_full((len(sums),), len(row)).scatter_reduce(0, row, numbers, "amin")
+        torch.index_select(sums, 0, row, out=leaf._values())
+        leaf._values().index_fill_(0, (first[row] != numbers).nonzero().squeeze(1), 0)
         increment_version(leaf)
 
 
@@ -423,7 +430,7 @@ class _Torch(dtensor.Distributed):
         indices, shape = single.indices(), leaf.shape
         make = partial(torch.sparse_coo_tensor, indices, size=shape, is_coalesced=True, check_invariants=False)
         rows = indices[0] if len(indices) == 1 else ()
-        return Leaf(single.values(), partial(_write_sums, leaf) if in_place else make, single is leaf, rows)
+        return Leaf(single.values(), partial(_write_sums, leaf, single) if in_place else make, single is leaf, rows)
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
         local = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
