@@ -455,3 +455,25 @@ def test_a_function_of_repeated_rows(framework: Framework) -> None:
     for function in (lambda grad: grad + 1, uc.by_value(1.75, 4.0)):
         clipped = framework.dense(uc.clip([grads], function)[0][0])
         np.testing.assert_array_equal(clipped[[0, 2], 0], [4.0, 1.75] if callable(function) else [3.0, 1.75])
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(0.5), lambda grad: grad / 5, uc.agc(0.1)])
+def test_embeddings_that_are_added(rule: Any) -> None:
+    """Their sparse gradients have one memory and other rows, and each is clipped as the dense one is."""
+    import torch
+
+    torch.manual_seed(0)
+    words, places = (torch.nn.Embedding(n, 3, sparse=True) for n in (9, 4))
+    for _ in range(2):
+        (words(torch.tensor([1, 5, 1, 8])) + places(torch.tensor([0, 1, 2, 2]))).pow(2).sum().backward()
+        params = [words.weight, places.weight]
+        dense = [param.grad.to_dense() for param in params]
+        grads = [param.grad for param in params]
+        wanted, _ = uc.clip(dense, rule, [param.detach() for param in params])
+        clipped, _ = uc.clip(grads, rule, [param.detach() for param in params])
+        uc.clip_(grads, rule, [param.detach() for param in params])
+        for one, other, found in zip(wanted, clipped, grads, strict=True):
+            torch.testing.assert_close(other.to_dense(), one)
+            torch.testing.assert_close(found.to_dense(), one)
+        words.zero_grad(), places.zero_grad()

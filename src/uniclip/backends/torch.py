@@ -435,7 +435,15 @@ class _Torch(dtensor.Distributed):
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
         local = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
         plain = all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in local])
-        return None if plain and not tracing() and are_apart(local) else [(_view(x), _why_fixed(x)) for x in leaves]
+        if plain and not tracing() and are_apart(local):
+            return None
+        values: dict[int, Any] = {}
+        for (
+            leaf
+        ) in leaves:  # embeddings whose sum is taken have gradients of other rows in one memory: they get their own
+            if leaf.layout is torch.sparse_coo and values.setdefault(leaf._values().data_ptr(), leaf) is not leaf:
+                leaf.data = leaf.clone()
+        return [(_view(leaf), _why_fixed(leaf)) for leaf in leaves]
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():
