@@ -438,9 +438,7 @@ class _Torch(dtensor.Distributed):
         if plain and not tracing() and are_apart(local):
             return None
         values: dict[int, Any] = {}
-        for (
-            leaf
-        ) in leaves:  # embeddings whose sum is taken have gradients of other rows in one memory: they get their own
+        for leaf in leaves:  # embeddings that are added have other rows in one memory, and need their own for sums
             if leaf.layout is torch.sparse_coo and values.setdefault(leaf._values().data_ptr(), leaf) is not leaf:
                 leaf.data = leaf.clone()
         return [(_view(leaf), _why_fixed(leaf)) for leaf in leaves]
