@@ -125,6 +125,10 @@ def test_what_is_no_gradient() -> None:
                 clip({"layers": [None, {"w": leaf}]}, uc.by_global_norm(1.0))
     with pytest.raises(TypeError, match=r"grads\['layer'\]\['w'\]"):
         uc.global_norm({"layer": Layer(2.0)})
+    layer = Layer(np.asarray([3.0, 4.0]))
+    object.__setattr__(layer, "name", "of no field")
+    clipped, _ = uc.clip_by_global_norm([layer], 1.0)
+    assert (clipped[0].name, layer.w.tolist()) == ("of no field", [3.0, 4.0])
     for many in (iter([np.ones(2)]), {"w": np.ones(2)}.values()):  # a step may have to read it twice
         with pytest.raises(TypeError, match=r"grads\['layer'\](.|\n)*as a list"):
             uc.global_norm({"layer": many})
@@ -137,10 +141,15 @@ def narrow_rules(uc: Any) -> list[Any]:
 
 @pytest.mark.only("torch", "tensorflow", "jax")
 def test_integers_of_sparse_gradients(framework: Framework) -> None:
-    """Integers of rows that occur twice are added exactly, beyond what float32 holds."""
+    """Integers of rows that occur twice are added exactly, beyond what float32, or their own type, holds."""
     grads = framework.sparse((9, 1), [2, 2], [[2**24], [1]], "int32")
     clipped, _ = uc.clip(grads, uc.by_value(-1, 2**24 + 1))
     assert framework.dense(clipped)[2, 0] == 2**24 + 1
+    small = framework.sparse((9, 1), [2, 2], [[100], [100]], "int8")
+    assert float(framework.numpy(uc.global_norm(small))) == 200.0
+    clipped, _ = uc.clip(small, uc.by_value(-1, 120))
+    assert clipped.dtype == small.dtype
+    assert framework.dense(clipped)[2, 0] == 120
 
 
 @pytest.mark.parametrize("scale", [1e25, 1e-25])
@@ -341,7 +350,7 @@ def test_odd_leaves_in_odd_leaves() -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("rule", [uc.by_global_norm(1.0), uc.by_norm(1.0), lambda grad: grad / 5, uc.by_value(-1, 1)])
 def test_a_sparse_gradient_in_place(rule: Any) -> None:
-    """Its own memory is written, once, which other tensors may have; rows are summed, and autograd is told."""
+    """It is written once, by rules of norms into its own memory, which other tensors may have; autograd is told."""
     import torch
 
     leaf = torch.sparse_coo_tensor([[2, 0, 2]], torch.tensor([[1.0], [4.0], [2.0]]), (3, 1), check_invariants=False)
@@ -351,6 +360,8 @@ def test_a_sparse_gradient_in_place(rule: Any) -> None:
     uc.clip_(grads, rule)
     assert leaf._version > version
     torch.testing.assert_close(leaf.to_dense(), wanted)
+    if not isinstance(rule, uc.Rule):
+        return
     torch.testing.assert_close(again.to_dense(), wanted)
     uc.clip_([again], uc.by_global_norm(0.0))
     assert not leaf.to_dense().any()
@@ -477,3 +488,42 @@ def test_embeddings_that_are_added(rule: Any) -> None:
             torch.testing.assert_close(other.to_dense(), one)
             torch.testing.assert_close(found.to_dense(), one)
         words.zero_grad(), places.zero_grad()
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("clip", [uc.clip, uc.clip_])
+def test_what_is_no_tensor_of_torch(clip: Any) -> None:
+    """A class of PyTorch that is no tensor is refused by its path, in place too."""
+    import torch
+
+    with pytest.raises(TypeError, match=r"grads\['w'\] is a torch"):
+        clip({"w": torch.nn.ParameterDict({"a": torch.ones(2)})}, uc.by_global_norm(1.0))
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("rule", [uc.by_global_norm(0.5), uc.by_norm(0.2), uc.by_global_norm(0.5, nonfinite="zero")])
+@pytest.mark.parametrize("ids", [[7], [7, 3, 7, 1]])
+def test_sparse_gradients_that_share_memory(rule: Any, ids: list[int]) -> None:
+    """Each embedding of a sum may be clipped alone, or with the other; a gradient may come twice, as another tensor."""
+    import torch
+
+    def gradients() -> list[Any]:
+        torch.manual_seed(0)
+        users, items = (torch.nn.Embedding(n, 3, sparse=True) for n in (10, 6))
+        out = users(torch.tensor(ids)) + items(torch.arange(len(ids)))
+        (out * torch.randn(len(ids), 3)).sum().backward()
+        return [users.weight.grad, items.weight.grad]
+
+    wanted, _ = uc.clip([grad.to_dense() for grad in gradients()], rule)
+    grads = gradients()
+    uc.clip_(grads, rule)
+    for grad, one in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad.to_dense(), one)
+    first, _ = gradients()
+    alone, _ = uc.clip([first.to_dense()], rule)
+    uc.clip_([first], rule)
+    torch.testing.assert_close(first.to_dense(), alone[0])
+    first, _ = gradients()
+    twice, _ = uc.clip([first.to_dense()] * 2, rule)
+    uc.clip_([first, first.detach()], rule)
+    torch.testing.assert_close(first.to_dense(), twice[0])

@@ -39,7 +39,8 @@ class EachArray(BaseRule):
                     _named(given.place, number, self._refuse_rows, arrays[number])
                 changes[number] = _named(given.place, number, self._change, backend, arrays[number], step.in_place)
             if step.in_place:
-                again = same_memory(backend, given.leaves, given.place)
+                later = same_memory(backend, given.leaves, given.place)
+                again = later - given.later_copies(later)
                 written = [number for number in changes if number not in again]
                 for number in written:
                     _named(given.place, number, backend.write, arrays[number], *changes[number])

@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from copy import copy
 from threading import Lock
 from typing import Any, NamedTuple
+from weakref import ref
 
 import optree
 from optree.utils import total_order_sorted
@@ -81,17 +83,24 @@ class Opened(NamedTuple):
             leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
         return leaves
 
+    def later_copies(self, later: set[int]) -> set[int]:
+        """Return those of some leaves, whose memory is that of earlier ones, that are written from copies nevertheless.
+
+        They may have other rows in that memory, or other factors, and get new memory.
+        """
+        copied = {n for n in later & self.odd.keys() if self.odd[n].view is not self.odd[n].array}
+        return {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
+
     def write(self, numbers: Iterable[int]) -> None:
         """Write arrays that were changed in place into those leaves that they are copies of."""
-        for number in numbers:
-            if number in self.odd and not self.odd[number].view:
-                self._put_back(number, self.odd[number].array)
+        for number in [n for n in numbers if n in self.odd and self.odd[n].view is not self.odd[n].array]:
+            self._put_back(number, self.odd[number].array)
 
     def _put_back(self, number: int, array: Any) -> Any:
         """Return a leaf of a changed array, or write it into the leaf: in the leaf's dtype, but for integers."""
-        odd, leaf = self.odd[number], self.leaves[number]
-        widened = array.dtype == odd.array.dtype and not self.is_integral(number)
-        return odd.back(cast(self.backend.xp, array, leaf.dtype) if widened else array)
+        odd, leaf, xp = self.odd[number], self.leaves[number], self.backend.xp
+        like_it = xp.isdtype(array.dtype, "integral") or not self.is_integral(number)
+        return odd.back(cast(xp, array, leaf.dtype) if like_it and array.dtype == odd.array.dtype else array)
 
     def is_integral(self, number: int) -> bool:
         """Whether a leaf holds integers."""
@@ -160,7 +169,8 @@ def _flatten_node(node: Any) -> Any:
         return list(node), _Container(list), range(len(node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = tuple([field.name for field in dataclasses.fields(node)])
-        return [getattr(node, name) for name in names], _Container(type(node), names), names
+        original = ref(node) if hasattr(node, "__dict__") else None
+        return [getattr(node, name) for name in names], _Container(type(node), names, (), original), names
     return None
 
 
@@ -172,6 +182,14 @@ class _Container(NamedTuple):
     keys: tuple[Any, ...] = ()
     order: tuple[Any, ...] = ()
     """The keys of a mapping in their own order."""
+    original: Callable[[], Any] | None = None
+    """Gives a dataclass, which may have attributes beside its fields, as long as it is there."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Container) and self[:3] == other[:3]
+
+    def __hash__(self) -> int:
+        return hash(self[:3])
 
     def unflatten(self, children: Iterable[Any]) -> Any:
         """Return the container of other children."""
@@ -180,7 +198,8 @@ class _Container(NamedTuple):
         by_key = dict(zip(self.keys, children, strict=True))
         if issubclass(self.kind, dict):
             return self.kind([(key, by_key[key]) for key in self.order])
-        made = object.__new__(self.kind)
+        original = self.original and self.original()
+        made = object.__new__(self.kind) if original is None else copy(original)
         for name, value in by_key.items():
             object.__setattr__(made, name, value)  # also of frozen ones, and fields without init
         return made
@@ -239,11 +258,12 @@ def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> L
     outer = backend.leaf(leaf, in_place=in_place, whole=whole)
     if outer is None:
         return None
-    inner = _open_leaf(backend, outer.array, in_place=in_place and outer.view, whole=whole)
+    own = outer.view is outer.array
+    inner = _open_leaf(backend, outer.array, in_place=in_place and own, whole=whole)
     if inner is None:
         return outer
     rows = outer.rows if inner.rows is None else inner.rows
-    return Leaf(inner.array, lambda new: outer.back(inner.back(new)), outer.view and inner.view, rows, inner.part)
+    return Leaf(inner.array, lambda new: outer.back(inner.back(new)), inner.view if own else None, rows, inner.part)
 
 
 def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import partial, reduce
 from itertools import accumulate
 from operator import and_, or_
@@ -71,10 +72,8 @@ class Kinds:
 
     def without_leaves(self, backend: Backend | None = None) -> Kinds:
         """Return the facts about a tree without gradients, of a library if one is given."""
-        kinds = Kinds(backend or self.backend, [], ())
-        if backend is None:
-            kinds.dtype, kinds.narrow, kinds.reads, kinds.double = self.dtype, self.narrow, self.reads, self.double
-            kinds.device, kinds.traced, kinds.records = self.device, self.traced, self.records
+        kinds = copy(self) if backend is None else Kinds(backend, [], ())
+        kinds.present, kinds.odd = (), ()
         return kinds
 
 
@@ -89,9 +88,9 @@ class Leaf(NamedTuple):
     array: Array
     """Its numbers as such an array; those of entries that are stored twice are summed."""
     back: Rebuild = unchanged
-    """Makes a leaf of this kind of a changed array; in place, writes it into the leaf, and is not called for a view."""
-    view: bool = False
-    """Whether the array is the leaf's own memory, so that changing it changes the leaf."""
+    """Makes a leaf of this kind of a changed array; in place, writes it into the leaf."""
+    view: Any = None
+    """The leaf's own memory, if it has some: the array, or entries that are not summed, which one number multiplies."""
     rows: Any = None
     """Which rows of a sparse leaf the array holds, a vector; ``()`` if it holds single entries, ``None`` if all."""
     part: Any = None
@@ -522,8 +521,10 @@ def norm_dtype(xp: Any, arrays: list[Array]) -> Any:
 
 
 def sum_dtype(xp: Any, dtype: Any) -> Any:
-    """Return the dtype for sums: float32 or wider, integers as they are."""
-    return dtype if xp.isdtype(dtype, "integral") else xp.result_type(dtype, xp.float32)
+    """Return the dtype for sums: float32 or wider, of integers int32 or wider."""
+    if not xp.isdtype(dtype, "integral"):
+        return xp.result_type(dtype, xp.float32)
+    return xp.int32 if xp.iinfo(dtype).max < xp.iinfo(xp.int32).max else dtype
 
 
 def times(xp: Any, array: Array, factor: Array, zero: bool) -> Array:

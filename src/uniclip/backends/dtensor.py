@@ -143,7 +143,8 @@ def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
         return Leaf(summed(leaf), partial(written if in_place else unsummed, leaf))
     if whole:
         return None
-    return Leaf(_local_of(leaf), partial(_like_local, leaf), view=True, part=_part_of(leaf))
+    local = _local_of(leaf)
+    return Leaf(local, partial(_like_local, leaf), local, part=_part_of(leaf))
 
 
 _parts: dict[Any, Part] = {}

@@ -194,29 +194,10 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 """Kinds of tensors that cannot be clipped, why, and what to convert them to."""
 
 
-def _overwrite(leaf: Any, new: Any) -> Any:
-    """Put changed values into a leaf in a storage format, and return it."""
-    with torch.no_grad():
-        return leaf.copy_(new)
-
-
-def _write_sums(leaf: Any, single: Any, sums: torch.Tensor) -> None:
-    """Write sums, in the order of a coalesced tensor, into the memory of the one that it was made of.
-
-    Each is written where its entry is stored first, and zeros where it is again. Other tensors, as ``leaf.detach()``,
-    may have this memory; `Tensor.copy_` would give the leaf a new one.
-    """
-
-    def numbered(indices: torch.Tensor) -> Any:
-        return reduce(lambda keys, pair: keys * pair[0] + pair[1], zip(leaf.shape, indices, strict=False), 0)
-
-    with torch.no_grad():
-        row = torch.searchsorted(numbered(single.indices()), numbered(leaf._indices()))
-        numbers = torch.arange(len(row)).to(row)
-        first = row.new_full((len(sums),), len(row)).scatter_reduce(0, row, numbers, "amin")
-        torch.index_select(sums, 0, row, out=leaf._values())
-        leaf._values().index_fill_(0, (first[row] != numbers).nonzero().squeeze(1), 0)
-        increment_version(leaf)
+def _replace_entries(leaf: Any, new: Any) -> None:
+    """Give a COO tensor other entries, in memory of its own."""
+    leaf.data = new
+    increment_version(leaf)
 
 
 class _Address:
@@ -411,7 +392,7 @@ class _Torch(dtensor.Distributed):
 
     def leaf(self, leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
         if leaf.dtype in STORAGE:
-            return Leaf(leaf.to(torch.float32), partial(_overwrite, leaf) if in_place else unchanged)
+            return Leaf(leaf.to(torch.float32), leaf.copy_ if in_place else unchanged)
         if is_dtensor(leaf):
             return dtensor.open_distributed(leaf, in_place=in_place, whole=whole)
         if leaf.layout is torch.sparse_coo:
@@ -419,29 +400,27 @@ class _Torch(dtensor.Distributed):
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
             back = partial(make, outer(leaf), inner(leaf), size=leaf.shape, check_invariants=False)
-            return Leaf(leaf.values(), back, view=True, rows=())
+            values = leaf.values()
+            return Leaf(values, back, values, ())
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
     def _open_coo(self, leaf: Any, *, in_place: bool) -> Leaf:
         single = leaf
         if not leaf.is_coalesced():
-            wide = leaf.dtype if leaf.dtype in _INTEGERS else torch.promote_types(leaf.dtype, torch.float32)
-            single = leaf.to(wide).coalesce()
-        indices, shape = single.indices(), leaf.shape
-        make = partial(torch.sparse_coo_tensor, indices, size=shape, is_coalesced=True, check_invariants=False)
-        rows = indices[0] if len(indices) == 1 else ()
-        return Leaf(single.values(), partial(_write_sums, leaf, single) if in_place else make, single is leaf, rows)
+            wide = torch.int32 if leaf.dtype in _INTEGERS else torch.float32
+            single = leaf.to(torch.promote_types(leaf.dtype, wide)).coalesce()
+        indices, values = single.indices(), single.values()
+
+        def back(new: Array) -> Any:
+            made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
+            return _replace_entries(leaf, made) if in_place else made
+
+        return Leaf(values, back, values if single is leaf else leaf._values(), indices[0] if len(indices) == 1 else ())
 
     def memory(self, leaves: list[Any]) -> list[Memory] | None:
         local = [leaf._local_tensor if type(leaf) is not torch.Tensor and is_dtensor(leaf) else leaf for leaf in leaves]
         plain = all([type(x) is torch.Tensor and x.layout is torch.strided and not x.requires_grad for x in local])
-        if plain and not tracing() and are_apart(local):
-            return None
-        values: dict[int, Any] = {}
-        for leaf in leaves:  # embeddings that are added have other rows in one memory, and need their own for sums
-            if leaf.layout is torch.sparse_coo and values.setdefault(leaf._values().data_ptr(), leaf) is not leaf:
-                leaf.data = leaf.clone()
-        return [(_view(leaf), _why_fixed(leaf)) for leaf in leaves]
+        return None if plain and not tracing() and are_apart(local) else [(_view(x), _why_fixed(x)) for x in leaves]
 
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():

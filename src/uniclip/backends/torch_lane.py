@@ -46,8 +46,10 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
     if tracing() or in_forward_mode():
         return None
     arrays = [leaf for leaf in leaves if leaf is not None]
-    if not arrays or not arrays[0].is_cpu:
-        return _lane_of_device(leaves, arrays, limit, in_place=in_place) if arrays else None
+    if not arrays or type(arrays[0]) is not Tensor:
+        return None
+    if not arrays[0].is_cpu:
+        return _lane_of_device(leaves, arrays, limit, in_place=in_place)
     measured = norm_of(arrays)
     numbers = None if measured is None else numbers_in_lane(measured, limit)
     if numbers is None:
