@@ -99,21 +99,23 @@ def write_products(given: Opened, numbers: list[int], by: list[Any], *, zero: bo
     """Multiply arrays in place, each memory once; entries that were made 0 are written, too."""
     backend, factors = given.backend, dict(zip(numbers, by, strict=True))
     arrays = [given.odd[n].array if n in given.odd else leaf for n, leaf in enumerate(given.leaves)]
-    cleaned = [n for n in given.kinds.present if arrays[n] is not given.arrays[n]]
-    if not (factors or cleaned):
+    zeroed = [n for n in given.kinds.present if arrays[n] is not given.arrays[n]]
+    if not (factors or zeroed):
         return
     later = same_memory(backend, given.leaves, given.place)
-    again = later - given.later_copies(later)
-    for number in (given.odd.keys() & factors.keys()) - later - {*cleaned}:
-        own, alike = given.odd[number].view, math.prod(getattr(factors[number], "shape", ())) == 1
-        arrays[number] = own if alike and own is not None else arrays[number]
-    for number in cleaned:
+    again = later and later - given.later_copies(later)
+    for number, odd in given.odd.items():
+        if number in factors and number not in later and number not in zeroed and odd.view is not None:
+            alike = math.prod(getattr(factors[number], "shape", ())) == 1
+            arrays[number] = odd.view if alike else arrays[number]
+    for number in zeroed:
         if number not in again:
             backend.write(arrays[number], lambda _, new: new, given.arrays[number])
     pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
     if pairs:
         backend.scaled([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
-    given.write([n for n in {*cleaned, *factors} - again if n in given.odd and arrays[n] is given.odd[n].array])
+    changed = {*factors, *zeroed} - again
+    given.write([n for n, odd in given.odd.items() if arrays[n] is odd.array and n in changed])
 
 
 class LaneDecision(NamedTuple):
