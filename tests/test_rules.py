@@ -400,6 +400,38 @@ def test_a_limit_that_remembers(framework: Framework) -> None:
         uc.clip(grads, rule)
 
 
+class InTorch(uc.Limit):
+    """A limit that uses the functions of PyTorch."""
+
+    def __call__(self, norms: Any, state: Any, context: Any) -> Any:
+        """Return half of the norms."""
+        import torch
+
+        return torch.div(norms, 2), state
+
+
+class HoldsArray(InTorch):
+    """A limit that holds an array, and so gets arrays of its library."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+@pytest.mark.needs("torch")
+def test_functions_of_one_library() -> None:
+    """Where the host reads norms they are NumPy's, and what takes only tensors is told so, unless it holds one."""
+    import torch
+
+    grads = torch.tensor([3.0, 4.0])
+    choices = [uc.Rule(InTorch()), uc.Rule(1.0, curve=lambda xp, n, limit: torch.where(n > limit, limit / n, 1.0))]
+    for rule in [*choices, uc.Rule(uc.limits.Schedule(lambda step: 1 + torch.sqrt(step)))]:
+        with pytest.raises(TypeError, match=r"context\.xp"):
+            rule.update(grads, rule.init(grads))
+    torch.testing.assert_close(uc.clip(grads, uc.Rule(HoldsArray(torch.ones(1))))[0], grads / 2)
+    with pytest.raises(TypeError, match="needs"):  # an error of another kind is left as it is
+        uc.clip(grads, uc.Rule(type("Asks", (uc.Limit,), {"__call__": lambda self, n, s, c: (c.params, s)})()))
+
+
 OF_ONE = (
     "abs", "ceil", "exp", "expm1", "floor", "isfinite", "isnan", "log", "log1p", "ones_like", "round", "sign", "sqrt",
     "square", "tanh", "zeros_like",

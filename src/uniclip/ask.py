@@ -88,8 +88,8 @@ def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any
     limit = rule.limit
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
-    old = optree.tree_map(lambda a: plan.view(a if plan.limits_on_host else plan.backend.detached(a)), state)
-    answer = limit(context.norms, old, context)
+    old = optree.tree_map(lambda a: plan.view(a if plan.sums_on_host else plan.backend.detached(a)), state)
+    answer = _call(plan, limit, context.norms, old, context)
     if not (isinstance(answer, tuple) and len(answer) == 2):
         msg = f"{short(limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
         raise TypeError(msg)
@@ -105,8 +105,22 @@ def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any
         new = tuple([_restored(plan, *row, gone[n : n + 1, ...]) for n, row in enumerate(zip(new, old, strict=True))])
     elif gone is not None:
         new = _restored(plan, new, old, gone)
-    keep = (lambda a: plan.to_library(np.asarray(a))) if plan.limits_on_host else plan.backend.detached
+    keep = (lambda a: plan.to_library(np.asarray(a))) if plan.sums_on_host else plan.backend.detached
     return limits, optree.tree_map(keep, new)
+
+
+def _call(plan: Plan, choice: Any, *arguments: Any) -> Any:
+    """Call a limit or a curve; if it fails on NumPy's arrays, say why it gets them."""
+    try:
+        return choice(*arguments)
+    except (TypeError, AttributeError) as error:
+        if plan.norms_backend is plan.backend or "numpy" not in str(error):
+            raise
+        msg = (
+            f"{short(choice)}: {error}. Where the host can read the gradients, norms are NumPy's arrays: use the "
+            "functions of context.xp in a limit, of xp in a curve, not those of one library"
+        )
+        raise TypeError(msg) from error
 
 
 def _restored(plan: Plan, new: Any, old: Any, gone: Any) -> Any:
@@ -153,7 +167,7 @@ def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
         value = min(value, largest)  # in the other order NaN would become largest
     else:
-        if plan.limits_on_host and not isinstance(value, NUMPY):
+        if plan.sums_on_host and not isinstance(value, NUMPY):
             value = plan.backend.viewed(plan.backend.xp.asarray(value))
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
@@ -220,7 +234,7 @@ def _divided_or_one(xp: Any, norm: Any, limit: Any) -> Any:
 def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     """Return the factors of a curve, validated, and 1 where nothing is limited."""
     xp, curve = plan.xp, rule.curve
-    factors = curve(xp, norms, limits)
+    factors = _call(plan, curve, xp, norms, limits)
     if not (isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))):
         wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
         msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"

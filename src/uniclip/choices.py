@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from uniclip._errors import Printed, check, one_of, settle
 from uniclip.curves import Curve, hard
-from uniclip.limits import Constant, Limit
+from uniclip.limits import Constant, Limit, PerGroup, Schedule
 from uniclip.limits.base import BuiltIn, MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.nonfinite import POLICIES, NonFinite
@@ -37,8 +37,8 @@ class Choices(Printed):
     """Whether it is one Euclidean norm with a constant limit and nothing else."""
     constant: ClassVar[Any]
     """Its constant limit, ``None`` if it has another one."""
-    takes_numpy: ClassVar[bool]
-    """Whether NumPy can compute its limits and factors."""
+    holds_arrays: ClassVar[bool]
+    """Whether its limit has arrays as attributes, beside a constant: it is computed in their library."""
     limits_checked: ClassVar[bool]
     """Whether its limits need no check at a step: uniclip's own, of numbers that were checked when it was made."""
     decides: ClassVar[bool]
@@ -86,7 +86,10 @@ class Choices(Printed):
 
     def _find_out(self) -> None:
         limit, scope = self.limit, self.scope
-        constant, takes_numpy = limit.value if type(limit) is Constant else None, bool(limit.takes_numpy)
+        constant = limit.value if type(limit) is Constant else None
+        limits = [one for _, one in limit.limits] if isinstance(limit, PerGroup) else [limit]
+        attributes = [x for one in limits if type(one) is not Constant for x in getattr(one, "__dict__", {}).values()]
+        holds_arrays = any([hasattr(value, "shape") for value in attributes])
         settle(
             self,
             memory=bool(limit.memory),
@@ -94,8 +97,9 @@ class Choices(Printed):
             simple=constant is not None
             and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
             and self.curve is hard,
-            takes_numpy=takes_numpy and bool(getattr(self.curve, "takes_numpy", False)),
-            limits_checked=takes_numpy and isinstance(limit, BuiltIn),
+            holds_arrays=holds_arrays,
+            limits_checked=not holds_arrays
+            and all([isinstance(one, BuiltIn) and not isinstance(one, Schedule) for one in limits]),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             by_shape=scope.axes is not None
             or scope.label not in {None, everything}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from uniclip._errors import Printed, positive, settle
 
@@ -113,10 +113,6 @@ def tanh(xp: Any, norm: Any, limit: Any) -> Any:
     return xp.where(usual, xp.tanh(x) / x, xp.where(above, ratio, 1.0))
 
 
-for _curve in (hard, normalize, reject, soft, smooth, tanh):
-    setattr(_curve, "takes_numpy", True)  # noqa: B010 - the host's arrays will do
-
-
 @dataclass(frozen=True, repr=False)
 class Regularized(Printed):
     """Return ``limit/(norm + gamma)``: `normalize`, but the smallest gradients stay small (AUTO-S).
@@ -134,7 +130,6 @@ class Regularized(Printed):
     """
 
     gamma: float
-    takes_numpy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values that would divide by zero."""
@@ -162,7 +157,6 @@ class NonMonotonic(Printed):
     """
 
     r: float
-    takes_numpy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values that would divide by zero."""
@@ -190,7 +184,6 @@ class RejectAbove(Printed):
     """
 
     bound: float
-    takes_numpy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse what is no number above 0."""

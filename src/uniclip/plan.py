@@ -89,10 +89,8 @@ class Plan:
         self.backend, self.mode, self.join, self.kinds = backend, mode, join, kinds
         self.scope, self.spec, self.name = scope, given.spec, given.name
         self.sums_on_host = mode == HOST
-        """Whether sums come as NumPy arrays."""
-        self.limits_on_host = self.sums_on_host and rule.takes_numpy
-        """Whether limits and factors are computed in NumPy."""
-        self.norms_backend = DEFAULT if self.limits_on_host else backend
+        """Whether norms, limits and factors are NumPy's arrays."""
+        self.norms_backend = DEFAULT if self.sums_on_host else backend
         """The backend of norms, limits and factors."""
         self.xp = self.norms_backend.xp
         self.device = kinds.device if given.first is None else backend.device(given.first)
@@ -411,7 +409,7 @@ class Plan:
 
     def as_norms(self, arrays: list[Any]) -> list[Any]:
         """Return arrays where the norms are."""
-        return arrays if self.limits_on_host else list(map(self.to_library, arrays))
+        return arrays if self.sums_on_host else list(map(self.to_library, arrays))
 
     def absent(self, block: Block, present: Any) -> Any:
         """Return for each row of a block whether all its gradients are absent, ``None`` if none is.
@@ -425,8 +423,8 @@ class Plan:
     def view(self, array: Any) -> Any:
         """Return an array of the library in the world of the norms."""
         if isinstance(array, NUMPY):
-            return array if self.limits_on_host else self.to_library(np.asarray(array))
-        return self.backend.viewed(array) if self.limits_on_host else array
+            return array if self.sums_on_host else self.to_library(np.asarray(array))
+        return self.backend.viewed(array) if self.sums_on_host else array
 
     def all(self, flags: list[Any]) -> Any:
         """Return whether all of some 0-d flags are true, of the norms' world or of sums that cannot be read."""
@@ -438,7 +436,7 @@ class Plan:
             return self._on_host
         plan = copy.copy(self)
         plan.backend = plan.norms_backend = DEFAULT
-        plan.xp, plan.limits_on_host, plan.sums_on_host, plan.device = DEFAULT.xp, True, True, None
+        plan.xp, plan.sums_on_host, plan.device = DEFAULT.xp, True, None
         self._on_host = plan
         return plan
 
@@ -450,9 +448,6 @@ class Plan:
 
     def by_leaf(self, given: Opened, factors: list[Any]) -> tuple[list[int], list[Any]]:
         """Return the leaves to multiply, and a factor for each: those known to be 1 change nothing."""
-        if self.sums_on_host and not self.limits_on_host:
-            views = [self.backend.viewed(some) for some in factors]
-            factors = factors if any([view is None for view in views]) else views
         numbers, by = [], []
         for block, some in zip(self.blocks, factors, strict=True):
             host = isinstance(some, np.ndarray)

@@ -74,7 +74,7 @@ class Raw(NamedTuple):
             some = (self.limits, self.thresholds or [])
             limits, thresholds = (list(map(self._array, one, self.norms)) for one in some)
             found = scalars_of(plan.norms_backend, self.norms, limits, self.factors, self.skipped, thresholds)
-            return {name: plan.to_library(value) for name, value in found.items()} if plan.limits_on_host else found
+            return {name: plan.to_library(value) for name, value in found.items()} if plan.sums_on_host else found
 
     def _array(self, value: Any, norms: Any) -> Any:
         """Return a limit as an array, which broadcasts against the norms."""

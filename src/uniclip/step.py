@@ -232,8 +232,10 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
     if type(constant) is float and step.norm is None and params is None:
         mode = kinds.backend.mode(kinds)
     else:
-        more = state if rule.memory else None, getattr(rule.limit, "constants", ())
-        mode = _mode_beside(kinds, params, (constant, step.norm, step.loss), more)
+        states = optree.tree_leaves(state) if rule.memory else []
+        beside_norms = [constant, step.norm, step.loss, *getattr(rule.limit, "constants", ()), *states]
+        mode = _mode_beside(kinds, params, beside_norms)
+        mode = LIBRARY if mode == HOST and rule.holds_arrays else mode
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     plan = plan_of(rule, given, mode, join, params)
@@ -244,11 +246,11 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
         return _decided(rule, given, plan, state, step, params, constant)
 
 
-def _mode_beside(kinds: Kinds, params: Opened | None, numbers: tuple[Any, ...], more: Any) -> int:
+def _mode_beside(kinds: Kinds, params: Opened | None, values: list[Any]) -> int:
     """Return the mode of a step on gradients of some kinds, given all that comes in beside them."""
     backend = kinds.backend
-    mode = TRACED if params is not None and params.kinds.traced else backend.mode(kinds, (numbers, more))
-    if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(backend, n) for n in numbers])):
+    mode = TRACED if params is not None and params.kinds.traced else backend.mode(kinds, values)
+    if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(backend, v) for v in values])):
         return LIBRARY
     return mode
 

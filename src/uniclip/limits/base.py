@@ -198,10 +198,6 @@ class Limit:
     With ``"loss"`` every process takes part in averaging the losses."""
     groups: ClassVar[Sequence[Any]] = ()
     """The labels of groups that it names itself, which have a norm in every process."""
-    takes_numpy: ClassVar[bool] = False
-    """Whether it accepts NumPy arrays, which are faster where the host can read the norms at no cost.
-
-    If not, it always gets arrays of the gradients' framework."""
 
     def __init_subclass__(cls) -> None:
         """Refuse a limit that makes a first state and says that it has none."""
@@ -227,8 +223,9 @@ class Limit:
         ----------
         norms : array
             The norms of this step, of shape ``(k, *kept)``: one row for each group in the order of the tree (dict
-            keys sorted), ``kept`` the axes that a norm does not cover; in float32 or wider. A norm that is not
-            finite is NaN here.
+            keys sorted), ``kept`` the axes that a norm does not cover; in float32 or wider. They are NumPy's arrays
+            where the host can read the gradients at no cost, unless the limit has arrays as attributes; else arrays of
+            the gradients' library. A norm that is not finite is NaN here.
         state : NamedTuple of arrays
             What `init` or the previous step returned.
         context : Context
@@ -251,12 +248,7 @@ MaxNorm: TypeAlias = Number | Limit
 
 
 class BuiltIn(Printed, Limit):
-    """One of uniclip's limits, which accepts NumPy arrays unless it holds arrays of a framework."""
-
-    @property
-    def takes_numpy(self) -> bool:  # type: ignore[override]
-        """Whether none of its attributes is an array."""
-        return not any(hasattr(value, "shape") for value in vars(self).values())
+    """One of uniclip's limits."""
 
 
 class Remembers(BuiltIn):

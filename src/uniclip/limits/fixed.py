@@ -35,9 +35,6 @@ class Constant(BuiltIn):
 
     value: Number
 
-    takes_numpy: ClassVar[bool] = True
-    """Also an array of a framework, which the host reads or the step is no step on the host."""
-
     def __post_init__(self) -> None:
         """Validate the limit."""
         settle(self, value=nonnegatives("max_norm, the limit,", self.value, LIMIT))
@@ -60,8 +57,9 @@ class Schedule(Remembers):
     Parameters
     ----------
     fn : callable
-        Called with the number of earlier steps, a 0-d float32 array (traced in compiled code); returns a number or a
-        0-d array. Steps that are not finite are not counted.
+        Called with the number of earlier steps, a 0-d float32 array: NumPy's where the host can read the gradients,
+        else one of their library (traced in compiled code). It returns a number or a 0-d array. Steps that are not
+        finite are not counted.
 
     Examples
     --------
@@ -72,9 +70,6 @@ class Schedule(Remembers):
     """
 
     fn: Callable[[Any], Any]
-
-    takes_numpy: ClassVar[bool] = False
-    """The function may use the functions of a framework."""
 
     def __post_init__(self) -> None:
         """Validate the function."""
@@ -262,11 +257,6 @@ class PerGroup(Printed, Limit):
     def constants(self) -> list[Any]:
         """The numbers and arrays among the limits."""
         return [limit.value for _, limit in self.limits if isinstance(limit, Constant)]
-
-    @property
-    def takes_numpy(self) -> bool:  # type: ignore[override]
-        """Whether all of the limits accept NumPy arrays."""
-        return all(limit.takes_numpy for _, limit in self.limits)
 
     def init(self, norms: Array, context: Context) -> State:
         """Return the state of each group's limit."""
