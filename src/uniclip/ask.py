@@ -71,13 +71,15 @@ def _refuse_limits_by_row(rule: Choices, plan: Plan, given: Opened, constant: An
 def _contexts(rule: Choices, plan: Plan, seen: list[Any], found: Measured) -> list[Context]:
     """Build the context of each block."""
     nothing = [None] * len(seen)
-    columns = [nothing if some is None else plan.as_norms(some) for some in (found.params, found.sizes, found.present)]
+    columns = [
+        nothing if some is None else plan.math.as_norms(some) for some in (found.params, found.sizes, found.present)
+    ]
     rows = [
         Rows(n, block.labels, p, size, block.absent if there is None else (), there)
         for n, p, size, there, block in zip(seen, *columns, plan.blocks, strict=True)
     ]
     each = range(len(seen))
-    return [Context(plan.norms_backend, rows, n, rule.limit.needs, found.loss, apart=plan.norms_apart) for n in each]
+    return [Context(plan.math.backend, rows, n, rule.limit.needs, found.loss, apart=plan.norms_apart) for n in each]
 
 
 def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any) -> tuple[Any, Any]:
@@ -88,8 +90,12 @@ def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any
     limit = rule.limit
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
-    old = optree.tree_map(lambda a: plan.view(a if plan.sums_on_host else plan.backend.detached(a)), state)
-    answer = _call(plan, limit, context.norms, old, context)
+    old = optree.tree_map(lambda a: plan.math.view(a if plan.math.host else plan.math.library.detached(a)), state)
+    try:
+        answer = limit(context.norms, old, context)
+    except (TypeError, AttributeError) as error:
+        _refuse_numpy(plan, limit, error)
+        raise
     if not (isinstance(answer, tuple) and len(answer) == 2):
         msg = f"{short(limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
         raise TypeError(msg)
@@ -105,17 +111,13 @@ def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any
         new = tuple([_restored(plan, *row, gone[n : n + 1, ...]) for n, row in enumerate(zip(new, old, strict=True))])
     elif gone is not None:
         new = _restored(plan, new, old, gone)
-    keep = (lambda a: plan.to_library(np.asarray(a))) if plan.sums_on_host else plan.backend.detached
+    keep = (lambda a: plan.math.to_library(np.asarray(a))) if plan.math.host else plan.math.library.detached
     return limits, optree.tree_map(keep, new)
 
 
-def _call(plan: Plan, choice: Any, *arguments: Any) -> Any:
-    """Call a limit or a curve; if it fails on NumPy's arrays, say why it gets them."""
-    try:
-        return choice(*arguments)
-    except (TypeError, AttributeError) as error:
-        if plan.norms_backend is plan.backend or "numpy" not in str(error):
-            raise
+def _refuse_numpy(plan: Plan, choice: Any, error: Exception) -> None:
+    """Say why a limit or a curve got NumPy's arrays, if it failed on them."""
+    if plan.math.backend is not plan.math.library and "numpy" in str(error):
         msg = (
             f"{short(choice)}: {error}. Where the host can read the gradients, norms are NumPy's arrays: use the "
             "functions of context.xp in a limit, of xp in a curve, not those of one library"
@@ -125,14 +127,14 @@ def _call(plan: Plan, choice: Any, *arguments: Any) -> Any:
 
 def _restored(plan: Plan, new: Any, old: Any, gone: Any) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
-    xp, count = plan.xp, gone.shape[0]
+    xp, count = plan.math.xp, gone.shape[0]
 
     def row_by_row(a: Any, b: Any) -> Any:
         rows = len(a.shape) > 0 and a.shape[0] == count
         if not rows and count > 1:
             return a  # shared by all rows
         flags = xp.reshape(gone, (count,) + (1,) * (len(a.shape) - 1) if rows else ())
-        return xp.where(plan.norms_backend.to_device_of(a, flags), b, a)
+        return xp.where(plan.math.backend.to_device_of(a, flags), b, a)
 
     return optree.tree_map(row_by_row, new, old)
 
@@ -162,13 +164,13 @@ def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
 
     Negative limits and NaN are refused where they can be read. ``fits`` tells that none is negative.
     """
-    xp, backend, largest = plan.xp, plan.norms_backend, plan.largest_norm
+    xp, backend, largest = plan.math.xp, plan.math.backend, plan.math.largest_norm
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
         value = min(value, largest)  # in the other order NaN would become largest
     else:
-        if plan.sums_on_host and not isinstance(value, NUMPY):
-            value = plan.backend.viewed(plan.backend.xp.asarray(value))
+        if plan.math.host and not isinstance(value, NUMPY):
+            value = plan.math.library.viewed(plan.math.library.xp.asarray(value))
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
         # The limit of a norm that is not finite need not be a number.
@@ -192,17 +194,17 @@ def factors_of(rule: Choices, plan: Plan, norms: Any, limits: Any, fault: Any, s
     is not finite. A limit equal to the largest number of the norms' dtype limits nothing; a constant number ∞ leaves
     even NaN alone.
     """
-    xp, world, number = plan.xp, plan.norms_backend, isinstance(limits, NUMBERS)
+    xp, world, number = plan.math.xp, plan.math.backend, isinstance(limits, NUMBERS)
     bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
     if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:  # to compilers no symbol is ∞
         factors = xp.ones_like(norms)
-    elif number and limits >= plan.largest_norm and not bounded:
+    elif number and limits >= plan.math.largest_norm and not bounded:
         factors = xp.ones_like(norms) + fault
     else:
         plain = _divided if number and limits > 0 else _divided_or_one
         array = xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
         limits = cast(xp, array, norms.dtype)
-        if rule.curve is hard and plan.mode == TRACED:
+        if rule.curve is hard and plan.math.mode == TRACED:
             factors = world.fast_values(plain, _hard)(norms, limits)
         else:
             factors = _asked(rule, plan, norms, limits) + fault
@@ -233,8 +235,12 @@ def _divided_or_one(xp: Any, norm: Any, limit: Any) -> Any:
 
 def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     """Return the factors of a curve, validated, and 1 where nothing is limited."""
-    xp, curve = plan.xp, rule.curve
-    factors = _call(plan, curve, xp, norms, limits)
+    xp, curve = plan.math.xp, rule.curve
+    try:
+        factors = curve(xp, norms, limits)
+    except (TypeError, AttributeError) as error:
+        _refuse_numpy(plan, curve, error)
+        raise
     if not (isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))):
         wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
         msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
@@ -242,13 +248,13 @@ def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     factors = xp.asarray(factors, dtype=norms.dtype)
     if within(curve):
         return factors
-    factors = xp.where(factors > plan.largest_factor, plan.largest_factor, factors)
-    return xp.where(limits >= plan.largest_norm, xp.ones_like(factors), factors)
+    factors = xp.where(factors > plan.math.largest_factor, plan.math.largest_factor, factors)
+    return xp.where(limits >= plan.math.largest_norm, xp.ones_like(factors), factors)
 
 
 def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:
     """Return the state before the first step."""
     rows = [Rows(n, block.labels, absent=block.absent) for n, block in zip(plan.zeros(given), plan.blocks, strict=True)]
-    contexts = [Context(plan.backend, rows, number) for number in range(len(rows))]
+    contexts = [Context(plan.math.library, rows, number) for number in range(len(rows))]
     states = [rule.limit.init(context.norms, context) for context in contexts]
     return states[0] if len(states) == 1 else tuple(states)

@@ -41,8 +41,8 @@ def norms_of(
     many gradients each norm has, and ``scalars`` are joined over all processes, ``more`` over those of ``all_reduce``.
     """
     p = math.inf if plan.entries else norm.ord
-    backend, join, here = plan.backend, plan.join, len(trees) * len(plan.blocks)
-    modes = [plan.mode] + [plan.mode if plan.mode in {HOST, TRACED} else LIBRARY for _ in trees[1:]]
+    backend, join, here = plan.math.library, plan.join, len(trees) * len(plan.blocks)
+    modes = [plan.math.mode] + [plan.math.mode if plan.math.mode in {HOST, TRACED} else LIBRARY for _ in trees[1:]]
     joined: list[Any] = []
 
     def rows(p: float, units: list[Any] | None = None) -> list[Any]:
@@ -50,35 +50,35 @@ def norms_of(
         first = op == "sum" and not joined
         beside, rest = (scalars, more) if first else ([], [])
         found = [*plan.rows(trees, modes, p, units, beside, presence and first), *rest]
-        found = found if join is None else packed(plan, found, op, join)
+        found = found if join is None else packed(plan.math, found, op, join)
         joined.extend(found[here:])
         return found[:here]
 
     def roots(totals: list[Any]) -> list[Any]:
-        return [plan.rounded(_root(plan, norm, total)) for total in totals]
+        return [plan.math.rounded(_root(plan, norm, total)) for total in totals]
 
     def in_units() -> list[Any]:
         units = [_unit(plan, top) for top in rows(math.inf)]
-        return [plan.rounded(u * _root(plan, norm, s)) for u, s in zip(units, rows(p, units), strict=True)]
+        return [plan.math.rounded(u * _root(plan, norm, s)) for u, s in zip(units, rows(p, units), strict=True)]
 
-    low = plan.narrow and plan.double and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
+    low = plan.math.narrow and plan.math.double and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
     if p in {1, math.inf}:
-        found = [plan.rounded(total) for total in rows(p)]
+        found = [plan.math.rounded(total) for total in rows(p)]
     elif low and p <= _EXACT_POWER:
         found = roots(rows(p))
     elif p != 2 or backend.debug_infs():
         found = in_units()
     else:
         totals = rows(2)
-        least, most = _FITS if plan.double else FITS
-        zero = 0.0 if plan.sums_on_host else -1.0  # where the host reads, the sum of zeros alone is 0
+        least, most = _FITS if plan.math.double else FITS
+        zero = 0.0 if plan.math.host else -1.0  # where the host reads, the sum of zeros alone is 0
         fits = [((t > least) | (t == zero)) & (t <= most) for t in totals]
-        flags = [one.all() if plan.sums_on_host else backend.xp.all(one) for one in fits]
-        ok = all(map(bool, flags)) if plan.sums_on_host else plan.all(flags)
-        found = plan.cond(ok, lambda: roots(totals), in_units)
+        flags = [one.all() if plan.math.host else backend.xp.all(one) for one in fits]
+        ok = all(map(bool, flags)) if plan.math.host else plan.math.all(flags)
+        found = plan.math.cond(ok, lambda: roots(totals), in_units)
     if not joined and (scalars or more or presence):
         joined = [*plan.rows([], [], 1, None, scalars, presence), *more]
-        joined = joined if join is None else packed(plan, joined, "sum", join)
+        joined = joined if join is None else packed(plan.math, joined, "sum", join)
     count = len(plan.blocks)
     return [found[number * count : (number + 1) * count] for number in range(len(trees))], joined
 
@@ -88,10 +88,10 @@ def _root(plan: Plan, norm: Norm, total: Any) -> Any:
     if isinstance(total, NUMPY):
         return np.sqrt(total) if norm.ord == 2 else np.power(total, 1 / norm.ord)
     if norm.ord != 2:
-        return norm.root(plan.backend.xp, total)
-    if plan.mode == LIBRARY:
-        return plan.backend.xp.sqrt(total)
-    return plan.backend.fast_values(_sqrt, L2.root)(total)
+        return norm.root(plan.math.library.xp, total)
+    if plan.math.mode == LIBRARY:
+        return plan.math.library.xp.sqrt(total)
+    return plan.math.library.fast_values(_sqrt, L2.root)(total)
 
 
 def _sqrt(xp: Any, total: Any) -> Any:
@@ -101,18 +101,18 @@ def _sqrt(xp: Any, total: Any) -> Any:
 
 def _unit(plan: Plan, top: Any) -> Any:
     """Return the unit in which a norm is measured, given the largest modulus: detached, as no norm depends on it."""
-    xp = np if isinstance(top, NUMPY) else plan.backend.xp
+    xp = np if isinstance(top, NUMPY) else plan.math.library.xp
     # It stays where its reciprocal is a normal number too; that of zeros is 1, or their second derivative overflows.
-    low, high = (2.3e-308, 4e307) if plan.double else (1.2e-38, 8e37)
+    low, high = (2.3e-308, 4e307) if plan.math.double else (1.2e-38, 8e37)
     unit = xp.where(top > 0, xp.clip(top, low, high), xp.ones_like(top))
-    return unit if xp is np else plan.backend.detached(unit)
+    return unit if xp is np else plan.math.library.detached(unit)
 
 
 def measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None) -> Measured:
     """Measure what a step needs, joined over processes."""
-    with _NO_CONTEXT if plan.mode == HOST and plan.join is None else plan.backend.allow_float64():
+    with _NO_CONTEXT if plan.math.mode == HOST and plan.join is None else plan.math.library.allow_float64():
         needs, join, power = rule.limit.needs, plan.join, rule.norm.size_power
-        looks = rule.nonfinite == "zero" and not (plan.sums_on_host and not plan.covering)
+        looks = rule.nonfinite == "zero" and not (plan.math.host and not plan.covering)
         sized, joins = "sizes" in needs or bool(power), join is not None or bool(plan.covering)
         losses = "loss" in needs and not isinstance(step.loss, Loss) and joins
         presence = joins and not plan.norms_apart and (rule.memory or not plan.one_norm)
@@ -139,31 +139,31 @@ def measured(rule: Choices, given: Opened, plan: Plan, step: Step, params: Opene
 
 def _unsound(plan: Plan, given: Opened) -> Any:
     """Return how many arrays have entries that are not finite."""
-    xp = plan.backend.xp
-    dtype = xp.float64 if plan.double else xp.float32
+    xp = plan.math.library.xp
+    dtype = xp.float64 if plan.math.double else xp.float32
     flags = [xp.astype(xp.logical_not(xp.all(xp.isfinite(given.arrays[n]))), dtype) for n in given.kinds.present]
     if not flags:
-        return plan.to_library(np.zeros(()))
-    return plan.backend.reduce_rows(stacked(plan.backend, flags), "sum")
+        return plan.math.to_library(np.zeros(()))
+    return plan.math.library.reduce_rows(stacked(plan.math.library, flags), "sum")
 
 
 def _as_sums(plan: Plan, loss: Any) -> list[Any]:
     """Return the loss of this process and its count, to be summed over all processes: 0 and 0 without a loss."""
     if loss is None:
         return [np.zeros(()), np.zeros(())]
-    xp = plan.backend.xp
-    own = plan.backend.detached(xp.astype(xp.asarray(loss), xp.float32))
+    xp = plan.math.library.xp
+    own = plan.math.library.detached(xp.astype(xp.asarray(loss), xp.float32))
     return [xp.reshape(own, ()), np.ones(())]
 
 
 def _loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
     """Return the loss of a step in the norms' world, the mean of all processes; ``None`` if there is none."""
-    xp, own = plan.backend.xp, loss is not None
+    xp, own = plan.math.library.xp, loss is not None
     if sums is not None:
-        total, count = (plan.to_library(one) for one in sums)
+        total, count = (plan.math.to_library(one) for one in sums)
         if own:
             loss = total / count
-        elif plan.backend.readable(count):
+        elif plan.math.library.readable(count):
             loss = total / count if bool(count > 0) else None
         else:  # -∞, which is no spike, and is not kept
             some = count > 0
@@ -172,8 +172,8 @@ def _loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
         loss = loss()
     if loss is None:
         return None
-    loss = plan.backend.detached(xp.astype(xp.asarray(loss), xp.float32))
-    view = plan.view(loss)
+    loss = plan.math.library.detached(xp.astype(xp.asarray(loss), xp.float32))
+    view = plan.math.view(loss)
     return np.asarray(float(loss), np.float32) if view is None else view
 
 
@@ -187,7 +187,7 @@ def _known(given: Opened, plan: Plan, step: Step) -> list[Any]:
             msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
             raise ValueError(msg)
         norms.append(zero + norm)
-    views = [plan.view(norm) for norm in norms]
+    views = [plan.math.view(norm) for norm in norms]
     return norms if any(view is None for view in views) else views
 
 
@@ -195,14 +195,14 @@ def cleaned(
     rule: Choices, given: Opened, plan: Plan, step: Step, params: Opened | None, found: Measured, norms: list[Any]
 ) -> tuple[Opened, list[Any], Any]:
     """Return gradients with 0 for entries that are not finite, their norms, and whether there was none of them."""
-    if plan.sums_on_host:  # read twice only in a step in which it happens
+    if plan.math.host:  # read twice only in a step in which it happens
         flag = found.entries_finite  # where processes hold parts, all of them measure again, or none
         if bool(flag) if flag is not None else all([bool(np.isfinite(np.asarray(n)).all()) for n in found.norms]):
-            return given, norms, plan.view(np.ones((), np.bool_))
-    xp = plan.backend.xp
+            return given, norms, plan.math.view(np.ones((), np.bool_))
+    xp = plan.math.library.xp
     given = given._replace(arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays])
-    if plan.sums_on_host:
-        norms = plan.as_norms(measured(rule, given, plan, step, params).norms)
-        return given, norms, plan.view(np.zeros((), np.bool_))
+    if plan.math.host:
+        norms = plan.math.as_norms(measured(rule, given, plan, step, params).norms)
+        return given, norms, plan.math.view(np.zeros((), np.bool_))
     again = measured(rule, given, plan, step._replace(loss=None), None) if step.norm is None else found
-    return given, plan.as_norms(again.norms), found.entries_finite
+    return given, plan.math.as_norms(again.norms), found.entries_finite

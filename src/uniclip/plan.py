@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from uniclip._errors import check, short, stable
-from uniclip.backends import DEFAULT, compiling
-from uniclip.backends.arrays import all_of, rows_of, same_shape, spread, stacked
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Axes, Op, cast, norm_dtype
+from uniclip.arithmetic import Arithmetic
+from uniclip.backends import compiling
+from uniclip.backends.arrays import rows_of, same_shape, spread, stacked
+from uniclip.backends.base import TRACED, Axes, Op
 from uniclip.choices import Choices
 from uniclip.processes import Join, copies_of, packed
 from uniclip.scopes import Path, Scope, everything
@@ -85,28 +86,10 @@ class Plan:
     """What is the same at every step; made by `plan_of`."""
 
     def __init__(self, rule: Choices, given: Opened, mode: int, join: Join | None, parts: Any) -> None:
-        kinds, backend, scope = given.kinds, given.backend, rule.scope
-        self.backend, self.mode, self.join, self.kinds = backend, mode, join, kinds
-        self.scope, self.spec, self.name = scope, given.spec, given.name
-        self.sums_on_host = mode == HOST
-        """Whether norms, limits and factors are NumPy's arrays."""
-        self.norms_backend = DEFAULT if self.sums_on_host else backend
-        """The backend of norms, limits and factors."""
-        self.xp = self.norms_backend.xp
-        self.device = kinds.device if given.first is None else backend.device(given.first)
-        self.double = kinds.double
-        self.narrow = kinds.narrow and (join is None or join.narrow)
-        """Whether all squares fit into float64."""
-        own = kinds.dtype if self.narrow or not kinds.narrow else backend.xp.float64
-        self.dtypes = own, np.float32 if own == backend.xp.float32 else np.float64 if own == backend.xp.float64 else own
-        """The dtypes of norms, of the library and of NumPy."""
-        self.largest_norm = float(np.finfo(self.dtypes[1]).max)
-        """The largest number of their dtype."""
-        self.largest_factor = min(
-            [float(backend.xp.finfo(norm_dtype(backend.xp, [given.arrays[n]])).max) for n in kinds.present]
-            or [self.largest_norm]
-        )
-        """The largest factor."""
+        kinds, scope = given.kinds, rule.scope
+        self.math = Arithmetic(given, mode, narrow=kinds.narrow and (join is None or join.narrow))
+        """Where its norms lie."""
+        self.join, self.kinds, self.scope, self.spec, self.name = join, kinds, scope, given.spec, given.name
         self._divide(rule, given)
         self.copies = None if join is None else copies_of(self, given, join)
         self._own(rule, parts)
@@ -114,10 +97,9 @@ class Plan:
         """Whether rows are sums of whole leaves, each held once, and none is empty."""
         self._on_host: Plan | None = None
         self._counts: tuple[list[Any], list[Any]] | None = None
-        self._wide = np.float64 if self.double else np.float32
         if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
             some = kinds.present
-            backend.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
+            given.backend.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
 
     def _own(self, rule: Choices, parts: Sequence[dict[int, Any]]) -> None:
         """Find out which processes join the norms of distributed leaves."""
@@ -125,7 +107,7 @@ class Plan:
         self.owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
         """For each leaf of the gradients, and of the parameters, the processes that join its norms."""
         whole = {part.owners(): None for some in parts for part in some.values()}
-        self.covering: list[Any] = list(whole) if len(whole) < 2 or self.mode == TRACED else []
+        self.covering: list[Any] = list(whole) if len(whole) < 2 or self.math.mode == TRACED else []
         """As few groups of processes as cover all that hold parts, which join what is not of a leaf."""
         for one in [] if self.covering else sorted(whole, key=lambda one: -len(one.processes())):
             if not any([one.processes() <= other.processes() for other in self.covering]):
@@ -159,7 +141,10 @@ class Plan:
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
         self.one_by_one = (
-            self.mode == TRACED and self.backend.one_by_one() and not rule.memory and scope.label is not everything
+            self.math.mode == TRACED
+            and self.math.library.one_by_one()
+            and not rule.memory
+            and scope.label is not everything
         )
         """Whether each norm is an array of its own, since compilers take long for each row taken out of one."""
         self.axes: list[Axes] = [None] * len(given.leaves)
@@ -203,7 +188,7 @@ class Plan:
                     kind = _stacking_key(given, group[0], self.axes[group[0]], seen)
                 kind = number if kind is None else kind
             elif not everywhere:
-                kind = self.backend.varying([given.arrays[n] for n in group])
+                kind = self.math.library.varying([given.arrays[n] for n in group])
             alike.setdefault(kind, []).append(label)
         return [
             Block(tuple([tuple(groups[label]) for label in some]), tuple(some), self._kept_axes(given, groups[some[0]]))
@@ -239,7 +224,7 @@ class Plan:
         op: Op = "max" if p == math.inf else "sum"
         if self.plain and self.order and p == 2 and units is None and trees:
             pairs = zip(trees, modes, strict=True)
-            vectors = [self.backend.squares(m, [t.arrays[n] for n in self.order], self.lengths) for t, m in pairs]
+            vectors = [self.math.library.squares(m, [t.arrays[n] for n in self.order], self.lengths) for t, m in pairs]
             if all([vector is not None for vector in vectors]):
                 rows = [row for vector in vectors for row in self._split(vector)]
                 return [*rows, *(self._joined([], there, op, list(scalars)) if there else scalars)]
@@ -259,7 +244,7 @@ class Plan:
 
     def _sums(self, tree: Opened, mode: int, p: float, op: Op, units: list[Any] | None) -> dict[int, Any]:
         """Return the sums of leaves, those of copies divided by their number."""
-        backend, parts = self.backend, tree.parts
+        backend, parts = self.math.library, tree.parts
         some, by = [tree.arrays[n] for n in self.order], None
         if units is not None:
             rows = [units[block][row, ...] for block, row in map(self.places.__getitem__, self.order)]
@@ -281,7 +266,7 @@ class Plan:
             return value
         if isinstance(value, np.ndarray):
             return value.reshape([1 if axis in axes else n for axis, n in enumerate(array.shape)])
-        return spread(self.backend, value, array, axes)
+        return spread(self.math.library, value, array, axes)
 
     def _joined(self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]) -> list[Any]:
         """Return the rows of all blocks from the sums of the leaves of trees, and scalars, joined over owners.
@@ -292,8 +277,8 @@ class Plan:
             rows, scalars = self._over_owners(trees, sums, op, scalars)
         else:
             rows = [[found[n] for n in some if n in found] for found in sums for some in self.members]
-        each = iter([self._one(some, op) for some in rows])
-        return [*[self._stacked([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
+        each = iter([self.math.add(some, op) for some in rows])
+        return [*[self.math.stack([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
 
     def _over_owners(
         self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]
@@ -312,9 +297,9 @@ class Plan:
                 here = [sums[number][n] for n in mine if n in sums[number]]
                 if here or (mine and owners is not None):
                     joined.append(row)
-                    sent.append(self._one(here, op) if here else self._nothing(tree, mine[0]))
+                    sent.append(self.math.add(here, op) if here else self._nothing(tree, mine[0]))
             if owners is not None:
-                sent = packed(self, [*sent, *(scalars if owners in self.covering else ())], op, owners)
+                sent = packed(self.math, [*sent, *(scalars if owners in self.covering else ())], op, owners)
                 scalars = sent[len(joined) :] or scalars
             for row, value in zip(joined, sent, strict=False):
                 rows[row].append(value)
@@ -324,45 +309,33 @@ class Plan:
         """Return the sums of an absent part of a distributed leaf, or how many gradients that is."""
         axes, shape = self.axes[number], tree.part(number).local if tree else ()
         kept = () if axes is None else [n for axis, n in enumerate(shape) if axis not in axes]
-        return self.to_library(np.zeros(kept, self._wide))
+        return self.math.to_library(np.zeros(kept, np.float64 if self.math.double else np.float32))
 
     def everywhere(self, flags: list[Any]) -> list[Any]:
         """Return flags of the norms, each true only if it is in all processes that have norms of their own."""
         for owners in self.covering if self.norms_apart else ():
-            xp = self.xp
+            xp = self.math.xp
             own = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
-            flags = self.as_norms([one < 1 for one in packed(self, own, "max", owners)])
+            flags = self.math.as_norms([one < 1 for one in packed(self.math, own, "max", owners)])
         return flags
-
-    def _one(self, some: list[Any], op: Op) -> Any:
-        """Return the sum or the maximum of values, 0 of none."""
-        if len(some) < 2:
-            return some[0] if some else np.zeros(()) if self.sums_on_host else self.to_library(np.zeros((), self._wide))
-        rows = self._stacked(some)
-        if isinstance(rows, np.ndarray):
-            return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
-        return self.backend.reduce_rows(rows, op)
-
-    def _stacked(self, rows: list[Any]) -> Any:
-        if self.sums_on_host and all([isinstance(row, NUMPY) for row in rows]):
-            return np.array(rows)
-        return stacked(self.backend, list(map(self.to_library, rows)))
 
     def sizes(self, given: Opened) -> list[Any]:
         """Return the number of entries of each norm, of shape ``(k, 1, ...)``, in this process; copies count once."""
-        counts = {n: self.backend.size(given.leaves[n], self.axes[n]) for n in self.order}
+        counts = {n: self.math.library.size(given.leaves[n], self.axes[n]) for n in self.order}
         if self.copies is not None:
             counts = {n: count / self.copies[n] for n, count in counts.items()}
         return [self._counted([[counts[n] for n in group] for group in b.groups], b.kept or 0) for b in self.blocks]
 
     def _counted(self, counts: list[list[Any]], kept: int) -> Any:
-        xp, shape = self.backend.xp, (len(counts), *(1,) * kept)
+        xp, shape = self.math.library.xp, (len(counts), *(1,) * kept)
         if all([isinstance(one, (int, float)) for some in counts for one in some]):
             total = np.reshape(np.asarray([sum(some) for some in counts], np.float64), shape)
-            return self.to_library(total) if self.mode == TRACED else total  # a compiler does not know all of NumPy
-        dtype = xp.float64 if self.double else xp.float32
-        rows = [self._one([xp.astype(xp.asarray(one), dtype) for one in some], "sum") for some in counts]
-        return xp.reshape(stacked(self.backend, rows), shape)
+            return (
+                self.math.to_library(total) if self.math.mode == TRACED else total
+            )  # a compiler does not know all of NumPy
+        dtype = xp.float64 if self.math.double else xp.float32
+        rows = [self.math.add([xp.astype(xp.asarray(one), dtype) for one in some], "sum") for some in counts]
+        return xp.reshape(stacked(self.math.library, rows), shape)
 
     def counts(self, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
         """Return numbers of entries, at least 1, in the dtype of the norms; and what norms are divided by."""
@@ -370,46 +343,27 @@ class Plan:
             return self._counts
         counts, by = [], []
         for size in sizes:
-            xp = np if isinstance(size, np.ndarray) else self.backend.xp
-            counts.append(self.rounded(xp.where(size > 0, size, xp.ones_like(size))))
-            by.append(counts[-1] ** power if self.sums_on_host else self.to_library(counts[-1] ** power))
-        if self.mode != TRACED and self.join is None:
+            xp = np if isinstance(size, np.ndarray) else self.math.library.xp
+            counts.append(self.math.rounded(xp.where(size > 0, size, xp.ones_like(size))))
+            by.append(counts[-1] ** power if self.math.host else self.math.to_library(counts[-1] ** power))
+        if self.math.mode != TRACED and self.join is None:
             self._counts = counts, by
         return counts, by
 
     def zeros(self, given: Opened) -> list[Any]:
         """Return zeros like the norms, in the library of the gradients."""
-        backend, xp = self.backend, self.backend.xp
+        backend, xp = self.math.library, self.math.library.xp
 
         def row(block: Block, group: Sequence[int]) -> Any:
             if not (block.kept and group):
-                return self.to_library(np.zeros((), self.dtypes[1]))
+                return self.math.to_library(np.zeros((), self.math.dtypes[1]))
             array, axes = given.arrays[group[0]], self.axes[group[0]] or ()
             if not given.parts and not backend.unsharded(array):  # they are sharded as it is
-                return xp.sum(xp.zeros_like(array, dtype=self.dtypes[0]), axis=axes)
+                return xp.sum(xp.zeros_like(array, dtype=self.math.dtypes[0]), axis=axes)
             kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
-            return backend.to_device_of(array, xp.zeros(kept, dtype=self.dtypes[0]))
+            return backend.to_device_of(array, xp.zeros(kept, dtype=self.math.dtypes[0]))
 
         return [stacked(backend, [row(block, group) for group in block.groups]) for block in self.blocks]
-
-    # Norms, which nobody else makes or converts.
-
-    def rounded(self, array: Any) -> Any:
-        """Return an array in the dtype of the norms."""
-        if isinstance(array, NUMPY):
-            return np.asarray(array).astype(self.dtypes[1], copy=False)
-        return cast(self.backend.xp, array, self.dtypes[0])
-
-    def to_library(self, array: Any) -> Any:
-        """Return an array as one of the gradients' library, on their device."""
-        if not isinstance(array, NUMPY):
-            return array
-        make = self.backend.constant if self.mode == TRACED else self.backend.from_host
-        return make(np.asarray(array), self.device)
-
-    def as_norms(self, arrays: list[Any]) -> list[Any]:
-        """Return arrays where the norms are."""
-        return arrays if self.sums_on_host else list(map(self.to_library, arrays))
 
     def absent(self, block: Block, present: Any) -> Any:
         """Return for each row of a block whether all its gradients are absent, ``None`` if none is.
@@ -417,34 +371,15 @@ class Plan:
         ``present`` says of which rows some process has a gradient; it is ``None`` in a single process.
         """
         if present is not None:
-            return self.xp.logical_not(self.as_norms([present])[0])
-        return self.as_norms([np.asarray(block.absent)])[0] if block.absent else None
-
-    def view(self, array: Any) -> Any:
-        """Return an array of the library in the world of the norms."""
-        if isinstance(array, NUMPY):
-            return array if self.sums_on_host else self.to_library(np.asarray(array))
-        return self.backend.viewed(array) if self.sums_on_host else array
-
-    def all(self, flags: list[Any]) -> Any:
-        """Return whether all of some 0-d flags are true, of the norms' world or of sums that cannot be read."""
-        return all_of(self.norms_backend, flags)
+            return self.math.xp.logical_not(self.math.as_norms([present])[0])
+        return self.math.as_norms([np.asarray(block.absent)])[0] if block.absent else None
 
     def on_host(self) -> Plan:
         """Return the plan of the same norms in NumPy's arrays, as they are recorded."""
-        if self._on_host is not None:
-            return self._on_host
-        plan = copy.copy(self)
-        plan.backend = plan.norms_backend = DEFAULT
-        plan.xp, plan.sums_on_host, plan.device = DEFAULT.xp, True, None
-        self._on_host = plan
-        return plan
-
-    def cond(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
-        """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
-        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (self.mode == LIBRARY and self.backend.readable(ok)):
-            return usual() if bool(ok) else rare()
-        return self.backend.cond(ok, usual, rare)
+        if self._on_host is None:
+            self._on_host = copy.copy(self)
+            self._on_host.math = self.math.at_host()
+        return self._on_host
 
     def by_leaf(self, given: Opened, factors: list[Any]) -> tuple[list[int], list[Any]]:
         """Return the leaves to multiply, and a factor for each: those known to be 1 change nothing."""
@@ -458,7 +393,7 @@ class Plan:
             elif len(block.groups) == len(block.groups[0]) == 1:  # which one leaf uses
                 values = [some[0, ...]]
             else:
-                values = rows_of(self.backend, some)
+                values = rows_of(self.math.library, some)
             for value, group in zip(values, block.groups, strict=True):
                 if host and (value == 1 if isinstance(value, float) else (value == 1).all()):
                     continue

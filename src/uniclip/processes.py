@@ -16,6 +16,7 @@ from weakref import ref
 import numpy as np
 
 from uniclip._errors import check, holds_arrays, short, stable
+from uniclip.arithmetic import Arithmetic
 from uniclip.backends.base import NUMPY, TRACED, Backend, Kinds, Op, Reduce, cast
 
 _KEPT = 64
@@ -33,19 +34,13 @@ Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 class Joinable(Protocol):
     """What is needed of a plan, which is made of what is here."""
 
-    backend: Backend
     kinds: Kinds
-    mode: int
-    double: bool
+    math: Arithmetic
     one_norm: bool
-    sums_on_host: bool
 
     @property
     def names(self) -> list[str]:
         """The groups or leaves of all norms."""
-
-    def to_library(self, array: Any) -> Any:
-        """Return an array as one of the gradients' library."""
 
 
 class Join:
@@ -121,9 +116,13 @@ def compare(join: Join, rule: Any, plan: Joinable) -> None:
     """
     rows: Any = 1 if plan.one_norm else plan.names
     words = _digest(f"{stable(repr(rule))} {join.shared is not None} {rows}")
-    with plan.backend.allow_float64():
-        [found] = packed(plan, [np.asarray([1.0, not plan.kinds.narrow, *words, *[w * w for w in words]])], "sum", join)
-    values = np.asarray(plan.backend.to_host([found])[0] if not isinstance(found, np.ndarray) else found, np.float64)
+    with plan.math.library.allow_float64():
+        [found] = packed(
+            plan.math, [np.asarray([1.0, not plan.kinds.narrow, *words, *[w * w for w in words]])], "sum", join
+        )
+    values = np.asarray(
+        plan.math.library.to_host([found])[0] if not isinstance(found, np.ndarray) else found, np.float64
+    )
     count, wide, sums, squares = values[0], values[1], values[2 : 2 + _BYTES], values[2 + _BYTES :]
     if not np.allclose(count * squares, sums**2, rtol=1e-6 if values.dtype != np.float64 else 1e-12):
         msg = (
@@ -144,7 +143,7 @@ def _digest(text: str) -> list[float]:
 
 def copies_of(plan: Joinable, given: Any, join: Join) -> list[int] | None:
     """Return how many processes hold each leaf, ``None`` if each is held once."""
-    backend = plan.backend
+    backend = plan.math.library
     answers = (
         [] if join.shared is None else [join.shared(*pair) for pair in zip(given.paths(), given.leaves, strict=True)]
     )
@@ -161,7 +160,7 @@ def copies_of(plan: Joinable, given: Any, join: Join) -> list[int] | None:
         return [known.get(number, 1) for number in range(len(given.leaves))]
     if not any(answers):
         return None
-    if plan.mode == TRACED and any(answer is True or isinstance(answer, np.bool_) for answer in answers):
+    if plan.math.mode == TRACED and any(answer is True or isinstance(answer, np.bool_) for answer in answers):
         msg = (
             "shared marks copies, and in code that is compiled it is not known how many processes hold one: join "
             "along named axes, or run the step before it is compiled"
@@ -170,27 +169,27 @@ def copies_of(plan: Joinable, given: Any, join: Join) -> list[int] | None:
     return [join.size if isinstance(one, (bool, np.bool_)) and one else max(1, int(one)) for one in answers]
 
 
-def packed(plan: Joinable, arrays: list[Any], op: Op, join: Any) -> list[Any]:
+def packed(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) -> list[Any]:
     """Return arrays reduced over processes, as one vector in float64; NaN stays NaN in a maximum.
 
     NumPy arrays stay NumPy arrays in the mode in which the host reads them.
     """
-    backend = plan.backend
+    backend = arithmetic.library
     if not arrays:
         return []
     xp = backend.xp
-    dtype = xp.float64 if plan.double else xp.float32
-    if plan.sums_on_host and all([isinstance(array, (float, *NUMPY)) for array in arrays]):
+    dtype = xp.float64 if arithmetic.double else xp.float32
+    if arithmetic.host and all([isinstance(array, (float, *NUMPY)) for array in arrays]):
         own: list[Any] = list(map(np.asarray, arrays))
-        vector = plan.to_library(np.concatenate([array.ravel() for array in own]).astype(np.float64, copy=False))
+        vector = arithmetic.to_library(np.concatenate([array.ravel() for array in own]).astype(np.float64, copy=False))
     else:
-        own = [plan.to_library(np.asarray(a) if isinstance(a, (float, *NUMPY)) else a) for a in arrays]
-        if plan.mode == TRACED and backend.one_by_one():  # XLA makes one reduction of many
-            return [_reduced(plan, cast(xp, array, dtype), op, join) for array in own]
+        own = [arithmetic.to_library(np.asarray(a) if isinstance(a, (float, *NUMPY)) else a) for a in arrays]
+        if arithmetic.mode == TRACED and backend.one_by_one():  # XLA makes one reduction of many
+            return [_reduced(arithmetic, cast(xp, array, dtype), op, join) for array in own]
         flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
         vector = xp.concat(flat, axis=0)
-    vector = _reduced(plan, vector, op, join)
-    view = backend.viewed(vector) if plan.sums_on_host else None
+    vector = _reduced(arithmetic, vector, op, join)
+    view = backend.viewed(vector) if arithmetic.host else None
     xp, vector = (xp, vector) if view is None else (np, view)
     shapes = [tuple(array.shape) for array in own]
     ends = accumulate(map(math.prod, shapes))
@@ -198,9 +197,9 @@ def packed(plan: Joinable, arrays: list[Any], op: Op, join: Any) -> list[Any]:
     return [xp.reshape(vector[end - math.prod(shape) : end], shape) for shape, end in pairs]
 
 
-def _reduced(plan: Joinable, array: Any, op: Op, join: Any) -> Any:
-    reduce = join.reduce if not isinstance(join, Join) else lambda x, op: join.reduce(plan.backend, x, op)
-    return reduce(array, op) if op == "sum" else _largest_of_all(plan.backend.xp, array, reduce)
+def _reduced(arithmetic: Arithmetic, array: Any, op: Op, join: Any) -> Any:
+    reduce = join.reduce if not isinstance(join, Join) else lambda x, op: join.reduce(arithmetic.library, x, op)
+    return reduce(array, op) if op == "sum" else _largest_of_all(arithmetic.library.xp, array, reduce)
 
 
 def _largest_of_all(xp: Any, value: Any, reduce: Reduce) -> Any:

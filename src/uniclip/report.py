@@ -46,23 +46,23 @@ class Raw(NamedTuple):
 
     def field(self, name: str) -> Any:
         """Return a field of the report, in arrays of the gradients' library."""
-        plan, xp = self.plan, self.plan.xp
+        plan, xp = self.plan, self.plan.math.xp
         if name in {"skipped", "thresholds"} and getattr(self, name) is None:
             return None
-        with plan.backend.quiet():
+        with plan.math.library.quiet():
             if name == "clipped":
-                same = plan.all([xp.all(xp.equal(some, xp.ones_like(some))) for some in self.factors])
-                return plan.to_library(xp.logical_not(same))
+                same = plan.math.all([xp.all(xp.equal(some, xp.ones_like(some))) for some in self.factors])
+                return plan.math.to_library(xp.logical_not(same))
             if name == "finite":
                 flags = [xp.all(xp.isfinite(n)) for n in self.norms]
                 flags += [] if self.entries_finite is None else [self.entries_finite]
-                return plan.to_library(plan.all(flags))
+                return plan.math.to_library(plan.math.all(flags))
             if name == "skipped":
-                return plan.to_library(self.skipped)
+                return plan.math.to_library(self.skipped)
             blocks = getattr(self, name)
             if name in {"limits", "thresholds"}:
                 blocks = [xp.zeros_like(n) + value for n, value in zip(self.norms, blocks, strict=True)]
-            return plan.arranged(list(map(plan.to_library, blocks)))
+            return plan.arranged(list(map(plan.math.to_library, blocks)))
 
     def scalars(self) -> dict[str, Any] | None:
         """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
@@ -70,15 +70,15 @@ class Raw(NamedTuple):
         some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not self.norms or some_absent or any([0 in n.shape for n in self.norms]):
             return None
-        with plan.backend.quiet():
+        with plan.math.library.quiet():
             some = (self.limits, self.thresholds or [])
             limits, thresholds = (list(map(self._array, one, self.norms)) for one in some)
-            found = scalars_of(plan.norms_backend, self.norms, limits, self.factors, self.skipped, thresholds)
-            return {name: plan.to_library(value) for name, value in found.items()} if plan.sums_on_host else found
+            found = scalars_of(plan.math.backend, self.norms, limits, self.factors, self.skipped, thresholds)
+            return {name: plan.math.to_library(value) for name, value in found.items()} if plan.math.host else found
 
     def _array(self, value: Any, norms: Any) -> Any:
         """Return a limit as an array, which broadcasts against the norms."""
-        return value if hasattr(value, "shape") else self.plan.xp.asarray(value, dtype=norms.dtype)
+        return value if hasattr(value, "shape") else self.plan.math.xp.asarray(value, dtype=norms.dtype)
 
 
 class Report:
@@ -338,7 +338,7 @@ def on_host(tree: Any) -> Any:
 def backend_in(tree: Any) -> Backend | None:
     """Return the backend of the gradients of a report, or that of a tree of arrays; ``None`` if unknown."""
     parts = optree.tree_leaves(tree, is_leaf=lambda one: isinstance(one, Late))
-    known = [one.record.plan.backend if isinstance(one, Late) else backend_of(one) for one in parts]
+    known = [one.record.plan.math.library if isinstance(one, Late) else backend_of(one) for one in parts]
     return next(filter(None, known), None)
 
 

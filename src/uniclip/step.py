@@ -14,7 +14,7 @@ from uniclip._errors import refuse_in_step, short
 from uniclip._types import Step
 from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, MET, backend_of
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Kinds, Lane, cast, numbers_in_lane
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Lane, cast, numbers_in_lane
 from uniclip.choices import Choices
 from uniclip.curves import rejects
 from uniclip.measure import cleaned, measured
@@ -57,7 +57,7 @@ class Decision(NamedTuple):
             return backend.scaled([given.arrays[n] for n in numbers], by, in_place=False, zero=zero)
 
         with backend.quiet(given.first):
-            one = plan.one_norm and not plan.sums_on_host
+            one = plan.one_norm and not plan.math.host
             new = backend.unless_one(by[0], [given.arrays[n] for n in numbers], change) if one else change()
             for number, array in zip(numbers, new, strict=True):
                 arrays[number] = array
@@ -69,7 +69,7 @@ class Decision(NamedTuple):
         _refuse_summed(given, plan)
         xp, zero = backend.xp, self.rule.nonfinite in {"skip", "zero"}
         with backend.quiet(given.first):
-            factors = [plan.to_library(some) for some in self.raw.factors]
+            factors = [plan.math.to_library(some) for some in self.raw.factors]
             leaves: list[Any] = [None] * len(given.leaves)
             for number in given.kinds.present:
                 block, row = plan.places[number]
@@ -86,11 +86,11 @@ class Decision(NamedTuple):
 
     def norms(self) -> Any:
         """Return the norms of the report."""
-        return self.plan.arranged([self.plan.to_library(some) for some in self.raw.norms])
+        return self.plan.arranged([self.plan.math.to_library(some) for some in self.raw.norms])
 
     def report(self) -> Report:
         """Return the report, with its fields in traced code, else arranged on first access."""
-        if self.plan.mode == TRACED:
+        if self.plan.math.mode == TRACED:
             return Made(*[self.raw.field(name) for name in Made._fields])
         return Late(self.raw)
 
@@ -232,10 +232,9 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
     if type(constant) is float and step.norm is None and params is None:
         mode = kinds.backend.mode(kinds)
     else:
-        states = optree.tree_leaves(state) if rule.memory else []
-        beside_norms = [constant, step.norm, step.loss, *getattr(rule.limit, "constants", ()), *states]
-        mode = _mode_beside(kinds, params, beside_norms)
-        mode = LIBRARY if mode == HOST and rule.holds_arrays else mode
+        values = [constant, step.norm, step.loss, *getattr(rule.limit, "constants", ())]
+        trees = [given] if params is None else [given, params]
+        mode = _mode_beside(rule, trees, values, state if rule.memory else None)
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
     plan = plan_of(rule, given, mode, join, params)
@@ -246,13 +245,15 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
         return _decided(rule, given, plan, state, step, params, constant)
 
 
-def _mode_beside(kinds: Kinds, params: Opened | None, values: list[Any]) -> int:
-    """Return the mode of a step on gradients of some kinds, given all that comes in beside them."""
-    backend = kinds.backend
-    mode = TRACED if params is not None and params.kinds.traced else backend.mode(kinds, values)
-    if mode == HOST and not ((params is None or params.kinds.reads) and all([_viewable(backend, v) for v in values])):
-        return LIBRARY
-    return mode
+def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], state: Any) -> int:
+    """Return the mode of a step on gradients, and parameters, given all that comes in beside them."""
+    kinds, backend = [tree.kinds for tree in trees], trees[0].backend
+    mode = TRACED if any([one.traced for one in kinds]) else backend.mode(kinds[0], (values, state))
+    if mode != HOST:
+        return mode
+    viewed = values if rule.limits_checked else [*values, *optree.tree_leaves(state)]
+    reads = all([one.reads for one in kinds]) and all([_viewable(backend, value) for value in viewed])
+    return HOST if reads and not rule.holds_arrays else LIBRARY
 
 
 def _viewable(backend: Backend, value: Any) -> bool:
@@ -268,7 +269,7 @@ def _decided(
     """Decide on any norms."""
     policy = rule.nonfinite
     found = measured(rule, given, plan, step, params)
-    norms, entries_finite = plan.as_norms(found.norms), None
+    norms, entries_finite = plan.math.as_norms(found.norms), None
     if policy == "zero":
         given, norms, entries_finite = cleaned(rule, given, plan, step, params, found, norms)
     faults = [n - n for n in norms]
@@ -276,8 +277,8 @@ def _decided(
     nan_norms = [n + fault for n, fault in zip(norms, faults, strict=True)]
     step_finite = None
     if rule.decides:
-        flags = [plan.xp.all(plan.xp.isfinite(n)) for n in norms]
-        [step_finite] = plan.everywhere([plan.all(flags if entries_finite is None else [entries_finite, *flags])])
+        flags = [plan.math.xp.all(plan.math.xp.isfinite(n)) for n in norms]
+        [step_finite] = plan.everywhere([plan.math.all(flags if entries_finite is None else [entries_finite, *flags])])
     if policy == "raise":
         _refuse_nonfinite(given, plan, step_finite)
     limits, new, thresholds = limits_of(rule, plan, given, nan_norms, state, found, constant)
@@ -301,7 +302,7 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
 
 def _skipped(rule: Choices, plan: Plan, factors: list[Any], step_finite: Any, found: Measured) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
-    xp, skipped = plan.xp, None
+    xp, skipped = plan.math.xp, None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(step_finite)
     if rejects(rule.curve):
@@ -312,7 +313,7 @@ def _skipped(rule: Choices, plan: Plan, factors: list[Any], step_finite: Any, fo
             if absent is not None:
                 gone = gone | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(gone.shape) - 1))
             every.append(xp.all(gone))
-        all_gone, none_gone = plan.everywhere([plan.all(every), plan.all(none)])
+        all_gone, none_gone = plan.everywhere([plan.math.all(every), plan.math.all(none)])
         none_left = all_gone & xp.logical_not(none_gone)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
@@ -320,7 +321,7 @@ def _skipped(rule: Choices, plan: Plan, factors: list[Any], step_finite: Any, fo
 
 def _refuse_nonfinite(given: Opened, plan: Plan, finite: Any) -> None:
     """Raise if the gradients are not finite, naming the leaves."""
-    if plan.norms_backend.traced(finite):
+    if plan.math.backend.traced(finite):
         msg = (
             "nonfinite='raise' has to look at the norm, and code that is being compiled or transformed has no values "
             "to look at: use 'propagate', 'skip' or 'zero' there, and look at report.finite outside"

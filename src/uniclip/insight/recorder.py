@@ -375,6 +375,6 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     decision = decide_generally(rule, open_tree(grads), NoState(), Step(), rule.constant)
     plan, rows = decision.plan, flatten(decision.norms())[0]
     if not rows:
-        return plan.to_library(np.zeros(0))
-    zero = plan.to_library(np.zeros((), plan.dtypes[1]))
-    return stacked(plan.backend, [zero if row is None else row for row in rows])
+        return plan.math.to_library(np.zeros(0))
+    zero = plan.math.to_library(np.zeros((), plan.math.dtypes[1]))
+    return stacked(plan.math.library, [zero if row is None else row for row in rows])

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: MIT
+"""Where the norms of a step lie, in NumPy's arrays or in the library's, and how values get there and back.
+
+They are NumPy's where the host reads the gradients at no cost, and then so are limits and factors. After the sums of
+leaves, only what is here makes, converts, rounds and branches on norms.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from uniclip.backends import DEFAULT, Backend
+from uniclip.backends.arrays import all_of, stacked
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Op, cast, norm_dtype
+from uniclip.tree import Opened
+
+
+class Arithmetic:
+    """Where the norms of a plan lie, and what is done with them, whatever leaves they are of."""
+
+    def __init__(self, given: Opened, mode: int, *, narrow: bool) -> None:
+        kinds, library = given.kinds, given.backend
+        self.library, self.mode, self.host = library, mode, mode == HOST
+        """The backend of the gradients; the mode of the step; whether norms, limits and factors are NumPy's arrays."""
+        self.backend: Backend = DEFAULT if self.host else library
+        """The backend of norms, limits and factors."""
+        self.xp = self.backend.xp
+        self.device = kinds.device if given.first is None else library.device(given.first)
+        self.double = kinds.double
+        """Whether sums are float64."""
+        self.narrow = narrow
+        """Whether all squares fit into float64, in all processes."""
+        dtype = kinds.dtype if narrow or not kinds.narrow else library.xp.float64
+        numpys = {library.xp.float32: np.float32, library.xp.float64: np.float64}
+        self.dtypes = dtype, numpys.get(dtype, dtype)
+        """The dtypes of norms, of the library and of NumPy."""
+        self.largest_norm = float(np.finfo(self.dtypes[1]).max)
+        """The largest number of their dtype."""
+        arrays = [given.arrays[number] for number in kinds.present]
+        largest = [float(library.xp.finfo(norm_dtype(library.xp, [array])).max) for array in arrays]
+        self.largest_factor = min(largest or [self.largest_norm])
+        """The largest factor that all leaves can be multiplied by."""
+
+    def at_host(self) -> Arithmetic:
+        """Return the same in NumPy's arrays, as norms are recorded."""
+        new = copy.copy(self)
+        new.library = new.backend = DEFAULT
+        new.xp, new.host, new.device = DEFAULT.xp, True, None
+        return new
+
+    # There and back.
+
+    def to_library(self, array: Any) -> Any:
+        """Return an array as one of the gradients' library, on their device."""
+        if not isinstance(array, NUMPY):
+            return array
+        make = self.library.constant if self.mode == TRACED else self.library.from_host
+        return make(np.asarray(array), self.device)
+
+    def as_norms(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays where the norms are."""
+        return arrays if self.host else list(map(self.to_library, arrays))
+
+    def view(self, array: Any) -> Any:
+        """Return an array of the library or of NumPy where the norms are; ``None`` if the host cannot read it."""
+        if isinstance(array, NUMPY):
+            return array if self.host else self.to_library(np.asarray(array))
+        return self.library.viewed(array) if self.host else array
+
+    # With values of the norms.
+
+    def zeros(self) -> Any:
+        """Return a sum of nothing."""
+        zero = np.zeros((), np.float64 if self.double else np.float32)
+        return zero if self.host else self.to_library(zero)
+
+    def rounded(self, array: Any) -> Any:
+        """Return an array in the dtype of the norms."""
+        if isinstance(array, NUMPY):
+            return np.asarray(array).astype(self.dtypes[1], copy=False)
+        return cast(self.library.xp, array, self.dtypes[0])
+
+    def stack(self, values: list[Any]) -> Any:
+        """Return sums as the rows of one array."""
+        if self.host and all([isinstance(value, NUMPY) for value in values]):
+            return np.array(values)
+        return stacked(self.library, list(map(self.to_library, values)))
+
+    def add(self, values: list[Any], op: Op) -> Any:
+        """Return the sum or the maximum of sums, 0 of none."""
+        if len(values) < 2:
+            return values[0] if values else self.zeros()
+        rows = self.stack(values)
+        if isinstance(rows, np.ndarray):
+            return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
+        return self.library.reduce_rows(rows, op)
+
+    def all(self, flags: list[Any]) -> Any:
+        """Return whether all of some 0-d flags are true."""
+        return all_of(self.backend, flags)
+
+    def cond(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
+        """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
+        if isinstance(ok, (bool, np.bool_, np.ndarray)) or (self.mode == LIBRARY and self.library.readable(ok)):
+            return usual() if bool(ok) else rare()
+        return self.library.cond(ok, usual, rare)
