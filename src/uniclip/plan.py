@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What is the same at every step of a rule on trees of one structure: which leaves share a norm, and where it lies.
 
-A plan holds no gradient. After the sums of leaves only the plan makes, converts, rounds and branches on norms.
+A plan holds no gradient.
 """
 
 from __future__ import annotations
