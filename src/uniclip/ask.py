@@ -93,7 +93,7 @@ def _of_block(rule: Choices, plan: Plan, context: Context, gone: Any, state: Any
     old = optree.tree_map(lambda a: plan.math.view(a if plan.math.host else plan.math.library.detached(a)), state)
     try:
         answer = limit(context.norms, old, context)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, RuntimeError) as error:
         _refuse_numpy(plan, limit, error)
         raise
     if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -238,7 +238,7 @@ def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     xp, curve = plan.math.xp, rule.curve
     try:
         factors = curve(xp, norms, limits)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, RuntimeError) as error:
         _refuse_numpy(plan, curve, error)
         raise
     if not (isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from uniclip._errors import Printed, check, one_of, settle
+from uniclip.backends import compiling
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit, PerGroup, Schedule
 from uniclip.limits.base import BuiltIn, MaxNorm
@@ -38,7 +39,7 @@ class Choices(Printed):
     constant: ClassVar[Any]
     """Its constant limit, ``None`` if it has another one."""
     holds_arrays: ClassVar[bool]
-    """Whether its limit has arrays as attributes, beside a constant: it is computed in their library."""
+    """Whether limit or curve have arrays, beside a constant, as attributes or in a closure: then nothing is NumPy's."""
     limits_checked: ClassVar[bool]
     """Whether its limits need no check at a step: uniclip's own, of numbers that were checked when it was made."""
     decides: ClassVar[bool]
@@ -88,8 +89,12 @@ class Choices(Printed):
         limit, scope = self.limit, self.scope
         constant = limit.value if type(limit) is Constant else None
         limits = [one for _, one in limit.limits] if isinstance(limit, PerGroup) else [limit]
-        attributes = [x for one in limits if type(one) is not Constant for x in getattr(one, "__dict__", {}).values()]
-        holds_arrays = any([hasattr(value, "shape") for value in attributes])
+        held = [x for one in limits if type(one) is not Constant for x in getattr(one, "__dict__", {}).values()]
+        held += getattr(self.curve, "__dict__", {}).values()
+        functions = [] if compiling() else [self.curve, *held]  # compilers cannot look into them, and read nothing
+        cells = [cell for function in functions for cell in getattr(function, "__closure__", None) or ()]
+        held += [cell.cell_contents for cell in cells]
+        holds_arrays = any([hasattr(value, "shape") for value in held])
         settle(
             self,
             memory=bool(limit.memory),

@@ -229,7 +229,7 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
         refuse_kept_axes(rule.scope, step.all_reduce)
         given, params = beside(rule, given, step)
     kinds = given.kinds
-    if type(constant) is float and step.norm is None and params is None:
+    if type(constant) is float and step.norm is None and params is None and not rule.holds_arrays:
         mode = kinds.backend.mode(kinds)
     else:
         values = [constant, step.norm, step.loss, *getattr(rule.limit, "constants", ())]
