@@ -17,7 +17,7 @@ import uniclip as uc
 
 CASES = 3600
 CHANGED = {
-    "overlap in memory, so": "may overlap in memory, so",
+    "] overlap in memory, so": "] may overlap in memory, so",
     "pass arrays that are apart,": "pass arrays that lie in stretches of memory of their own,",
 }
 """What an error said, and says now. Repeated rows of sparse leaves come back summed, which dense values do not show."""
