@@ -87,14 +87,13 @@ def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> An
     axes = rule.scope.covered(len(array.shape), given.backend.output_axis)
     if axes is None or 0 in axes:
         return array
-    rows = given.odd[number].rows
-    if isinstance(rows, tuple):
+    if given.odd[number].by_entry:
         msg = (
             f"{given.place(number)} is sparse, and stores single entries: {short(rule)} would compare them with other "
             "entries of the parameter; make the gradient dense, or take a norm of whole leaves"
         )
         raise TypeError(msg)
-    return given.backend.xp.take(array, rows, axis=0)
+    return given.backend.xp.take(array, given.odd[number].rows, axis=0)
 
 
 def _divided_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], dict[int, Any]]:

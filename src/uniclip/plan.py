@@ -89,7 +89,7 @@ class Plan:
         kinds, scope = given.kinds, rule.scope
         self.math = Arithmetic(given, mode, narrow=kinds.narrow and (join is None or join.narrow))
         """Where its norms lie."""
-        self.join, self.kinds, self.scope, self.spec, self.name = join, kinds, scope, given.spec, given.name
+        self.join, self.kinds, self.scope, self.spec = join, kinds, scope, given.spec
         self._divide(rule, given)
         self.copies = None if join is None else copies_of(self, given, join)
         self._own(rule, parts)
@@ -521,7 +521,7 @@ def _axes(given: Opened, scope: Scope, number: int) -> Axes:
     leaf, odd = given.leaves[number], given.odd.get(number)
     if leaf is None and odd is None:
         return None
-    by_entry = odd is not None and isinstance(odd.rows, tuple)
+    by_entry = odd is not None and odd.by_entry
     if odd is None or odd.rows is None or by_entry:
         shape = given.part(number).shape if leaf is None else leaf.shape
     else:

@@ -88,12 +88,12 @@ class Opened(NamedTuple):
 
         They may have other rows in that memory, or other factors, and get new memory.
         """
-        copied = {n for n in later & self.odd.keys() if self.odd[n].view is not self.odd[n].array}
+        copied = {n for n in later & self.odd.keys() if self.odd[n].copied}
         return {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
 
     def write(self, numbers: Iterable[int]) -> None:
         """Write arrays that were changed in place into those leaves that they are copies of."""
-        for number in [n for n in numbers if n in self.odd and self.odd[n].view is not self.odd[n].array]:
+        for number in [n for n in numbers if n in self.odd and self.odd[n].copied]:
             self._put_back(number, self.odd[number].array)
 
     def _put_back(self, number: int, array: Any) -> Any:
@@ -258,12 +258,12 @@ def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> L
     outer = backend.leaf(leaf, in_place=in_place, whole=whole)
     if outer is None:
         return None
-    own = outer.view is outer.array
-    inner = _open_leaf(backend, outer.array, in_place=in_place and own, whole=whole)
+    inner = _open_leaf(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
     if inner is None:
         return outer
     rows = outer.rows if inner.rows is None else inner.rows
-    return Leaf(inner.array, lambda new: outer.back(inner.back(new)), inner.view if own else None, rows, inner.part)
+    view = None if outer.copied else inner.view
+    return Leaf(inner.array, lambda new: outer.back(inner.back(new)), view, rows, inner.part)
 
 
 def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:

@@ -96,6 +96,16 @@ class Leaf(NamedTuple):
     part: Any = None
     """Which part of a distributed leaf it is, with the attributes of `uniclip.backends.dtensor.Part`."""
 
+    @property
+    def copied(self) -> bool:
+        """Whether the array is not the leaf's own memory, so that what changes it in place is written back."""
+        return self.view is not self.array
+
+    @property
+    def by_entry(self) -> bool:
+        """Whether it is a sparse leaf that stores single entries, not rows."""
+        return isinstance(self.rows, tuple)
+
 
 class Lane(NamedTuple):
     """The result of `Backend.lane`: norm, limit and factor, rounded to float32, and the leaves."""
