@@ -73,10 +73,8 @@ def real(name: str, value: Any, wanted: str) -> Any:
 
 def holds_reals(array: Any) -> bool:
     """Whether an array holds floating-point numbers or integers, by the name of its dtype."""
-    if compiling():
-        return True
-    dtype = str(array.dtype)
-    return ("float" in dtype or "int" in dtype) and not isinstance(array, type)
+    backend = backend_of(array)
+    return backend is not None and not backend.xp.isdtype(array.dtype, "complex floating")
 
 
 def number(name: str, value: Any, wanted: str = "a number") -> Any:
@@ -246,6 +244,17 @@ def article(noun: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural if needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def held_by(function: Any) -> list[Any]:
+    """Return what a function holds in its closure; compilers cannot look into it."""
+    cells = () if compiling() else getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells]
+
+
+def home_of(function: Any) -> str:
+    """Return the module of a function; compilers know those of classes only."""
+    return "" if compiling() else getattr(function, "__module__", None) or ""
 
 
 def holds_arrays(value: Any) -> bool:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from uniclip.backends import DEFAULT, Backend
-from uniclip.backends.arrays import all_of, stacked
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Op, cast, norm_dtype
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Op, cast, norm_dtype, stacked
 from uniclip.tree import Opened
 
 
@@ -29,9 +28,13 @@ class Arithmetic:
         self.backend: Backend = DEFAULT if self.host else library
         """The backend of norms, limits and factors."""
         self.xp = self.backend.xp
+        self.separate = mode == TRACED and library.one_by_one()
+        """Whether compilers want each norm as an array of its own."""
         self.device = kinds.device if given.first is None else library.device(given.first)
         self.double = kinds.double
         """Whether sums are float64."""
+        self.sum_dtype = library.xp.float64 if self.double else library.xp.float32
+        """The dtype of sums, of the library."""
         self.narrow = narrow
         """Whether all squares fit into float64, in all processes."""
         dtype = kinds.dtype if narrow or not kinds.narrow else library.xp.float64
@@ -49,7 +52,7 @@ class Arithmetic:
         """Return the same in NumPy's arrays, as norms are recorded."""
         new = copy.copy(self)
         new.library = new.backend = DEFAULT
-        new.xp, new.host, new.device = DEFAULT.xp, True, None
+        new.xp, new.mode, new.host, new.device = DEFAULT.xp, HOST, True, None
         return new
 
     # There and back.
@@ -58,8 +61,7 @@ class Arithmetic:
         """Return an array as one of the gradients' library, on their device."""
         if not isinstance(array, NUMPY):
             return array
-        make = self.library.constant if self.mode == TRACED else self.library.from_host
-        return make(np.asarray(array), self.device)
+        return self.library.from_host(np.asarray(array), self.device)
 
     def as_norms(self, arrays: list[Any]) -> list[Any]:
         """Return arrays where the norms are."""
@@ -78,10 +80,15 @@ class Arithmetic:
         zero = np.zeros((), np.float64 if self.double else np.float32)
         return zero if self.host else self.to_library(zero)
 
+    def zero_like(self, first: Any) -> Any:
+        """Return a leaf that adds nothing, of the kind of another one."""
+        zero = self.library.from_host(np.zeros((), np.float32), self.device)
+        return zero if first is None else cast(self.library.xp, zero, first.dtype)
+
     def rounded(self, array: Any) -> Any:
         """Return an array in the dtype of the norms."""
         if isinstance(array, NUMPY):
-            return np.asarray(array).astype(self.dtypes[1], copy=False)
+            return np.asarray(array, self.dtypes[1])
         return cast(self.library.xp, array, self.dtypes[0])
 
     def stack(self, values: list[Any]) -> Any:
@@ -100,10 +107,18 @@ class Arithmetic:
         return self.library.reduce_rows(rows, op)
 
     def all(self, flags: list[Any]) -> Any:
-        """Return whether all of some 0-d flags are true."""
-        return all_of(self.backend, flags)
+        """Return whether all of some flags are true."""
+        each = [self.xp.all(flag) if len(flag.shape) else flag for flag in flags]
+        if len(each) < 2:
+            return each[0] if each else self.xp.asarray(1) == 1
+        return self.xp.all(stacked(self.backend, each))
 
-    def cond(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
+    def finite(self, norms: list[Any], entries_finite: Any) -> Any:
+        """Return whether all norms are finite, and the entries, if these were looked at."""
+        flags = [self.xp.isfinite(n) for n in norms]
+        return self.all(flags if entries_finite is None else [entries_finite, *flags])
+
+    def choose(self, ok: Any, usual: Callable[[], list[Any]], rare: Callable[[], list[Any]]) -> list[Any]:
         """Return ``usual()`` where a flag of the sums is true, else ``rare()``."""
         if isinstance(ok, (bool, np.bool_, np.ndarray)) or (self.mode == LIBRARY and self.library.readable(ok)):
             return usual() if bool(ok) else rare()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
-from uniclip._errors import describe, holds_arrays, real, settle, short
+from uniclip._errors import describe, holds_arrays, home_of, real, settle, short
 from uniclip._types import Array, Number, Step
-from uniclip.backends import Backend, backend_of, compiling
-from uniclip.backends.arrays import broadcasts, same_shape
+from uniclip.backends import Backend, backend_of
+from uniclip.backends.arrays import broadcasts, same_shape, surely
 from uniclip.backends.base import cast
 from uniclip.limits import NoState
 from uniclip.report import Report
@@ -136,7 +136,7 @@ class ByValue(EachArray):
             if not broadcasts(bound.shape, array.shape):
                 msg = f"{name} of shape {tuple(bound.shape)} does not fit an array of shape {tuple(array.shape)}"
                 raise ValueError(msg)
-        if backend.readable(low) and backend.readable(high) and not bool(xp.all(low <= high)):
+        if surely(backend, xp.logical_not(xp.all(low <= high))):
             raise ValueError(self._wrong_way())
         low, high = (backend.to_device_of(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
@@ -178,7 +178,7 @@ def as_rule(rule: AnyRule) -> BaseRule:
     known: Any = rule
     if hasattr(known, "memory") and hasattr(known, "update") and not isinstance(known, type):
         return known
-    home = "" if compiling() else getattr(known, "__module__", None) or ""  # compilers know those of classes only
+    home = home_of(known)
     if callable(rule) and not isinstance(rule, type) and not home.startswith("uniclip."):
         return Function(rule)
     advice, hint = "such as uc.by_global_norm(1.0), or a function of one array", ""

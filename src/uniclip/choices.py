@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from uniclip._errors import Printed, check, one_of, settle
-from uniclip.backends import compiling
+from uniclip._errors import Printed, check, held_by, one_of, settle
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit, PerGroup, Schedule
 from uniclip.limits.base import BuiltIn, MaxNorm
@@ -44,6 +43,8 @@ class Choices(Printed):
     """Whether its limits need no check at a step: uniclip's own, of numbers that were checked when it was made."""
     decides: ClassVar[bool]
     """Whether it has to know that a step is finite."""
+    zeroes: ClassVar[bool]
+    """Whether factors of 0 make zeros of NaN and ∞, too."""
     by_shape: ClassVar[bool]
     """Whether its norms depend on more of a leaf than its kind and its place."""
     tells_apart: ClassVar[list[bool]]
@@ -91,9 +92,7 @@ class Choices(Printed):
         limits = [one for _, one in limit.limits] if isinstance(limit, PerGroup) else [limit]
         held = [x for one in limits if type(one) is not Constant for x in getattr(one, "__dict__", {}).values()]
         held += getattr(self.curve, "__dict__", {}).values()
-        functions = [] if compiling() else [self.curve, *held]  # compilers cannot look into them, and read nothing
-        cells = [cell for function in functions for cell in getattr(function, "__closure__", None) or ()]
-        held += [cell.cell_contents for cell in cells]
+        held += [value for function in (self.curve, *held) for value in held_by(function)]
         holds_arrays = any([hasattr(value, "shape") for value in held])
         settle(
             self,
@@ -106,6 +105,7 @@ class Choices(Printed):
             limits_checked=not holds_arrays
             and all([isinstance(one, BuiltIn) and not isinstance(one, Schedule) for one in limits]),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
+            zeroes=self.nonfinite in {"skip", "zero"},
             by_shape=scope.axes is not None
             or scope.label not in {None, everything}
             or bool(self.norm.size_power)

@@ -19,10 +19,10 @@ from uniclip._errors import check, short
 from uniclip._types import Number, Step, T
 from uniclip._values import to_lists
 from uniclip.arraywise import AnyRule, as_rule
-from uniclip.backends import DEFAULT, backend_of
+from uniclip.backends import outlives
 from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
 from uniclip.processes import AllReduce, Loss, Shared
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Late, Report, on_host
+from uniclip.report import AVERAGED, NORM, NORM_MAX, Late, Report, read_arrays
 from uniclip.rules import taken
 from uniclip.saved import Saved, by_name, from_saved, restored, to_saved, together, values_of
 from uniclip.tree import flatten, place
@@ -343,7 +343,7 @@ class Clipper:
             self._window.add(report)
 
     def _refuse_traced(self, state: Any) -> None:
-        if not _can_keep(optree.tree_leaves(state)):
+        if not outlives(optree.tree_leaves(state)):
             msg = (
                 f"Clipper({short(self.rule)}) would remember values of code that is being compiled, which runs once: "
                 "use state = rule.init(grads) outside, and clipped, state, report = rule.update(grads, state) inside"
@@ -368,7 +368,7 @@ class _Window:
         """Add a step, unless it is of code that is being compiled, which runs once."""
         parts: Any = report
         arrays = optree.tree_leaves(parts, is_leaf=lambda one: isinstance(one, Late))
-        if not _can_keep(arrays):
+        if not outlives(arrays):
             return
         with self._lock:
             self._waiting.append(report)
@@ -378,7 +378,7 @@ class _Window:
     def _fold(self) -> None:
         """Add up the reports that wait."""
         waiting, self._waiting = self._waiting, []
-        for report in on_host(waiting):
+        for report in read_arrays(waiting):
             self._last = {name: float(value) for name, value in report.scalars().items()}
             self._sums.update({name: self._last[name] for name in AVERAGED if name in self._last})
             self._count += 1
@@ -393,11 +393,6 @@ class _Window:
             found = self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
             self._begin()
             return found
-
-
-def _can_keep(arrays: list[Any]) -> bool:
-    """Whether values can be kept after the step; the first says it for all, which are computed from the norms."""
-    return all([(backend_of(array) or DEFAULT).can_keep(array) for array in arrays[:1]])
 
 
 def _of_others(rule: Any, known: list[str], here: list[str]) -> str:

@@ -13,9 +13,9 @@ import optree
 from uniclip._errors import check, holds_arrays, settle
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
-from uniclip.backends import DEFAULT, backend_of, compiling
+from uniclip.backends import DEFAULT, backend_of
 from uniclip.limits import NoState
-from uniclip.plan import refuse_one_answer
+from uniclip.plan import is_new, refuse_one_answer
 from uniclip.report import Report, Reports
 from uniclip.rules import BaseRule, taken
 from uniclip.scopes import Path
@@ -152,14 +152,14 @@ class Masked(BaseRule):
         if first is None or any([leaf is not None for leaf in some]):
             return state
         backend = backend_for(leaves, "params", spec)  # those that are chosen are absent
-        return optree.tree_map(lambda a: backend.from_host(np.asarray(a), backend.device(first)), state)
+        return optree.tree_map(lambda a: backend.to_device_of(first, backend.xp.asarray(np.asarray(a))), state)
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
         some = self.chosen(leaves, spec)
         alone = step.all_reduce is None and not any([leaf is None for leaf in leaves])  # else others may have the rest
-        if alone and not (self.tells_apart or compiling()):
+        if alone and is_new(self):
             with (backend_of(next(iter(leaves), None)) or DEFAULT).quiet():
                 answers = [leaf is not None for leaf in some]
                 refuse_one_answer("masked(rule, where)", self.where, spec.paths(), answers)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype: their names.
 
-``"zero"`` cleans the gradients in `uniclip.measure`; ``"skip"`` makes factors 0 in `uniclip.ask`, as `uniclip.step`
-reports; ``"raise"`` does so there.
+What each does is in `uniclip.step`, in the order of a step: ``"zero"`` makes such entries 0 and measures again,
+``"raise"`` refuses the step, ``"skip"`` makes all factors 0; `uniclip.choices` says what a rule has to know for it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from uniclip._errors import short
 from uniclip._types import Step
 from uniclip.backends import backend_by
 from uniclip.backends.arrays import same_shape
-from uniclip.backends.base import HOST, Leaf
+from uniclip.backends.base import Leaf
 from uniclip.choices import Choices
 from uniclip.tree import Opened, open_tree
 
@@ -48,7 +48,7 @@ def _in_order(theirs: Opened, given: Opened) -> Opened:
 
 
 def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
-    """Return the parameters of the gradients, detached.
+    """Return the parameters of the gradients.
 
     Raises
     ------
@@ -76,8 +76,6 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     if rule.scope.axes is not None:
         for number in filter(given.is_sparse, given.odd):
             arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
-    if not (theirs.kinds.reads and backend.mode(given.kinds) == HOST):
-        arrays = [None if array is None else backend.detached(array) for array in arrays]
     odd = {number: Leaf(arrays[number], part=part) for number, part in parts.items() if part is not None}
     return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", odd=odd)
 

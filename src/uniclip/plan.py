@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Number
-from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +17,10 @@ import numpy as np
 from uniclip._errors import check, short, stable
 from uniclip.arithmetic import Arithmetic
 from uniclip.backends import compiling
-from uniclip.backends.arrays import rows_of, same_shape, spread, stacked
-from uniclip.backends.base import TRACED, Axes, Op
+from uniclip.backends.arrays import same_shape
+from uniclip.backends.base import TRACED, Axes
 from uniclip.choices import Choices
-from uniclip.processes import Join, copies_of, packed
+from uniclip.processes import Join, copies_of
 from uniclip.scopes import Path, Scope, everything
 from uniclip.tree import Opened, place
 
@@ -46,19 +45,6 @@ class Block(NamedTuple):
         """Whether all gradients of each group are absent; empty if none is."""
         gone = tuple([not group for group in self.groups])
         return gone if any(gone) else ()
-
-
-class Measured(NamedTuple):
-    """The measurements of a step, joined over processes: an array for each block."""
-
-    norms: list[Any]
-    params: list[Any] | None = None
-    sizes: list[Any] | None = None
-    present: list[Any] | None = None
-    """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
-    loss: Any = None
-    entries_finite: Any = None
-    """Whether all entries are finite, where that was looked at."""
 
 
 def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None) -> Plan:
@@ -92,11 +78,16 @@ class Plan:
         self.join, self.kinds, self.scope, self.spec = join, kinds, scope, given.spec
         self._divide(rule, given)
         self.copies = None if join is None else copies_of(self, given, join)
+        """How many processes hold each leaf, ``None`` if one does; 0 where the processes have not been counted."""
+        if self.copies is not None and 0 in self.copies and mode == TRACED:
+            msg = (
+                "shared marks copies, and in code that is compiled it is not known how many processes hold one: join "
+                "along named axes, or run the step before it is compiled"
+            )
+            raise TypeError(msg)
         self._own(rule, parts)
-        self.plain = self.copies is None and scope.axes is None and all(self.lengths) and not self.covering
-        """Whether rows are sums of whole leaves, each held once, and none is empty."""
-        self._on_host: Plan | None = None
-        self._counts: tuple[list[Any], list[Any]] | None = None
+        self.sizes: tuple[list[Any], list[Any]] | None = None
+        """The numbers of entries of its norms, and what these are divided by, once a step has counted them."""
         if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
             some = kinds.present
             given.backend.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
@@ -133,20 +124,13 @@ class Plan:
         members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
         labelled = scope.label not in {None, everything}
         alone = self.join is None and len(kinds.present) == len(given.leaves)
-        if labelled and alone and not (rule.tells_apart or compiling()):
+        if labelled and alone and is_new(rule):
             answers = [label for label, some in members.items() for _ in some]
             refuse_one_answer("scopes.groups(label)", scope.label, given.paths(), answers)
             rule.tells_apart.append(True)
         groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
-        self.one_by_one = (
-            self.math.mode == TRACED
-            and self.math.library.one_by_one()
-            and not rule.memory
-            and scope.label is not everything
-        )
-        """Whether each norm is an array of its own, since compilers take long for each row taken out of one."""
         self.axes: list[Axes] = [None] * len(given.leaves)
         """The axes of each leaf that its norms cover, ``None`` for all."""
         for number in range(len(given.leaves)) if scope.axes is not None else ():
@@ -155,7 +139,7 @@ class Plan:
             _refuse_unequal(given, self.axes, group)
         if rule.memory:
             refuse_rows(given, self.axes, rule, "remembers something")
-        self.blocks = self._blocks(given, groups, everywhere=everywhere)
+        self.blocks = self._blocks(rule, given, groups, everywhere=everywhere)
         self.members = [members[label] for block in self.blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
         self.places = {
@@ -168,27 +152,33 @@ class Plan:
             and all([len(g) == 1 for g in groups.values()])
         )
         """Whether each norm is the modulus of an entry, whatever its order."""
-        self.order = [number for block in self.blocks for group in block.groups for number in group]
-        self.lengths = [len(group) for block in self.blocks for group in block.groups]
-        places = {number: index for index, number in enumerate(self.order)}
-        self.ordered = [[[places[n] for n in group] for group in block.groups] for block in self.blocks]
-        """The leaves of each norm by their places in this order."""
+        self.order = [n for block in self.blocks for group in block.groups for n in group or [-1]]
+        """The leaves of each norm in a row, -1 for a norm without gradients."""
+        self.counts = [len(group) or 1 for block in self.blocks for group in block.groups]
+        """How many of them each norm has."""
+        self.heights = [len(block.groups) for block in self.blocks]
+        """How many norms each block has."""
+        self.along = None if scope.axes is None else [*self.axes, None]
+        """The axes of each leaf, and behind them those of a norm without gradients."""
 
     # Which leaves share a norm.
 
-    def _blocks(self, given: Opened, groups: dict[Hashable, list[int]], *, everywhere: bool) -> list[Block]:
+    def _blocks(
+        self, rule: Choices, given: Opened, groups: dict[Hashable, list[int]], *, everywhere: bool
+    ) -> list[Block]:
+        # Compilers take long for each row taken out of an array of norms.
+        apart = self.math.separate and not (rule.memory or self.scope.label is everything)
         alike: dict[Hashable, list[Hashable]] = {}
-        seen: list[tuple[int, ...]] = []
         for number, (label, group) in enumerate(groups.items()):
             kind: Hashable = None
-            if self.one_by_one:
+            if apart:
                 kind = number
             elif self.scope.axes is not None:
-                if len(group) == 1 and not everywhere:
-                    kind = _stacking_key(given, group[0], self.axes[group[0]], seen)
+                stacked = len(group) == 1 and not everywhere and self.math.mode != TRACED
+                kind = _stacking_key(given, group[0], self.axes[group[0]]) if stacked else None
                 kind = number if kind is None else kind
-            elif not everywhere:
-                kind = self.math.library.varying([given.arrays[n] for n in group])
+            elif not everywhere and self.math.mode == TRACED:
+                kind = self.math.library.layout([given.arrays[n] for n in group])
             alike.setdefault(kind, []).append(label)
         return [
             Block(tuple([tuple(groups[label]) for label in some]), tuple(some), self._kept_axes(given, groups[some[0]]))
@@ -204,209 +194,15 @@ class Plan:
         covered = self.axes[group[0]]
         return 0 if covered is None else len(given.arrays[group[0]].shape) - len(covered)
 
-    # Rows from the sums of leaves.
+    def gradients(self) -> list[Any]:
+        """Return how many gradients each norm has in this process, an array for each block."""
+        return [np.asarray([float(len(group)) for group in block.groups]) for block in self.blocks]
 
-    def rows(
-        self,
-        trees: list[Opened],
-        modes: list[int],
-        p: float,
-        units: list[Any] | None = None,
-        scalars: Sequence[Any] = (),
-        presence: bool = False,  # noqa: FBT001, FBT002
-    ) -> list[Any]:
-        """Return ``Σ|x/unit|ᵖ`` of each norm (the largest modulus for p = ∞), one array for each block of each tree.
-
-        In float64, joined over the processes that own distributed leaves; and behind them how many gradients each norm
-        has, if asked, and scalars.
-        """
-        there = [dict.fromkeys(self.order, np.ones(()))] if presence else []
-        op: Op = "max" if p == math.inf else "sum"
-        if self.plain and self.order and p == 2 and units is None and trees:
-            pairs = zip(trees, modes, strict=True)
-            vectors = [self.math.library.squares(m, [t.arrays[n] for n in self.order], self.lengths) for t, m in pairs]
-            if all([vector is not None for vector in vectors]):
-                rows = [row for vector in vectors for row in self._split(vector)]
-                return [*rows, *(self._joined([], there, op, list(scalars)) if there else scalars)]
-        count = len(self.blocks)
-        sums = [
-            self._sums(tree, mode, p, op, None if units is None else units[number * count : (number + 1) * count])
-            for number, (tree, mode) in enumerate(zip(trees, modes, strict=True))
-        ]
-        return self._joined(trees, [*sums, *there], op, list(scalars))
-
-    def _split(self, vector: Any) -> list[Any]:
-        """Return the rows of each block from those of all."""
-        if len(self.blocks) == 1:
-            return [vector]
-        ends = np.cumsum([len(block.groups) for block in self.blocks]).tolist()
-        return [vector[end - len(block.groups) : end] for end, block in zip(ends, self.blocks, strict=True)]
-
-    def _sums(self, tree: Opened, mode: int, p: float, op: Op, units: list[Any] | None) -> dict[int, Any]:
-        """Return the sums of leaves, those of copies divided by their number."""
-        backend, parts = self.math.library, tree.parts
-        some, by = [tree.arrays[n] for n in self.order], None
-        if units is not None:
-            rows = [units[block][row, ...] for block, row in map(self.places.__getitem__, self.order)]
-            by = [self._beside(*one) for one in zip(rows, self.order, some, strict=True)]
-        found = backend.sums(mode, some, p, [self.axes[n] for n in self.order], by, self.ordered)
-        if self.join is not None and self.join.named:
-            found = [backend.varied(x, self.join.all_reduce) for x in found]
-        sums = dict(zip(self.order, found, strict=True))
-        for number, value in sums.items() if self.copies is not None or parts else ():
-            part, held = parts.get(number), 1 if self.copies is None else self.copies[number]
-            own, held = (value, held) if part is None else (part.weighted(value, part.copies), held * part.copies)
-            sums[number] = own / held if held > 1 and op == "sum" else own
-        return sums
-
-    def _beside(self, value: Any, number: int, array: Any) -> Any:
-        """Return a value of a norm with the dimensions of a leaf's array."""
-        axes = self.axes[number]
-        if axes is None:
-            return value
-        if isinstance(value, np.ndarray):
-            return value.reshape([1 if axis in axes else n for axis, n in enumerate(array.shape)])
-        return spread(self.math.library, value, array, axes)
-
-    def _joined(self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]) -> list[Any]:
-        """Return the rows of all blocks from the sums of the leaves of trees, and scalars, joined over owners.
-
-        More sums than trees are there of numbers for each leaf.
-        """
-        if self.owner_groups:
-            rows, scalars = self._over_owners(trees, sums, op, scalars)
-        else:
-            rows = [[found[n] for n in some if n in found] for found in sums for some in self.members]
-        each = iter([self.math.add(some, op) for some in rows])
-        return [*[self.math.stack([next(each) for _ in block.groups]) for _ in sums for block in self.blocks], *scalars]
-
-    def _over_owners(
-        self, trees: list[Opened], sums: list[dict[int, Any]], op: Op, scalars: list[Any]
-    ) -> tuple[list[list[Any]], list[Any]]:
-        """Return the addends of each row, those of each group of owners joined, and scalars that are joined, too."""
-        every = [(number, some) for number in range(len(sums)) for some in self.members]
-        rows: list[list[Any]] = [[] for _ in every]
-        # Which norms form a block may differ from process to process, the order of leaves does not.
-        order = sorted(range(len(every)), key=lambda row: (every[row][0], every[row][1][:1]))
-        for owners in (None, *self.owner_groups):
-            joined, sent = [], []
-            for row in order:
-                number, some = every[row]
-                tree = trees[number] if number < len(trees) else None
-                mine = [n for n in some if self.owners[number if tree else 0][n] == owners]
-                here = [sums[number][n] for n in mine if n in sums[number]]
-                if here or (mine and owners is not None):
-                    joined.append(row)
-                    sent.append(self.math.add(here, op) if here else self._nothing(tree, mine[0]))
-            if owners is not None:
-                sent = packed(self.math, [*sent, *(scalars if owners in self.covering else ())], op, owners)
-                scalars = sent[len(joined) :] or scalars
-            for row, value in zip(joined, sent, strict=False):
-                rows[row].append(value)
-        return rows, scalars
-
-    def _nothing(self, tree: Opened | None, number: int) -> Any:
-        """Return the sums of an absent part of a distributed leaf, or how many gradients that is."""
-        axes, shape = self.axes[number], tree.part(number).local if tree else ()
-        kept = () if axes is None else [n for axis, n in enumerate(shape) if axis not in axes]
-        return self.math.to_library(np.zeros(kept, np.float64 if self.math.double else np.float32))
-
-    def everywhere(self, flags: list[Any]) -> list[Any]:
-        """Return flags of the norms, each true only if it is in all processes that have norms of their own."""
-        for owners in self.covering if self.norms_apart else ():
-            xp = self.math.xp
-            own = [1 - xp.astype(xp.asarray(flag), xp.float32) for flag in flags]
-            flags = self.math.as_norms([one < 1 for one in packed(self.math, own, "max", owners)])
-        return flags
-
-    def sizes(self, given: Opened) -> list[Any]:
-        """Return the number of entries of each norm, of shape ``(k, 1, ...)``, in this process; copies count once."""
-        counts = {n: self.math.library.size(given.leaves[n], self.axes[n]) for n in self.order}
-        if self.copies is not None:
-            counts = {n: count / self.copies[n] for n, count in counts.items()}
-        return [self._counted([[counts[n] for n in group] for group in b.groups], b.kept or 0) for b in self.blocks]
-
-    def _counted(self, counts: list[list[Any]], kept: int) -> Any:
-        xp, shape = self.math.library.xp, (len(counts), *(1,) * kept)
-        if all([isinstance(one, (int, float)) for some in counts for one in some]):
-            total = np.reshape(np.asarray([sum(some) for some in counts], np.float64), shape)
-            return (
-                self.math.to_library(total) if self.math.mode == TRACED else total
-            )  # a compiler does not know all of NumPy
-        dtype = xp.float64 if self.math.double else xp.float32
-        rows = [self.math.add([xp.astype(xp.asarray(one), dtype) for one in some], "sum") for some in counts]
-        return xp.reshape(stacked(self.math.library, rows), shape)
-
-    def counts(self, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
-        """Return numbers of entries, at least 1, in the dtype of the norms; and what norms are divided by."""
-        if self._counts is not None:
-            return self._counts
-        counts, by = [], []
-        for size in sizes:
-            xp = np if isinstance(size, np.ndarray) else self.math.library.xp
-            counts.append(self.math.rounded(xp.where(size > 0, size, xp.ones_like(size))))
-            by.append(counts[-1] ** power if self.math.host else self.math.to_library(counts[-1] ** power))
-        if self.math.mode != TRACED and self.join is None:
-            self._counts = counts, by
-        return counts, by
-
-    def zeros(self, given: Opened) -> list[Any]:
-        """Return zeros like the norms, in the library of the gradients."""
-        backend, xp = self.math.library, self.math.library.xp
-
-        def row(block: Block, group: Sequence[int]) -> Any:
-            if not (block.kept and group):
-                return self.math.to_library(np.zeros((), self.math.dtypes[1]))
-            array, axes = given.arrays[group[0]], self.axes[group[0]] or ()
-            if not given.parts and not backend.unsharded(array):  # they are sharded as it is
-                return xp.sum(xp.zeros_like(array, dtype=self.math.dtypes[0]), axis=axes)
-            kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
-            return backend.to_device_of(array, xp.zeros(kept, dtype=self.math.dtypes[0]))
-
-        return [stacked(backend, [row(block, group) for group in block.groups]) for block in self.blocks]
-
-    def absent(self, block: Block, present: Any) -> Any:
-        """Return for each row of a block whether all its gradients are absent, ``None`` if none is.
-
-        ``present`` says of which rows some process has a gradient; it is ``None`` in a single process.
-        """
-        if present is not None:
-            return self.math.xp.logical_not(self.math.as_norms([present])[0])
-        return self.math.as_norms([np.asarray(block.absent)])[0] if block.absent else None
-
-    def on_host(self) -> Plan:
+    def in_numpy(self) -> Plan:
         """Return the plan of the same norms in NumPy's arrays, as they are recorded."""
-        if self._on_host is None:
-            self._on_host = copy.copy(self)
-            self._on_host.math = self.math.at_host()
-        return self._on_host
-
-    def by_leaf(self, given: Opened, factors: list[Any]) -> tuple[list[int], list[Any]]:
-        """Return the leaves to multiply, and a factor for each: those known to be 1 change nothing."""
-        numbers, by = [], []
-        for block, some in zip(self.blocks, factors, strict=True):
-            host = isinstance(some, np.ndarray)
-            if host and (some == 1).all():
-                continue
-            if host and not some.ndim - 1:
-                values = some.tolist()
-            elif len(block.groups) == len(block.groups[0]) == 1:  # which one leaf uses
-                values = [some[0, ...]]
-            else:
-                values = rows_of(self.math.library, some)
-            for value, group in zip(values, block.groups, strict=True):
-                if host and (value == 1 if isinstance(value, float) else (value == 1).all()):
-                    continue
-                for number in group:
-                    numbers.append(number)
-                    by.append(value if isinstance(value, float) else self.factor(given, value, number))
-        return numbers, by
-
-    def factor(self, given: Opened, value: Any, number: int) -> Any:
-        """Return the factor of a leaf, with its dimensions."""
-        part = given.part(number)
-        value = value if part is None else part.weighted(value, 1 / part.copies)
-        return self._beside(value, number, given.arrays[number])
+        plan = copy.copy(self)
+        plan.math = self.math.at_host()
+        return plan
 
     def arranged(self, blocks: Sequence[Any]) -> Any:
         """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
@@ -461,6 +257,11 @@ def _groups(given: Opened, scope: Scope, named: Sequence[Any], *, everywhere: bo
             groups.setdefault(label, []).append(number)
     # Whichever leaf is first, or None, in any process.
     return dict(sorted(groups.items(), key=lambda item: _text(item[0])))
+
+
+def is_new(holder: Any) -> bool:
+    """Whether a rule with a mask or a label has met no tree yet; in code that is compiled nothing is asked."""
+    return not (holder.tells_apart or compiling())
 
 
 def refuse_one_answer(what: str, function: Any, paths: list[Path], answers: list[Any]) -> None:
@@ -555,22 +356,16 @@ def refuse_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> No
             raise TypeError(msg)
 
 
-def _stacking_key(given: Opened, number: int, axes: Axes, seen: list[tuple[int, ...]]) -> Hashable:
-    """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be.
-
-    ``seen`` are the shapes of norms that were met before.
-    """
-    backend, array, part = given.backend, given.arrays[number], given.part(number)
-    if axes is None or not (all([type(n) is int for n in array.shape]) and backend.unsharded(array)):
+def _stacking_key(given: Opened, number: int, axes: Axes) -> Hashable:
+    """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be."""
+    backend, array = given.backend, given.arrays[number]
+    layout = None if axes is None else backend.layout([array])
+    if axes is None or layout is None:
         return None
     kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
-    covered = math.prod([array.shape[axis] for axis in axes])
-    if not backend.certain(math.prod(kept) <= _STACKED) or (kept and backend.certain(covered == 1)):
-        return None
-    alike = [n for n, one in enumerate(seen) if len(one) == len(kept) and all(map(backend.certain, map(eq, one, kept)))]
-    if not alike:
-        seen.append(kept)
-    return (alike or [len(seen) - 1])[0], backend.device(array), part, backend.varying([array])
+    as_large = kept and math.prod([array.shape[axis] for axis in axes]) == 1  # norms never leave their leaf
+    large = math.prod(kept) > _STACKED
+    return None if as_large or large else (kept, backend.device(array), given.part(number), layout)
 
 
 def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:

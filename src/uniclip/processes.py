@@ -17,7 +17,7 @@ import numpy as np
 
 from uniclip._errors import check, holds_arrays, short, stable
 from uniclip.arithmetic import Arithmetic
-from uniclip.backends.base import NUMPY, TRACED, Backend, Kinds, Op, Reduce, cast
+from uniclip.backends.base import NUMPY, Backend, Kinds, Op, Reduce, cast
 
 _KEPT = 64
 """How many joins a rule remembers."""
@@ -72,14 +72,12 @@ class Join:
         return reducer_of(backend, self.all_reduce)(array, op)
 
 
-def join_of(joins: dict[Any, Join], all_reduce: Any, shared: Shared | None, *, traced: bool) -> Join | None:
+def join_of(joins: dict[Any, Join], all_reduce: Any, shared: Shared | None) -> Join | None:
     """Return the join of a rule that remembers some; ``None`` without ``all_reduce``."""
     refuse_shared(all_reduce, shared)
     if all_reduce is None:
         return None
     check("all_reduce", all_reduce, isinstance(all_reduce, Hashable), "a function, a process group, a mesh or a name")
-    if traced:
-        return Join(all_reduce, shared)
     said = held(all_reduce), shared
     if said not in joins:
         while len(joins) >= _KEPT:
@@ -160,12 +158,6 @@ def copies_of(plan: Joinable, given: Any, join: Join) -> list[int] | None:
         return [known.get(number, 1) for number in range(len(given.leaves))]
     if not any(answers):
         return None
-    if plan.math.mode == TRACED and any(answer is True or isinstance(answer, np.bool_) for answer in answers):
-        msg = (
-            "shared marks copies, and in code that is compiled it is not known how many processes hold one: join "
-            "along named axes, or run the step before it is compiled"
-        )
-        raise TypeError(msg)
     return [join.size if isinstance(one, (bool, np.bool_)) and one else max(1, int(one)) for one in answers]
 
 
@@ -177,14 +169,13 @@ def packed(arithmetic: Arithmetic, arrays: list[Any], op: Op, join: Any) -> list
     backend = arithmetic.library
     if not arrays:
         return []
-    xp = backend.xp
-    dtype = xp.float64 if arithmetic.double else xp.float32
+    xp, dtype = backend.xp, arithmetic.sum_dtype
     if arithmetic.host and all([isinstance(array, (float, *NUMPY)) for array in arrays]):
         own: list[Any] = list(map(np.asarray, arrays))
         vector = arithmetic.to_library(np.concatenate([array.ravel() for array in own]).astype(np.float64, copy=False))
     else:
         own = [arithmetic.to_library(np.asarray(a) if isinstance(a, (float, *NUMPY)) else a) for a in arrays]
-        if arithmetic.mode == TRACED and backend.one_by_one():  # XLA makes one reduction of many
+        if arithmetic.separate:  # XLA makes one reduction of many
             return [_reduced(arithmetic, cast(xp, array, dtype), op, join) for array in own]
         flat = [xp.reshape(cast(xp, backend.to_device_of(own[0], array), dtype), (-1,)) for array in own]
         vector = xp.concat(flat, axis=0)

@@ -14,8 +14,7 @@ import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
 from uniclip.backends import DEFAULT, Backend, backend_of
-from uniclip.backends.arrays import stacked
-from uniclip.backends.base import NODES, NUMPY
+from uniclip.backends.base import NODES, NUMPY, TRACED, stacked
 from uniclip.plan import Plan
 from uniclip.tree import flatten
 
@@ -51,12 +50,10 @@ class Raw(NamedTuple):
             return None
         with plan.math.library.quiet():
             if name == "clipped":
-                same = plan.math.all([xp.all(xp.equal(some, xp.ones_like(some))) for some in self.factors])
+                same = plan.math.all([xp.equal(factors, xp.ones_like(factors)) for factors in self.factors])
                 return plan.math.to_library(xp.logical_not(same))
             if name == "finite":
-                flags = [xp.all(xp.isfinite(n)) for n in self.norms]
-                flags += [] if self.entries_finite is None else [self.entries_finite]
-                return plan.math.to_library(plan.math.all(flags))
+                return plan.math.to_library(plan.math.finite(self.norms, self.entries_finite))
             if name == "skipped":
                 return plan.math.to_library(self.skipped)
             blocks = getattr(self, name)
@@ -329,10 +326,10 @@ def to_keep(tree: Any) -> Any:
     return rebuilt(_by_library(arrays, "to_keep"), lambda plan: plan)
 
 
-def on_host(tree: Any) -> Any:
+def read_arrays(tree: Any) -> Any:
     """Return a tree of reports and small arrays with NumPy's in their places, those of a library read together."""
     arrays, rebuilt = _apart(tree)
-    return rebuilt(_by_library(arrays, "to_host"), lambda plan: plan.on_host())
+    return rebuilt(_by_library(arrays, "to_host"), lambda plan: plan.in_numpy())
 
 
 def backend_in(tree: Any) -> Backend | None:
@@ -376,6 +373,11 @@ def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[
             for number, array in zip(numbers, getattr(own, hook)(some), strict=True):
                 found[number] = array
     return found
+
+
+def report_of(raw: Raw) -> Report:
+    """Return the report of its data, with its fields in traced code, else arranged on first access."""
+    return Made(*[raw.field(name) for name in Made._fields]) if raw.plan.math.mode == TRACED else Late(raw)
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report

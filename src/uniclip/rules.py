@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 
 from uniclip._errors import Printed, flag
 from uniclip._types import Number, Step, T
-from uniclip.ask import first_state
 from uniclip.choices import Choices
 from uniclip.limits import NoState
 from uniclip.plan import plan_of
 from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
-from uniclip.step import decide
+from uniclip.step import decide, first_state
 from uniclip.tree import open_tree
 
 

@@ -1,165 +1,44 @@
 # SPDX-License-Identifier: MIT
-"""One step of a rule: measure the norms, ask the limit, compute the factors; then multiply."""
+"""One step of a rule: open, plan, norms, limits, factors; a decision, which multiplies when it is asked for gradients.
+
+`decide` asks the lane of a backend first, which takes what nearly every call is. The general way is in the order in
+which it runs, below it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import optree
 
-from uniclip._errors import refuse_in_step, short
+from uniclip._errors import real, refuse_in_step, short
 from uniclip._types import Step
-from uniclip.ask import factors_of, limits_of
 from uniclip.backends import DEFAULT, MET, backend_of
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Backend, Lane, cast, numbers_in_lane
+from uniclip.backends.arrays import broadcasts, refuse_shape, surely
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Lane, cast, finite_or_zero, numbers_in_lane
 from uniclip.choices import Choices
-from uniclip.curves import rejects
-from uniclip.measure import cleaned, measured
+from uniclip.curves import RejectAbove, hard, rejects, within
+from uniclip.decision import Decision, LaneDecision, write_products
+from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
+from uniclip.limits.base import Rows
 from uniclip.nonfinite import NonFiniteError
 from uniclip.params import beside
-from uniclip.plan import Measured, Plan, plan_of
+from uniclip.plan import Block, Plan, plan_of, refuse_rows
 from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
-from uniclip.report import Late, Made, Raw, Report
-from uniclip.tree import NODES, Opened, open_tree, same_memory
+from uniclip.report import Raw
+from uniclip.sums import Packet, divisors_of, in_all_owners, norms_of, sizes_of
+from uniclip.tree import NODES, Opened, open_tree
 
-__all__ = ["Decision", "LaneDecision", "decide", "decide_generally", "norm_in_lane", "report_in_lane", "state_where"]
-
+NUMBERS = (float, int, np.float32, np.bool_)
+"""The types that are a limit by themselves (float64 is a float); longdouble is wider."""
 _NAMED = 5
 """The number of leaves named in an error."""
-
-
-class Decision(NamedTuple):
-    """What a step comes to before anything is multiplied."""
-
-    rule: Choices
-    given: Opened
-    plan: Plan
-    raw: Raw
-    """The norms, limits and factors of each block."""
-    state: Any
-
-    def clipped(self) -> Any:
-        """Return the clipped gradients, like those given."""
-        given, plan = self.given, self.plan
-        numbers, by = plan.by_leaf(given, self.raw.factors)
-        backend, arrays, zero = given.backend, list(given.arrays), self.rule.nonfinite in {"skip", "zero"}
-        if given.in_place:
-            with backend.quiet(given.first):
-                write_products(given, numbers, by, zero=zero)
-            return given.spec.unflatten(given.leaves)
-        if not numbers:
-            return given.closed(arrays)
-
-        def change() -> list[Any]:
-            return backend.scaled([given.arrays[n] for n in numbers], by, in_place=False, zero=zero)
-
-        with backend.quiet(given.first):
-            one = plan.one_norm and not plan.math.host
-            new = backend.unless_one(by[0], [given.arrays[n] for n in numbers], change) if one else change()
-            for number, array in zip(numbers, new, strict=True):
-                arrays[number] = array
-            return given.closed(arrays)
-
-    def summed(self) -> Any:
-        """Return the sum of the clipped gradients along their first axis."""
-        given, plan, backend = self.given, self.plan, self.given.backend
-        _refuse_summed(given, plan)
-        xp, zero = backend.xp, self.rule.nonfinite in {"skip", "zero"}
-        with backend.quiet(given.first):
-            factors = [plan.math.to_library(some) for some in self.raw.factors]
-            leaves: list[Any] = [None] * len(given.leaves)
-            for number in given.kinds.present:
-                block, row = plan.places[number]
-                array, leaf = given.arrays[number], given.leaves[number]
-                factor = plan.factor(given, factors[block][row, ...], number)
-                wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
-                [product] = backend.scaled([wide], [factor], in_place=False, zero=zero)
-                total = xp.sum(product, axis=0)
-                whole = xp.isdtype(leaf.dtype, "integral")
-                total = cast(xp, total, array.dtype if whole else leaf.dtype)
-                part = given.part(number)
-                leaves[number] = total if part is None else part.summed(leaf, total)
-            return given.spec.unflatten(leaves)
-
-    def norms(self) -> Any:
-        """Return the norms of the report."""
-        return self.plan.arranged([self.plan.math.to_library(some) for some in self.raw.norms])
-
-    def report(self) -> Report:
-        """Return the report, with its fields in traced code, else arranged on first access."""
-        if self.plan.math.mode == TRACED:
-            return Made(*[self.raw.field(name) for name in Made._fields])
-        return Late(self.raw)
-
-
-def write_products(given: Opened, numbers: list[int], by: list[Any], *, zero: bool) -> None:
-    """Multiply arrays in place, each memory once; entries that were made 0 are written, too."""
-    backend, factors = given.backend, dict(zip(numbers, by, strict=True))
-    arrays = [given.odd[n].array if n in given.odd else leaf for n, leaf in enumerate(given.leaves)]
-    zeroed = [n for n in given.kinds.present if arrays[n] is not given.arrays[n]]
-    if not (factors or zeroed):
-        return
-    later = same_memory(backend, given.leaves, given.place)
-    again = later and later - given.later_copies(later)
-    for number, odd in given.odd.items():
-        if number in factors and number not in later and number not in zeroed and odd.view is not None:
-            alike = math.prod(getattr(factors[number], "shape", ())) == 1
-            arrays[number] = odd.view if alike else arrays[number]
-    for number in zeroed:
-        if number not in again:
-            backend.write(arrays[number], lambda _, new: new, given.arrays[number])
-    pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
-    if pairs:
-        backend.scaled([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
-    changed = {*factors, *zeroed} - again
-    given.write([n for n, odd in given.odd.items() if arrays[n] is odd.array and n in changed])
-
-
-class LaneDecision(NamedTuple):
-    """What a step came to in the lane of a backend, where all is done already."""
-
-    rule: Choices
-    backend: Backend
-    close: Callable[[list[Any]], Any]
-    """Makes a tree like the one that was opened."""
-    lane: Lane
-    state: Any
-
-    def clipped(self) -> Any:
-        """Return the clipped gradients, like those given."""
-        return self.close(self.lane.leaves)
-
-    def norms(self) -> Any:
-        """Return the norm."""
-        return norm_in_lane(self.backend, self.lane)
-
-    def report(self) -> Report:
-        """Return the report, which holds no gradient."""
-        return report_in_lane(self.rule, self.backend, self.lane)
-
-
-def norm_in_lane(backend: Backend, lane: Lane) -> Any:
-    """Return the norm as an array of the library, 0-d and float32."""
-    read = isinstance(lane.norm, float)
-    return backend.from_host(np.array(lane.norm, np.float32), lane.device) if read else lane.norm
-
-
-def report_in_lane(rule: Choices, backend: Backend, lane: Lane) -> Report:
-    """Return the report of a step in the lane of a backend, which is arranged on first access."""
-    numbers = lane._replace(leaves=[])  # it holds no gradient
-
-    def make() -> Raw:
-        norm, read = norm_in_lane(backend, numbers), isinstance(numbers.norm, float)
-        plan = plan_of(rule, open_tree(norm), HOST if read else LIBRARY)  # of one norm, whatever the leaves
-        if read:
-            return Raw(plan, *[[np.array([number], np.float32)] for number in numbers[:3]])
-        norms, factors = (backend.xp.reshape(value, (1,)) for value in (norm, numbers.factor))
-        return Raw(plan, [norms], [numbers.limit], [factors])
-
-    return Late(make)
+_NO_CONTEXT = nullcontext()
 
 
 def decide(
@@ -188,7 +67,7 @@ def decide(
         As `uniclip.clip`.
     """
     limit = rule.constant if max_norm is None else max_norm
-    alone = all([one is None for one in (step.params, step.all_reduce, step.loss, step.norm, step.shared)])
+    alone = all([value is None for value in (step.params, step.all_reduce, step.loss, step.norm, step.shared)])
     takes_lane = rule.simple and alone and type(limit) in {float, int}
     if takes_lane:
         leaves, spec = optree.tree_flatten(grads, none_is_leaf=True, namespace=NODES)
@@ -216,77 +95,465 @@ def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
             return None
         norm, limit, factor = numbers
         if factor != 1:
-            present = list(given.kinds.present)
-            write_products(given, present, [factor] * len(present), zero=False)
+            write_products(given, dict.fromkeys(given.kinds.present, factor), zero=False)
         return Lane(norm, limit, factor, given.leaves, given.kinds.device)
 
 
+class Inputs(NamedTuple):
+    """What a step of the general way starts from."""
+
+    rule: Choices
+    plan: Plan
+    given: Opened
+    params: Opened | None
+    """The parameters of the gradients, if the limit needs them."""
+    step: Step
+    constant: Any
+    """The constant limit, ``None`` if there is another one."""
+
+
 def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, constant: Any) -> Decision:
-    """Measure gradients, and compute their factors, under a constant limit if there is one."""
+    """Plan which leaves share a norm, and whether the host reads the norms; then decide."""
     join, params = None, None
     if step.params is not None or step.all_reduce is not None or step.loss is not None or "params" in rule.limit.needs:
         refuse_in_step(None if isinstance(step.loss, Loss) else step.loss, step.params)
         refuse_kept_axes(rule.scope, step.all_reduce)
         given, params = beside(rule, given, step)
     kinds = given.kinds
+    # Nearly always nothing else comes in that could be traced or be unreadable.
     if type(constant) is float and step.norm is None and params is None and not rule.holds_arrays:
         mode = kinds.backend.mode(kinds)
     else:
-        values = [constant, step.norm, step.loss, *getattr(rule.limit, "constants", ())]
-        trees = [given] if params is None else [given, params]
-        mode = _mode_beside(rule, trees, values, state if rule.memory else None)
+        values = [constant, step.norm, *getattr(rule.limit, "constants", ())]
+        values += optree.tree_leaves(state) if rule.memory else []
+        mode = _mode_beside(rule, [given] if params is None else [given, params], values, step.loss)
     if step.all_reduce is not None or step.shared is not None:
-        join = join_of(rule.joins, step.all_reduce, step.shared, traced=mode == TRACED)
+        joins = {} if mode == TRACED else rule.joins  # compiled code remembers nothing
+        join = join_of(joins, step.all_reduce, step.shared)
+    if params is not None and mode != HOST:
+        detached = [array if array is None else kinds.backend.detached(array) for array in params.arrays]
+        params = params._replace(arrays=detached)
     plan = plan_of(rule, given, mode, join, params)
     with kinds.backend.quiet(given.first):
         if join is not None and not join.checked and mode != TRACED:
-            compare(join, rule, plan)
+            compare(join, rule, plan)  # which counts the processes, and learns whether one has float64
             plan = plan_of(rule, given, mode, join, params)
-        return _decided(rule, given, plan, state, step, params, constant)
+        return _decide(Inputs(rule, plan, given, params, step, constant), state)
 
 
-def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], state: Any) -> int:
+def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], loss: Any) -> int:
     """Return the mode of a step on gradients, and parameters, given all that comes in beside them."""
     kinds, backend = [tree.kinds for tree in trees], trees[0].backend
-    mode = TRACED if any([one.traced for one in kinds]) else backend.mode(kinds[0], (values, state))
+    mode = TRACED if any([tree.traced for tree in kinds]) else backend.mode(kinds[0], (values, loss))
     if mode != HOST:
         return mode
-    viewed = values if rule.limits_checked else [*values, *optree.tree_leaves(state)]
-    reads = all([one.reads for one in kinds]) and all([_viewable(backend, value) for value in viewed])
+    reads = all([tree.reads for tree in kinds]) and all([_viewable(backend, value) for value in values])
     return HOST if reads and not rule.holds_arrays else LIBRARY
 
 
-def _viewable(backend: Backend, value: Any) -> bool:
+def _viewable(backend: Any, value: Any) -> bool:
     """Whether an argument is a number, or an array that the host reads."""
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
     return backend.viewed(backend.xp.asarray(value)) is not None
 
 
-def _decided(
-    rule: Choices, given: Opened, plan: Plan, state: Any, step: Step, params: Opened | None, constant: Any
-) -> Decision:
-    """Decide on any norms."""
-    policy = rule.nonfinite
-    found = measured(rule, given, plan, step, params)
-    norms, entries_finite = plan.math.as_norms(found.norms), None
-    if policy == "zero":
-        given, norms, entries_finite = cleaned(rule, given, plan, step, params, found, norms)
-    faults = [n - n for n in norms]
-    # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
-    nan_norms = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    step_finite = None
+def _decide(inputs: Inputs, state: Any) -> Decision:
+    """Measure, ask the limit and the curve, and apply the policy for NaN and ∞."""
+    rule, plan, given = inputs.rule, inputs.plan, inputs.given
+    measured, step_finite = measure(inputs), None
+    if rule.nonfinite == "zero":
+        given, measured = _without_nonfinite(inputs, measured)
+    norms = measured.norms
+    faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
     if rule.decides:
-        flags = [plan.math.xp.all(plan.math.xp.isfinite(n)) for n in norms]
-        [step_finite] = plan.everywhere([plan.math.all(flags if entries_finite is None else [entries_finite, *flags])])
-    if policy == "raise":
+        [step_finite] = in_all_owners(plan, [plan.math.finite(norms, measured.entries_finite)])
+    if rule.nonfinite == "raise":
         _refuse_nonfinite(given, plan, step_finite)
-    limits, new, thresholds = limits_of(rule, plan, given, nan_norms, state, found, constant)
-    factors = [factors_of(rule, plan, *some, step_finite, constant) for some in zip(norms, limits, faults, strict=True)]
+    # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
+    seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
+    limits, new, thresholds = _limits(inputs, measured, seen, state)
+    every = zip(norms, limits, faults, strict=True)
+    factors = [_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in every]
     if rule.memory:  # NaN never enters a state
         new = state_where(step_finite, new, state)
-    skipped = _skipped(rule, plan, factors, step_finite, found)
-    return Decision(rule, given, plan, Raw(plan, norms, limits, factors, thresholds, entries_finite, skipped), new)
+    skipped = _skipped(inputs, measured, factors, step_finite)
+    raw = Raw(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
+    return Decision(rule, given, plan, raw, new)
+
+
+# What a step measures.
+
+
+class Measured(NamedTuple):
+    """The measurements of a step, joined over processes, where the norms lie: an array for each block."""
+
+    norms: list[Any]
+    params: list[Any] | None = None
+    sizes: list[Any] | None = None
+    present: list[Any] | None = None
+    """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
+    loss: Any = None
+    entries_finite: Any = None
+    """Whether all entries are finite, where that was looked at."""
+
+
+def measure(inputs: Inputs) -> Measured:
+    """Measure what a step needs; all that processes join goes in one packet with the sums of leaves."""
+    rule, plan, given, params, step, _ = inputs
+    math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
+    joins, sized = plan.join is not None or bool(plan.covering), "sizes" in needs or bool(power)
+    joins_losses = "loss" in needs and joins and not isinstance(step.loss, Loss)
+    joins_presence = joins and not plan.norms_apart and (rule.memory or not plan.one_norm)
+    looks_at_entries = rule.nonfinite == "zero" and (bool(plan.covering) or not math_.host)
+    with _NO_CONTEXT if math_.host and plan.join is None else math_.library.allow_float64():
+        packet = Packet(
+            losses=_as_sums(plan, step.loss) if joins_losses else None,
+            unsound=[_count_nonfinite(plan, given)] if looks_at_entries else None,
+            present=plan.gradients() if joins_presence else None,
+            sizes=sizes_of(plan, given) if sized and plan.sizes is None else None,
+        )
+        trees = [tree for tree in (given if step.norm is None else None, params) if tree is not None]
+        norms, joined = norms_of(plan, trees, rule.norm, packet)
+        sizes = plan.sizes
+        if joined.sizes is not None:
+            sizes = divisors_of(plan, joined.sizes, power)
+            plan.sizes = sizes if math_.mode != TRACED and plan.join is None else None
+        if sizes is not None and power:
+            norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
+        return Measured(
+            norms=math_.as_norms(norms[0]) if step.norm is None else [_given_norm(inputs)],
+            params=None if params is None else math_.as_norms(norms[-1]),
+            sizes=None if sizes is None else math_.as_norms(sizes[0]),
+            present=None if joined.present is None else math_.as_norms([count > 0 for count in joined.present]),
+            loss=_loss(plan, step.loss, joined.losses) if "loss" in needs else None,
+            entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
+        )
+
+
+def _count_nonfinite(plan: Plan, given: Opened) -> Any:
+    """Return how many arrays have entries that are not finite."""
+    xp, dtype = plan.math.library.xp, plan.math.sum_dtype
+    arrays = [given.arrays[number] for number in given.kinds.present]
+    return plan.math.add([xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype) for array in arrays], "sum")
+
+
+def _as_sums(plan: Plan, loss: Any) -> list[Any]:
+    """Return the loss of this process and its count, to be summed over all processes: 0 and 0 without a loss."""
+    if loss is None:
+        return [np.zeros(()), np.zeros(())]
+    xp = plan.math.library.xp
+    own = plan.math.library.detached(xp.astype(xp.asarray(loss), xp.float32))
+    return [xp.reshape(own, ()), np.ones(())]
+
+
+def _loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
+    """Return the loss of a step where the norms are, the mean of all processes; ``None`` if there is none."""
+    xp, own = plan.math.library.xp, loss is not None
+    if sums is not None:
+        total, count = map(plan.math.to_library, sums)
+        if own:
+            loss = total / count
+        elif plan.math.library.readable(count):
+            loss = total / count if bool(count > 0) else None
+        else:  # -∞, which is no spike, and is not kept
+            some = count > 0
+            loss = total / xp.where(some, count, xp.ones_like(count)) + xp.log(xp.astype(some, count.dtype))
+    elif isinstance(loss, Loss):
+        loss = loss()
+    if loss is None:
+        return None
+    loss = plan.math.library.detached(xp.astype(xp.asarray(loss), xp.float32))
+    view = plan.math.view(loss)
+    return np.asarray(float(loss), np.float32) if view is None else view
+
+
+def _given_norm(inputs: Inputs) -> Any:
+    """Return the norm of all leaves that was given, as measuring would return it; refuse an invalid one."""
+    plan, backend, [zero] = inputs.plan, inputs.given.backend, zero_norms(inputs.plan, inputs.given)
+    norm = backend.xp.asarray(inputs.step.norm, dtype=zero.dtype)
+    refuse_shape("norm", norm, zero)
+    if surely(backend, backend.xp.any(norm < 0)):  # NaN is a norm that was measured
+        msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
+        raise ValueError(msg)
+    view = plan.math.view(zero + norm)
+    return zero + norm if view is None else view
+
+
+def zero_norms(plan: Plan, given: Opened) -> list[Any]:
+    """Return zeros like the norms, in the library of the gradients."""
+    xp, (dtype, numpys) = plan.math.library.xp, plan.math.dtypes
+
+    def zero(block: Block, group: tuple[int, ...]) -> Any:
+        if not (block.kept and group):
+            return plan.math.to_library(np.zeros((), numpys))
+        return xp.sum(xp.zeros_like(given.arrays[group[0]], dtype=dtype), axis=plan.axes[group[0]])  # sharded as it is
+
+    return [plan.math.stack([zero(block, group) for group in block.groups]) for block in plan.blocks]
+
+
+def _without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:
+    """Return gradients with 0 for entries that are not finite, and what is measured then."""
+    plan, given = inputs.plan, inputs.given
+    if plan.math.host:  # read twice only in a step in which it happens
+        if measured.entries_finite is None:  # else processes hold parts: all of them measure again, or none
+            measured = measured._replace(entries_finite=plan.math.finite(measured.norms, None))
+        if bool(measured.entries_finite):
+            return given, measured
+    xp = plan.math.library.xp
+    given = given._replace(arrays=[None if array is None else finite_or_zero(xp, array) for array in given.arrays])
+    again = measure(inputs._replace(given=given, params=None, step=inputs.step._replace(loss=None)))
+    return given, measured._replace(norms=again.norms)
+
+
+# How large norms may be.
+
+
+def _limits(
+    inputs: Inputs, measured: Measured, norms: list[Any], state: Any
+) -> tuple[list[Any], Any, list[Any] | None]:
+    """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
+    rule, plan, given = inputs.rule, inputs.plan, inputs.given
+    limit, constant = rule.limit, inputs.constant
+    if given.odd:
+        _refuse_limits_by_row(inputs)
+    if constant is not None:  # which needs no context
+        return [_checked(plan, constant, n, fits=False) for n in norms], state, None
+    if limit.memory:
+        if not given.kinds.present and plan.join is None and not plan.covering:
+            return [math.inf] * len(norms), state, None  # a step without gradients changes no state
+        _check_state(rule, plan, state)
+    states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
+    contexts = _contexts(inputs, measured, norms)
+    answers = [_ask(inputs, context, old) for context, old in zip(contexts, states, strict=True)]
+    limits = [_checked(plan, one, n, fits=rule.limits_checked) for (one, _), n in zip(answers, norms, strict=True)]
+    thresholds = None
+    if any([context.threshold is not None for context in contexts]):
+        for context in contexts:
+            if context.threshold is not None:
+                refuse_shape("threshold", context.threshold, context.norms)
+        pairs = zip(contexts, limits, strict=True)
+        thresholds = [one if context.threshold is None else context.threshold for context, one in pairs]
+    if not limit.memory:
+        return limits, state, thresholds
+    new = [old if new is None else new for (_, new), old in zip(answers, states, strict=True)]
+    return limits, new[0] if len(new) == 1 else tuple(new), thresholds
+
+
+def _refuse_limits_by_row(inputs: Inputs) -> None:
+    """Refuse a limit, or counts, with a value for each row of a sparse leaf."""
+    rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
+    of_groups = dict(rule.limit.limits) if constant is None and isinstance(rule.limit, PerGroup) else {}
+    for number in inputs.given.kinds.odd:
+        block, row = plan.places[number]
+        kept, label = plan.blocks[block].kept, plan.blocks[block].labels[row]
+        limit = of_groups.get(label) if of_groups else rule.limit if constant is None else constant
+        value = limit.value if isinstance(limit, Constant) else limit.counts if isinstance(limit, Relative) else limit
+        shape = () if isinstance(value, NUMBERS) else getattr(value, "shape", ())  # a compiler asks no number
+        if kept and len(shape) >= kept and shape[-kept] != 1:
+            refuse_rows(inputs.given, plan.axes, rule, "has a limit")
+
+
+def _contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list[Context]:
+    """Return the context of each block."""
+    plan, unknown = inputs.plan, [None] * len(norms)
+    columns = [values or unknown for values in (measured.params, measured.sizes, measured.present)]
+    rows = [
+        Rows(n, block.labels, of_params, size, block.absent if present is None else (), present)
+        for n, of_params, size, present, block in zip(norms, *columns, plan.blocks, strict=True)
+    ]
+    needs, apart = inputs.rule.limit.needs, plan.norms_apart
+    return [Context(plan.math.backend, rows, n, needs, measured.loss, apart=apart) for n in range(len(rows))]
+
+
+def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:
+    """Return the state before the first step."""
+    rows = [
+        Rows(n, block.labels, absent=block.absent)
+        for n, block in zip(zero_norms(plan, given), plan.blocks, strict=True)
+    ]
+    contexts = [Context(plan.math.library, rows, number) for number in range(len(rows))]
+    states = [rule.limit.init(context.norms, context) for context in contexts]
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+def _ask(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
+    """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
+    limit, math_ = inputs.rule.limit, inputs.plan.math
+    if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
+        return math.inf, None
+    old = optree.tree_map(lambda a: math_.view(a if math_.host else math_.library.detached(a)), state)
+    try:
+        answer = limit(context.norms, old, context)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        _refuse_numpy(inputs.plan, limit, error)
+        raise
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        msg = f"{short(limit)} must return (limits, state), the limits and the next state, got {short(answer)}"
+        raise TypeError(msg)
+    limits, new = answer
+    if not hasattr(limits, "dtype"):
+        shape = tuple(context.norms.shape)
+        wanted = f"a number or an array of real numbers that broadcasts against norms of shape {shape}"
+        limits = real(f"the limit of {short(limit)}", limits, wanted)
+    if not limit.memory:
+        return limits, state
+    absent = _absent(inputs.plan, context.absent, context.present)
+    if absent is not None and isinstance(limit, PerGroup):
+        rows = enumerate(zip(new, old, strict=True))
+        new = tuple([_restored(inputs.plan, *row, absent[n : n + 1, ...]) for n, row in rows])
+    elif absent is not None:
+        new = _restored(inputs.plan, new, old, absent)
+    keep = (lambda a: math_.to_library(np.asarray(a))) if math_.host else math_.library.detached
+    return limits, optree.tree_map(keep, new)
+
+
+def _refuse_numpy(plan: Plan, choice: Any, error: Exception) -> None:
+    """Say why a limit or a curve got NumPy's arrays, if it failed on them."""
+    if plan.math.backend is not plan.math.library and "numpy" in str(error):
+        msg = (
+            f"{short(choice)}: {error}. Where the host can read the gradients, norms are NumPy's arrays: use the "
+            "functions of context.xp in a limit, of xp in a curve, not those of one library"
+        )
+        raise TypeError(msg) from error
+
+
+def _absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
+    """Return for each row of a block whether all its gradients are absent, ``None`` if none is."""
+    if present is not None:
+        return plan.math.xp.logical_not(present)
+    return plan.math.as_norms([np.asarray(absent)])[0] if absent else None
+
+
+def _restored(plan: Plan, new: Any, old: Any, gone: Any) -> Any:
+    """Return the new state with the old rows of groups whose gradients are all absent."""
+    xp, count = plan.math.xp, gone.shape[0]
+
+    def row_by_row(a: Any, b: Any) -> Any:
+        rows = len(a.shape) > 0 and a.shape[0] == count
+        if not rows and count > 1:
+            return a  # shared by all rows
+        flags = xp.reshape(gone, (count,) + (1,) * (len(a.shape) - 1) if rows else ())
+        return xp.where(plan.math.backend.to_device_of(a, flags), b, a)
+
+    return optree.tree_map(row_by_row, new, old)
+
+
+def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
+    """Validate a state: it must be of this rule, and for this number of norms."""
+    limit, blocks = rule.limit, plan.blocks
+    known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
+    parts = [state] if len(blocks) == 1 else state
+    count = isinstance(parts, (list, tuple)) and len(parts) == len(blocks)
+    kind = isinstance(limit, PerGroup) or (count and all(hasattr(part, "_fields") for part in parts))
+    if state is None or isinstance(state, NoState) or (known and not kind):
+        msg = f"state must be what rule.init(grads) returns, or an update before, for {short(rule)}, got {short(state)}"
+        raise TypeError(msg)
+    for part, block in zip(parts, blocks, strict=True) if known else ():
+        rows = [len(part)] if isinstance(limit, PerGroup) else [array.shape[0] for array in part if len(array.shape)]
+        if rows and rows[0] != len(block.groups):
+            msg = (
+                f"the state of {short(rule)} is for {rows[0]} norms, but there are {len(block.groups)}: it was made "
+                "for other gradients"
+            )
+            raise ValueError(msg)
+
+
+def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
+    """Clip limits to the range of the norms' dtype; refuse wrong shapes.
+
+    Negative limits and NaN are refused where they can be read. ``fits`` tells that none is negative.
+    """
+    xp, backend, largest = plan.math.xp, plan.math.backend, plan.math.largest_norm
+    if isinstance(value, NUMBERS):
+        wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
+        value = min(value, largest)  # in the other order NaN would become largest
+    else:
+        if plan.math.host and not isinstance(value, NUMPY):
+            value = plan.math.library.viewed(plan.math.library.xp.asarray(value))
+        value = xp.asarray(value, dtype=norms.dtype)
+        refuse_shape("limit", value, norms)
+        # The limit of a norm that is not finite need not be a number.
+        read = backend.readable(value) and backend.readable(norms)
+        wrong = read and not bool(xp.all(value >= 0)) and bool(xp.any(xp.logical_not(value >= 0) & xp.isfinite(norms)))
+        if isinstance(value, np.ndarray) or fits:
+            value = xp.where(value > largest, largest, value)
+        else:
+            value = xp.clip(value, 0, largest)
+    if wrong:
+        shown = short(value) if getattr(value, "shape", ()) else value
+        msg = f"limit must be 0 or more (0 zeroes the gradients), got {shown}"
+        raise ValueError(msg)
+    return value
+
+
+# What the curve makes of norms and limits.
+
+
+def _factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_finite: Any) -> Any:
+    """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
+
+    One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0, and NaN where a norm
+    is not finite. A limit equal to the largest number of the norms' dtype limits nothing; a constant number ∞ leaves
+    even NaN alone.
+    """
+    rule, plan, constant = inputs.rule, inputs.plan, inputs.constant
+    xp, world, number = plan.math.xp, plan.math.backend, isinstance(limits, NUMBERS)
+    bounded = isinstance(rule.curve, RejectAbove)  # whatever the limit
+    if isinstance(constant, NUMBERS) and constant > sys.float_info.max and not bounded:  # to compilers no symbol is ∞
+        factors = xp.ones_like(norms)
+    elif number and limits >= plan.math.largest_norm and not bounded:
+        factors = xp.ones_like(norms) + fault
+    else:
+        plain = _divided if number and limits > 0 else _divided_or_one
+        array = xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
+        limits = cast(xp, array, norms.dtype)
+        if rule.curve is hard and plan.math.mode == TRACED:
+            factors = world.fast_values(plain, _hard)(norms, limits)
+        else:
+            factors = _asked(rule, plan, norms, limits) + fault
+            if not (number or rule.curve is hard):  # which turns NaN into NaN itself
+                factors = factors + (limits - limits)
+    if not rule.zeroes:
+        return factors
+    kept = world.to_device_of(norms, step_finite) if rule.nonfinite == "skip" else xp.isfinite(norms)
+    return xp.where(kept, factors, xp.zeros_like(factors))
+
+
+def _hard(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the factor of the curve `hard`, NaN where the norm is not finite."""
+    return hard(xp, norm, limit) + (norm - norm)
+
+
+def _divided(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the same by fewer operations, for limits above 0; the division is last, or XLA makes it in each user."""
+    return limit / (xp.maximum(norm, limit) + (norm - norm))
+
+
+def _divided_or_one(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the same for limits that may be 0."""
+    most = xp.maximum(norm, limit)
+    some = most != 0
+    return xp.where(some, limit, 1.0) / (xp.where(some, most, 1.0) + (norm - norm))
+
+
+def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
+    """Return the factors of a curve, validated, and 1 where nothing is limited."""
+    xp, curve = plan.math.xp, rule.curve
+    try:
+        factors = curve(xp, norms, limits)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        _refuse_numpy(plan, curve, error)
+        raise
+    if not (isinstance(factors, NUMBERS) or (hasattr(factors, "dtype") and broadcasts(factors.shape, norms.shape))):
+        wanted = f"a number, or an array like the norms, of shape {tuple(norms.shape)}"
+        msg = f"the factor that {short(curve)} returned must be {wanted}, got {short(factors)}"
+        raise TypeError(msg)
+    factors = xp.asarray(factors, dtype=norms.dtype)
+    if within(curve):
+        return factors
+    factors = xp.where(factors > plan.math.largest_factor, plan.math.largest_factor, factors)
+    return xp.where(limits >= plan.math.largest_norm, xp.ones_like(factors), factors)
 
 
 def state_where(flag: Any, yes: Any, no: Any) -> Any:
@@ -300,20 +567,21 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no)
 
 
-def _skipped(rule: Choices, plan: Plan, factors: list[Any], step_finite: Any, found: Measured) -> Any:
+def _skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
-    xp, skipped = plan.math.xp, None
+    rule, plan, xp, skipped = inputs.rule, inputs.plan, inputs.plan.math.xp, None
     if rule.nonfinite == "skip":
         skipped = xp.logical_not(step_finite)
     if rejects(rule.curve):
         every, none = [], []
-        for some, block, there in zip(factors, plan.blocks, found.present or [None] * len(factors), strict=True):
-            gone, absent = xp.equal(some, xp.zeros_like(some)), plan.absent(block, there)
-            none.append(xp.logical_not(xp.any(gone)))  # true also where there is no norm
+        unknown = [None] * len(factors)
+        for factor, block, present in zip(factors, plan.blocks, measured.present or unknown, strict=True):
+            dropped, absent = xp.equal(factor, xp.zeros_like(factor)), _absent(plan, block.absent, present)
+            none.append(xp.logical_not(xp.any(dropped)))  # true also where there is no norm
             if absent is not None:
-                gone = gone | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(gone.shape) - 1))
-            every.append(xp.all(gone))
-        all_gone, none_gone = plan.everywhere([plan.math.all(every), plan.math.all(none)])
+                dropped = dropped | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(dropped.shape) - 1))
+            every.append(dropped)
+        all_gone, none_gone = in_all_owners(plan, [plan.math.all(every), plan.math.all(none)])
         none_left = all_gone & xp.logical_not(none_gone)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped
@@ -328,32 +596,10 @@ def _refuse_nonfinite(given: Opened, plan: Plan, finite: Any) -> None:
         )
         raise TypeError(msg)
     if not bool(finite):
-        raise NonFiniteError(_explained(given))
-
-
-def _explained(given: Opened) -> str:
-    xp = given.backend.xp
-    bad = [given.place(number) for number in given.kinds.present if not bool(xp.all(xp.isfinite(given.arrays[number])))]
-    if bad:
+        xp, arrays, present = given.backend.xp, given.arrays, given.kinds.present
+        bad = [given.place(number) for number in present if not bool(xp.all(xp.isfinite(arrays[number])))]
         more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-        return f"NaN or ∞ in {', '.join(bad[:_NAMED])}{more}"
-    return "the gradients here are finite, but their norm is beyond the range of its dtype, or another device's are not"
-
-
-def _refuse_summed(given: Opened, plan: Plan) -> None:
-    """Refuse norms over all examples, and leaves with different numbers of examples."""
-    present = given.kinds.present
-    shapes = [tuple(given.leaves[number].shape) for number in present]
-    for number, shape in zip(present, shapes, strict=True):
-        axes = plan.axes[number]
-        if shape and (axes is None or 0 in axes):
-            msg = (
-                "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
-                f"{short(plan.scope)}, takes one norm over all of them"
-            )
-            raise ValueError(msg)
-        first = shapes[0]
-        if not (first and shape) or (first[0] != shape[0] and None not in {first[0], shape[0]}):
-            places = " and ".join(given.place(one) for one in (present[0], number))
-            msg = f"leaves need as many examples along the first axis, but {places} have the shapes {[first, shape]}"
-            raise ValueError(msg)
+        msg = f"NaN or ∞ in {', '.join(bad[:_NAMED])}{more}"
+        if not bad:
+            msg = "the gradients are finite, but their norm is out of its dtype's range, or another device's are not"
+        raise NonFiniteError(msg)

@@ -20,9 +20,9 @@ import optree
 from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed
-from uniclip.backends import DEFAULT, MET, Backend, backend_of, compiling, flatten_registered
-from uniclip.backends.arrays import overlapping, overlaps_itself
-from uniclip.backends.base import Kinds, Leaf, cast, unchanged
+from uniclip.backends import DEFAULT, MET, Backend, backend_of, flatten_registered
+from uniclip.backends.arrays import View, overlapping, overlaps_itself
+from uniclip.backends.base import Kinds, Leaf, cast
 from uniclip.scopes import Path
 
 NODES = "uniclip"
@@ -233,10 +233,11 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
     if kinds is None:
         with backend.quiet():
             kinds = Kinds(backend, arrays, tuple(odd))
-        if not compiling():
+        key = backend.kinds(leaves)
+        if key is not None:
             if len(backend.known) >= _KEPT:
                 backend.known.clear()
-            kinds = backend.known.setdefault((name, whole, backend.kinds(leaves)), kinds)
+            kinds = backend.known.setdefault((name, whole, key), kinds)
     opened = Opened(kinds, leaves, arrays, spec, name, in_place, odd)
     if in_place and not whole:
         _refuse_integers(opened)
@@ -261,9 +262,9 @@ def _open_leaf(backend: Backend, leaf: Any, *, in_place: bool, whole: bool) -> L
     inner = _open_leaf(backend, outer.array, in_place=in_place and not outer.copied, whole=whole)
     if inner is None:
         return outer
-    rows = outer.rows if inner.rows is None else inner.rows
+    known = inner._replace(**{name: value for name, value in outer._asdict().items() if value is not None})
     view = None if outer.copied else inner.view
-    return Leaf(inner.array, lambda new: outer.back(inner.back(new)), view, rows, inner.part)
+    return known._replace(array=inner.array, back=lambda new: outer.back(inner.back(new)), view=view)
 
 
 def backend_for(leaves: list[Any], name: str, spec: Any) -> Backend:
@@ -311,13 +312,10 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
     memories = backend.memory([leaves[number] for number in present])
     if memories is None:
         return set()
-    first: dict[Any, int] = {}
-    identity = unchanged if compiling() else id  # of numbers of objects, a compiler makes a program for these alone
-    again = {number for number in present if first.setdefault(identity(leaves[number]), number) != number}
-    views = {}
+    again: set[int] = set()
+    views: dict[int, View] = {}
+    unknown: dict[Any, int] = {}
     for number, (view, reason) in zip(present, memories, strict=True):
-        if view is not None and view.size and number not in again:
-            views[number] = view
         repeats = view is not None and overlaps_itself(view)
         why = reason or ("several of its entries may lie in one place" if repeats else None)
         if why:
@@ -326,6 +324,10 @@ def same_memory(backend: Backend, leaves: list[Any], where: Callable[[int], str]
                 "use clipped, report = uc.clip(grads, rule), which makes new arrays"
             )
             raise TypeError(msg)
+        if view is not None and view.size:
+            views[number] = view
+        elif view is None and unknown.setdefault(leaves[number], number) != number:
+            again.add(number)
     for earlier, later in overlapping(views):
         if views[earlier].__array_interface__ != views[later].__array_interface__:
             msg = (

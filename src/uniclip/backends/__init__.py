@@ -15,7 +15,7 @@ import array_api_compat
 from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
-__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling", "flatten_registered"]
+__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling", "flatten_registered", "outlives"]
 
 MET: dict[type, Backend | None] = {}
 """The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
@@ -73,6 +73,11 @@ def backend_by(all_reduce: Any) -> Backend | None:
     """Return the backend whose processes ``all_reduce`` reduces over, ``None`` if it does not tell."""
     load = None if callable(all_reduce) else _LOADERS.get(type(all_reduce).__module__.partition(".")[0])
     return load() if load else None
+
+
+def outlives(arrays: list[Any]) -> bool:
+    """Whether values can be kept after the step; the first says it for all, which are computed from the norms."""
+    return all([(backend_of(array) or DEFAULT).can_keep(array) for array in arrays[:1]])
 
 
 def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:

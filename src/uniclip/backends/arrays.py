@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from uniclip.backends.base import Array, cast
+from uniclip.backends.base import NUMPY, Array
 
 if TYPE_CHECKING:
     from uniclip.backends.base import Backend
@@ -19,42 +19,21 @@ View: TypeAlias = np.ndarray[Any, Any]
 """An array of NumPy that stands for the memory of one of any framework."""
 
 
-def stacked(backend: Backend, arrays: list[Array]) -> Array:
-    """Return arrays of one shape stacked along a new first axis, in the widest of their dtypes."""
-    xp = backend.xp
-    if all([isinstance(array, np.ndarray) for array in arrays]):
-        return np.array(arrays)  # takes half as long as np.stack
-    if len(arrays) == 1:
-        return xp.expand_dims(arrays[0], axis=0)
-    dtype = xp.result_type(*{array.dtype for array in arrays})
-    return xp.stack([cast(xp, backend.to_device_of(arrays[0], array), dtype) for array in arrays])
-
-
-def rows_of(backend: Backend, array: Array) -> list[Array]:
-    """Return the rows of an array, taken apart by a single operation where there is one."""
-    if isinstance(array, np.ndarray):
-        return [array[row, ...] for row in range(array.shape[0])]
-    if backend.traced(array):
-        return backend.apart(array)
-    unstack = getattr(backend.xp, "unstack", None)
-    return [array[row, ...] for row in range(array.shape[0])] if unstack is None else list(unstack(array))
-
-
-def all_of(backend: Backend, flags: list[Array]) -> Array:
-    """Return whether all of the boolean 0-d arrays are true."""
-    if len(flags) == 1:
-        return flags[0]
-    if not flags:
-        return backend.xp.asarray(True)
-    return backend.xp.all(stacked(backend, flags))
-
-
 def spread(backend: Backend, value: Array, array: Array, axes: tuple[int, ...] | None) -> Array:
-    """Return a norm's value with the device and dimensions of the array."""
+    """Return a norm's value with the dimensions of the array; that of a whole array fits as it is."""
+    if axes is None:
+        return value
+    if isinstance(value, NUMPY):
+        return value.reshape([1 if axis in axes else n for axis, n in enumerate(array.shape)])
     value = backend.to_device_of(array, value)
-    for axis in axes or ():
+    for axis in axes:
         value = backend.xp.expand_dims(value, axis=axis)
     return value
+
+
+def surely(backend: Backend, flags: Array) -> bool:
+    """Whether flags can be read, and all are true."""
+    return backend.readable(flags) and bool(backend.xp.all(flags))
 
 
 def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:

@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""What the core needs of a framework: an array API namespace, and hooks with defaults written in it."""
+"""What the core needs of a framework: an array API namespace, and hooks with defaults written in it.
+
+A library that follows the standard overrides nothing. Another one:
+
+- *must* say what its arrays are: `kinds`, `is_array`, `unfit`, `leaf`; where they lie, and who reads them: `mode`,
+  `facts`, `readable`, `viewed`, `device`, `from_host`, `to_host`, `to_device_of`; and whether derivatives are recorded:
+  `detached`, `to_keep`, `quiet`, `allow_float64`, `debug_infs`;
+- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scaled`, `apart`, `memory`, `write`; and have
+  parts in several processes: `reducer`, `copies`, `divided_as`, `layout`, `rank`;
+- in *compiled* code has its own ways: `traced`, `can_keep`, `one_by_one`, `fast_values`, `reduce_rows`, `cond`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +17,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import accumulate
 from operator import and_, or_
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,8 +30,6 @@ Rebuild: TypeAlias = Callable[[Array], Any]
 Op: TypeAlias = Literal["sum", "max"]
 Reduce: TypeAlias = Callable[[Any, Op], Any]
 Axes: TypeAlias = tuple[int, ...] | None
-Blocks: TypeAlias = Sequence[Sequence[Sequence[int]]]
-"""Blocks of norms, each with the numbers of the arrays of each of its norms."""
 Memory: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
 """An array at a leaf's place in memory, if that is known, and why the leaf cannot be written, if so."""
 
@@ -35,6 +43,19 @@ HOST, LIBRARY, RECORDED, TRACED = range(4)
 """The modes of a step: the host reads values at no cost; the library does; it records derivatives; none has any."""
 FITS = (1e-24, 3.4e38)
 """Between smallest normal number / eps² and the largest number a sum of squares in float32 is accurate."""
+
+
+class Facts(NamedTuple):
+    """What is known of some arrays and their values."""
+
+    traced: bool
+    """Whether some have no values."""
+    reads: bool
+    """Whether the host reads all at no cost."""
+    records: bool
+    """Whether derivatives with respect to them may be recorded."""
+    double: bool
+    """Whether their sums can be float64."""
 
 
 class Kinds:
@@ -63,12 +84,10 @@ class Kinds:
         """The dtype of their norms: float32, or the widest real one."""
         self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
-        self.traced, self.reads, self.records = backend.facts(some)
-        """Whether they have no values; whether the host reads them at no cost; whether derivatives may be recorded."""
+        self.traced, self.reads, self.records, self.double = backend.facts(some)
+        """See `Facts`."""
         self.device = backend.device(some[0] if some else None)
         """The device of the first."""
-        self.double = backend.has_float64(some)
-        """Whether their sums can be float64."""
 
     def without_leaves(self, backend: Backend | None = None) -> Kinds:
         """Return the facts about a tree without gradients, of a library if one is given."""
@@ -93,6 +112,8 @@ class Leaf(NamedTuple):
     """The leaf's own memory, if it has some: the array, or entries that are not summed, which one number multiplies."""
     rows: Any = None
     """Which rows of a sparse leaf the array holds, a vector; ``()`` if it holds single entries, ``None`` if all."""
+    shape: Any = None
+    """The lengths of the leaf, numbers or arrays, if it does not tell them."""
     part: Any = None
     """Which part of a distributed leaf it is, with the attributes of `uniclip.backends.dtensor.Part`."""
 
@@ -136,6 +157,43 @@ def numbers_in_lane(norm: float, limit: float) -> tuple[float, float, float] | N
     return (norm, limit, float(np.float32(factor))) if factor > _FLOAT32_LEAST else None
 
 
+class Terms(NamedTuple):
+    """The arrays whose powers a step adds up: those of one norm are in a row, and so are the norms of one block."""
+
+    arrays: list[Array]
+    counts: list[int]
+    """How many arrays, at least one, each norm has."""
+    blocks: list[int]
+    """How many norms each block has."""
+    axes: Sequence[Axes] | None = None
+    """The axes along which each is added, ``None`` for all; ``None`` if all are added whole."""
+    p: float = 2
+    """The power; ∞ for the largest modulus."""
+    units: Sequence[Any] | None = None
+    """What each array is divided by first."""
+    weigh: Callable[[list[Array]], list[Array]] | None = None
+    """What is done with the sums of the arrays before they are added."""
+
+    @property
+    def op(self) -> Op:
+        """How sums are joined."""
+        return "max" if self.p == math.inf else "sum"
+
+    @property
+    def whole(self) -> bool:
+        """Whether only squares of whole arrays are added."""
+        return self.p == 2 and self.axes is None and self.units is None and self.weigh is None
+
+    def each(self) -> Iterable[tuple[Array, float, Axes, Any]]:
+        """Return what `power_sum` takes for each array."""
+        axes, units = ([None] * len(self.arrays) if some is None else some for some in (self.axes, self.units))
+        return [(array, self.p, *pair) for array, *pair in zip(self.arrays, axes, units, strict=True)]
+
+    def in_blocks(self, rows: Any) -> list[Any]:
+        """Return the rows of all norms as those of each block."""
+        return [rows] if len(self.blocks) == 1 else in_groups(rows, self.blocks)
+
+
 def put_back(leaves: list[Any], arrays: Iterable[Array]) -> list[Any]:
     """Return the leaves with other arrays in the places of those that are there."""
     left = iter(arrays)
@@ -162,10 +220,15 @@ class Backend:
         self.xp = xp
         self.known: dict[Any, Kinds] = {}
 
+    @cached_property
+    def _has_float64(self) -> bool:
+        info = getattr(self.xp, "__array_namespace_info__", None)
+        return info is not None and "float64" in info().dtypes()
+
     # What a leaf holds.
 
     def kinds(self, leaves: list[Any]) -> Any:
-        """Return a key that is equal for leaves of equal kinds; ``None`` is a kind."""
+        """Return a key that is equal for leaves of equal kinds, ``None`` for no key; ``None`` is a kind, too."""
         return tuple([None if leaf is None else (type(leaf), str(getattr(leaf, "dtype", None))) for leaf in leaves])
 
     def is_array(self, leaf: Any) -> bool:
@@ -186,11 +249,6 @@ class Backend:
             return None
         return Leaf(self.xp.astype(leaf, self.xp.asarray(1.0).dtype))  # in the framework's default dtype
 
-    def size(self, leaf: Any, axes: Axes) -> Any:
-        """Return the number of entries of the leaf along ``axes``, including those that are not stored."""
-        shape = leaf.shape
-        return math.prod(shape if axes is None else [shape[axis] for axis in axes])  # not a generator: torch.compile
-
     # Where arrays are, and whether they have values.
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
@@ -198,14 +256,9 @@ class Backend:
         traced = kinds.traced or any([self.traced(one) for one in optree.tree_leaves(beside)])
         return TRACED if traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
 
-    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
-        """Return whether arrays have no values, the host reads them at no cost, and derivatives may be recorded."""
-        return any(map(self.traced, arrays)), all(map(self.readable, arrays)), True
-
-    def has_float64(self, arrays: list[Array]) -> bool:
-        """Whether sums of these arrays can be float64."""
-        info = getattr(self.xp, "__array_namespace_info__", None)
-        return info is not None and "float64" in info().dtypes()
+    def facts(self, arrays: list[Array]) -> Facts:
+        """Return the facts about the values of arrays, which do not change while their kinds are the same."""
+        return Facts(any(map(self.traced, arrays)), all(map(self.readable, arrays)), True, self._has_float64)
 
     def traced(self, array: Array) -> bool:
         """Whether the array has no value yet: it is a tracer in code that is compiled or transformed."""
@@ -230,10 +283,6 @@ class Backend:
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
         """Return a NumPy array as an array of this library."""
         return self.xp.asarray(array)
-
-    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        """Return a NumPy array as one of this library, in code without values."""
-        return self.from_host(array, device)
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         """Return the values of small arrays as NumPy arrays, from any device, read together."""
@@ -271,23 +320,14 @@ class Backend:
         """
         return None
 
-    # Sums and products, for speed and memory. `squares` is asked first, then `sums`.
+    # Sums and products, for speed and memory.
 
-    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
-        """Return ``Σ|x|²`` of each group of whole arrays, ``(k,)`` in float64; ``None`` if there is no fast path.
+    def sums(self, mode: int, terms: Terms) -> list[Array]:
+        """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each norm, one array ``(k, *kept)`` for each block.
 
-        The arrays of a group are consecutive, and the lengths of the groups are given. NumPy's in the mode `HOST`. A
-        sum of float64 entries whose squares all underflow is not 0, if the array is NumPy's.
+        In float64 if it can be; NumPy's in the mode `HOST`, where a sum of float64 entries is 0 only if all are.
         """
-        return None
-
-    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
-        """Return ``Σ|x/unit|ᵖ`` (the largest modulus for p = ∞) of each array along its axes, in float64 if it can be.
-
-        NumPy's in the mode `HOST`. Where sums are made again if they were not accurate, those of a block are together.
-        """
-        units = [None] * len(arrays) if units is None else units
-        return [power_sum(self, array, p, some, unit) for array, some, unit in zip(arrays, axes, units, strict=True)]
+        return rows_of_terms(self, [power_sum(self, *one) for one in terms.each()], terms)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         """Split a large array into vectors, in any order of its entries; ``None`` if it is measured as a whole.
@@ -303,7 +343,7 @@ class Backend:
         """Return each array multiplied by its factor, in its own dtype.
 
         The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast against their array.
-        With ``zero`` the product by 0 is 0, also that of NaN and ∞.
+        With ``zero`` the product by 0 is 0, also that of NaN and ∞. It may be left out where one factor for all is 1.
         """
         if in_place:
             for array, factor in zip(arrays, factors, strict=True):
@@ -330,10 +370,6 @@ class Backend:
         """Return what this process holds of a leaf that is divided as a part of another is; for ``None`` all of it."""
         return leaf
 
-    def varied(self, array: Any, all_reduce: Any) -> Any:
-        """Return a value as one that may differ along all axes of ``all_reduce``, so that one reduction joins many."""
-        return array
-
     def reducer(self, all_reduce: Any) -> Reduce | None:
         """Return a function that reduces over the parts of a tree, ``None`` if ``all_reduce`` is not of these kinds."""
         return None
@@ -348,12 +384,8 @@ class Backend:
         """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell; ``None`` for one."""
         return None
 
-    def varying(self, arrays: list[Any]) -> Hashable:
-        """Return the named axes along which arrays vary from device to device: norms that differ are not stacked."""
-        return None
-
-    def unsharded(self, array: Any) -> bool:
-        """Whether an array is known to be whole on each of its devices, so that others may be copied into it."""
+    def layout(self, arrays: list[Any]) -> Hashable:
+        """Return how arrays lie on several devices, equal for those whose norms are stacked; ``None`` if none are."""
         return True
 
     def rank(self) -> int:
@@ -361,10 +393,6 @@ class Backend:
         return 0
 
     # For code that is compiled.
-
-    def certain(self, flag: Any) -> bool:
-        """Whether a comparison of lengths is true, without making a compiler look at lengths that may change."""
-        return bool(flag)
 
     def one_by_one(self) -> bool:
         """Whether compilers want each norm as an array of its own."""
@@ -382,16 +410,33 @@ class Backend:
         return self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
 
     def apart(self, array: Array) -> list[Array]:
-        """Return the rows of an array in code without values, each made once for all of its users."""
-        return [array[row, ...] for row in range(array.shape[0])]
+        """Return the rows of an array, by a single operation where there is one."""
+        unstack = getattr(self.xp, "unstack", None)
+        return [array[row, ...] for row in range(array.shape[0])] if unstack is None else list(unstack(array))
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         """Return ``usual()`` where ``ok`` (one boolean that cannot be read) is true, else ``rare()``."""
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
-    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
-        """Return ``change()``, which may be skipped where all of ``factor`` is 1, as it then equals ``arrays``."""
-        return change()
+
+def rows_of_terms(backend: Backend, sums: list[Array], terms: Terms) -> list[Array]:
+    """Return the sums of each block's norms as rows, given that of each array."""
+    rows, op = sums if terms.weigh is None else terms.weigh(sums), terms.op
+    if len(rows) > len(terms.counts):
+        groups = in_groups(rows, terms.counts)
+        rows = [some[0] if len(some) == 1 else backend.reduce_rows(stacked(backend, some), op) for some in groups]
+    return [stacked(backend, some) for some in terms.in_blocks(rows)]
+
+
+def stacked(backend: Backend, arrays: Sequence[Array]) -> Array:
+    """Return arrays of one shape stacked along a new first axis, in the widest of their dtypes."""
+    xp = backend.xp
+    if all([isinstance(array, NUMPY) for array in arrays]):
+        return np.array(arrays)  # takes half as long as np.stack
+    if len(arrays) == 1:
+        return xp.expand_dims(arrays[0], axis=0)
+    dtype = xp.result_type(*{array.dtype for array in arrays})
+    return xp.stack([cast(xp, backend.to_device_of(arrays[0], array), dtype) for array in arrays])
 
 
 def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = None) -> Array:
@@ -447,7 +492,7 @@ def _modulus(backend: Backend, x: Array) -> Array:
 def _wide(backend: Backend, array: Array) -> Array:
     """Return real numbers in the precision in which they are added: float64 if the library has it."""
     xp = backend.xp
-    dtype = xp.result_type(array.dtype, xp.float64 if backend.has_float64([array]) else xp.float32)
+    dtype = xp.result_type(array.dtype, xp.float64 if backend.facts([array]).double else xp.float32)
     return cast(xp, array, dtype)
 
 
@@ -459,21 +504,19 @@ def operand(backend: Backend, array: Array, factor: Any) -> Array:
     return cast(xp, backend.to_device_of(array, factor), xp.result_type(array.dtype, xp.float32))
 
 
-def repaired(
-    backend: Backend, arrays: list[Array], axes: Sequence[Axes], blocks: Blocks, short: Callable[[Array], Array | None]
-) -> list[Array]:
-    """Return ``Σ|x|²`` in float64, of long arrays by float32 sums where these are accurate.
+def repaired(backend: Backend, terms: Terms, short: Callable[[Array], Array | None]) -> list[Array]:
+    """Return ``Σ|x|²`` of each array in float64, of long ones by float32 sums where these are accurate.
 
     ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
     whose rare branch measures its long arrays again, unless those of each sum of 0 are zeros.
     """
-    xp, (low, high) = backend.xp, FITS
-    found = [short(array) if some is None else None for array, some in zip(arrays, axes, strict=True)]
+    xp, (low, high), arrays = backend.xp, FITS, terms.arrays
+    found = [short(array) if axes is None else None for array, _, axes, _ in terms.each()]
     long = {number for number, one in enumerate(found) if one is not None}
-    for number, array in enumerate(arrays):
+    for number, term in enumerate(terms.each()):
         if number not in long:
-            found[number] = power_sum(backend, array, 2, axes[number])
-    for block in blocks:
+            found[number] = power_sum(backend, *term)
+    for block in terms.in_blocks(in_groups(range(len(arrays)), terms.counts)):
         some = [number for group in block for number in group if number in long]
         if not some:
             continue
@@ -546,6 +589,11 @@ def times(xp: Any, array: Array, factor: Array, zero: bool) -> Array:
     if xp.isdtype(wide.dtype, "complex floating"):  # a complex 1 changes the sign of a zero
         product = xp.where(xp.equal(factor, 1.0), wide, product)
     return cast(xp, product, array.dtype)
+
+
+def same(factors: Sequence[Any]) -> bool:
+    """Whether all factors are one 0-d array."""
+    return getattr(factors[0], "shape", None) == () and all([factor is factors[0] for factor in factors])
 
 
 def finite_or_zero(xp: Any, array: Array) -> Array:

@@ -26,22 +26,23 @@ from uniclip.backends.base import (
     NODES,
     TRACED,
     Array,
-    Axes,
     Backend,
-    Blocks,
+    Facts,
     Kinds,
     Lane,
     Leaf,
     Op,
     Reduce,
+    Terms,
     both,
     operand,
-    power_sum,
     repaired,
+    rows_of_terms,
+    same,
     sum_dtype,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
+from uniclip.backends.numpy import lane_on_host, squares
 
 
 def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
@@ -134,14 +135,14 @@ def _together(arrays: list[Array]) -> bool:
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
 
 
+def _has_float64() -> bool:
+    """Whether sums can be float64: that of a TPU has the exponents of float32."""
+    return jax.default_backend() != "tpu"
+
+
 @cache
 def _first_device() -> jax.Device:
     return jax.local_devices()[0]
-
-
-def _in_parts(arrays: list[Array]) -> list[list[Array]]:
-    """Split lists of arrays so that each compiles in seconds, not minutes."""
-    return [arrays[start : start + _TOGETHER] for start in range(0, len(arrays), _TOGETHER)]
 
 
 # jax.jit has no types that a checker understands.
@@ -149,29 +150,9 @@ _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
 
 
 @_compiled
-def _squares(arrays: list[Array]) -> Array:
-    """Return the sum of squares of each array, in its precision."""
-    return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.result_type(jnp.float32, array.dtype)))) for array in arrays])
-
-
-@_compiled
 def _copied(arrays: list[Array]) -> list[Array]:
     """Return copies."""
     return list(map(jnp.copy, arrays))
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _totals(arrays: list[Array], p: float, axes: tuple[Axes, ...], units: Any) -> list[Array]:
-    """Return ``Σ|x/unit|ᵖ`` of each array along its axes."""
-    units = [None] * len(arrays) if units is None else units
-    return [power_sum(BACKEND, array, p, *some) for array, *some in zip(arrays, axes, units, strict=True)]
-
-
-@partial(jax.jit, static_argnums=1)
-def _sums(totals: Array, sizes: tuple[int, ...]) -> Array:
-    """Return the sum of each group of totals."""
-    ends = np.cumsum(sizes)
-    return jnp.stack([jnp.sum(totals[end - size : end]) for end, size in zip(ends, sizes, strict=True)])
 
 
 @_compiled
@@ -271,14 +252,13 @@ def _unnamed(names: Names, more: list[str], where: str) -> str:
 
 
 def _reduced(names: Names, array: Array, op: str) -> Array:
-    """Return the sum or the maximum over devices; a value that is the same on n devices counts n times."""
-    axes = varying(array)
-    over = tuple(name for name in names if name in axes or not _known(name))  # JAX accepts no others
-    if op == "max":
-        return _largest(over, array) if over else array
-    times = math.prod(_size(name) for name in names if name not in over)
-    total = jax.lax.psum(array, over) if over else array
-    return total if times == 1 else total * times
+    """Return the sum or the maximum over devices; a value that is the same on n devices counts n times.
+
+    All values are taken as ones that vary along all axes, so that XLA makes one reduction of many.
+    """
+    missing = tuple([name for name in names if name not in varying(array) and _known(name)])
+    array = jax.lax.pcast(array, missing, to="varying") if missing else array
+    return _largest(names, array) if op == "max" else jax.lax.psum(array, names)
 
 
 # JAX has no types that a checker understands.
@@ -373,19 +353,16 @@ class _JAX(Backend):
     def kinds(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
-        return *super().facts(arrays)[:2], False  # derivatives are traced
+    def facts(self, arrays: list[Array]) -> Facts:
+        return super().facts(arrays)._replace(records=False, double=_has_float64())  # derivatives are traced
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         mode = super().mode(kinds, beside)
         # In compiled code what is made of constants is a tracer too, as the sums of a sparse leaf's entries are.
         return TRACED if kinds.odd and self.traced(jnp.zeros(())) else mode
 
-    def has_float64(self, arrays: list[Array]) -> bool:
-        return jax.default_backend() != "tpu"  # whose float64 has the exponents of float32
-
     def allow_float64(self) -> AbstractContextManager[Any]:
-        return jax.enable_x64(True) if self.has_float64([]) else nullcontext()
+        return jax.enable_x64(True) if _has_float64() else nullcontext()
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array) if self.readable(array) else None
@@ -421,37 +398,18 @@ class _JAX(Backend):
         def scale(factor: float) -> list[Array]:
             return self.scaled(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
-        totals = self.squares(HOST, arrays, [len(arrays)])
-        return None if totals is None else lane_on_host(leaves, float(totals[0]), limit, scale, self.device(arrays[0]))
+        [total] = squares(list(map(np.asarray, arrays)), [len(arrays)])
+        return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return _copied(arrays) if _together(arrays) else list(map(jnp.copy, arrays))  # they may be donated later
 
-    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
-        if mode == TRACED or not _together(arrays):
-            return None
+    def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
-            short = few(arrays, sum([array.size for array in arrays])) or any([a.dtype not in _SINGLE for a in arrays])
-            parts = [] if short else [_squares(some) for some in _in_parts(arrays)]
-            if short or self.traced(parts[0]):  # constants in code that is being compiled
-                return squares(list(map(np.asarray, arrays)), lengths)
-            totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
-            odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
-            totals[odd] = [squares_of(np.asarray(arrays[number])) for number in odd]
-            return np.array(sums_of(totals.tolist(), lengths))
-        each = jnp.stack([total for some in _in_parts(arrays) for total in _totals(some, 2, (None,) * len(some), None)])
-        return ended(each if len(each) == len(lengths) else _sums(each, tuple(lengths)))
-
-    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
-        if mode == HOST:
-            return DEFAULT.sums(mode, list(map(np.asarray, arrays)), p, axes, units, blocks)
-        if mode == TRACED and p == 2 and units is None:
-            return repaired(self, arrays, axes, blocks, self._short)
-        if mode == TRACED or not _together([*arrays, *(units or ())]):
-            return super().sums(mode, arrays, p, axes, units, blocks)
-        ends = [slice(start, start + _TOGETHER) for start in range(0, len(arrays), _TOGETHER)]
-        parts = [_totals(arrays[i], p, tuple(axes[i]), None if units is None else list(units[i])) for i in ends]
-        return [ended(total) for part in parts for total in part]
+            return DEFAULT.sums(mode, terms._replace(arrays=list(map(np.asarray, terms.arrays))))
+        if mode == TRACED and terms.p == 2 and terms.units is None:
+            return rows_of_terms(self, repaired(self, terms, self._short), terms)
+        return super().sums(mode, terms)
 
     def _short(self, array: Array) -> Array | None:
         """Return the float32 sum of squares of a long array: XLA's loop for float64 takes up to twice as long."""
@@ -469,6 +427,10 @@ class _JAX(Backend):
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         numbers = not any([hasattr(factor, "shape") for factor in factors])
+        if same(factors) and self.traced(factors[0]):
+            # Compiled, donated gradients are not written again where ok is true; a conditional copies them.
+            ok, new = jnp.equal(factors[0], 1), super().scaled(arrays, factors, in_place=False, zero=zero)
+            return [jnp.where(ok, *pair) for pair in zip(arrays, new, strict=True)]
         if in_place or (zero and not (numbers and all(factors))) or not _together(arrays):
             return super().scaled(arrays, factors, in_place=in_place, zero=zero)
         if numbers:
@@ -491,21 +453,11 @@ class _JAX(Backend):
         counts = [] if names is None else _copies(arrays, names, shared, place)
         return None if all(count == 1 for count in counts) else counts
 
-    def varying(self, arrays: list[Array]) -> Hashable:
-        return frozenset().union(*[varying(array) for array in arrays if isinstance(array, jax.core.Tracer)])
-
-    def varied(self, array: Array, all_reduce: Any) -> Array:
-        names = names_of(all_reduce) or ()
-        missing = tuple([name for name in names if name not in varying(array) and _known(name)])
-        return jax.lax.pcast(array, missing, to="varying") if missing else array
-
-    def unsharded(self, array: Array) -> bool:
-        if not isinstance(array, jax.core.Tracer):
-            return bool(array.sharding.is_fully_replicated)
-        # A tracer shows nothing of Auto axes, and sharded leaves would be gathered to be joined. Joining none
-        # takes XLA up to five times as long, for a thousand leaves: so they are joined on a single device.
-        spec = getattr(getattr(array.aval, "sharding", None), "spec", ())
-        return jax.device_count() == 1 and all(axis is None for axis in spec)
+    def layout(self, arrays: list[Array]) -> Hashable:
+        if any([isinstance(array, jax.core.Tracer) for array in arrays]):
+            return frozenset().union(*map(varying, arrays))
+        # To be stacked, those that are sharded would be gathered.
+        return True if all([array.sharding.is_fully_replicated for array in arrays]) else None
 
     def rank(self) -> int:
         return int(jax.process_index())
@@ -558,7 +510,7 @@ class _JAX(Backend):
         return super().reduce_rows(jax.lax.optimization_barrier(rows) if self.traced(rows) else rows, op)
 
     def apart(self, array: Array) -> list[Array]:
-        if array.ndim > 1:
+        if array.ndim > 1 or not self.traced(array):
             return super().apart(array)
         return [row for start in range(0, array.shape[0], _ROWS) for row in _apart(array[start : start + _ROWS])]
 
@@ -566,13 +518,6 @@ class _JAX(Backend):
         if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call
             return super().cond(ok, usual, rare)
         return list(jax.lax.cond(ok, usual, rare))
-
-    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
-        if not self.traced(factor):
-            return change()
-        # Compiled, donated gradients are not written again where ok is true; a conditional copies them.
-        ok = jnp.all(factor == 1)
-        return [jnp.where(ok, old, new) for old, new in zip(arrays, change(), strict=True)]
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         quiet = super().quiet(first)

@@ -25,15 +25,17 @@ from uniclip.backends.base import (
     Array,
     Axes,
     Backend,
-    Blocks,
+    Facts,
     Kinds,
     Lane,
     Memory,
+    Terms,
     in_groups,
     numbers_in_lane,
     power_sum,
     put_back,
     row_slices,
+    rows_of_terms,
 )
 
 View: TypeAlias = np.ndarray[Any, Any]
@@ -277,6 +279,9 @@ def _isdtype(dtype: Any, kind: str) -> bool:
 namespace = SimpleNamespace(**(vars(np) | {"isdtype": _isdtype}))
 
 
+_FACTS = Facts._make((False, True, False, True))
+
+
 class _NumPy(Backend):
     writes = True
 
@@ -300,8 +305,8 @@ class _NumPy(Backend):
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         return HOST
 
-    def has_float64(self, arrays: list[Array]) -> bool:
-        return True
+    def facts(self, arrays: list[Array]) -> Facts:
+        return _FACTS
 
     def readable(self, array: Array) -> bool:
         return True
@@ -325,29 +330,10 @@ class _NumPy(Backend):
         with np.errstate(all="ignore"):
             return lane_on_host(leaves, float(squares(arrays, [len(arrays)])[0]), limit, scale)
 
-    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
-        return squares(arrays, lengths)
-
-    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
-        if p != 2:
-            return super().sums(mode, arrays, p, axes, units, blocks)
-        wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
-        arrays, by = list(map(np.asarray, arrays)), units or [None] * len(arrays)
-        quick = [
-            None if units or (wide and a.dtype.char == "f") else some for a, some in zip(arrays, axes, strict=True)
-        ]
-        found = squares_along(arrays, quick)
-        rest = zip(found, arrays, axes, by, strict=True)
-        return [self._squared(*some, wide=wide) if one is None else one for one, *some in rest]
-
-    def _squared(self, array: Array, axes: Axes, unit: Any, *, wide: bool) -> Any:
-        """Return ``Σ|x/unit|²`` of an array; it is 0 only if all entries are."""
-        if unit is None and axes is None:
-            return np.asarray(squares_of(array, wide))
-        total = power_sum(self, array, 2, axes, unit)
-        if unit is None and array.dtype.char in "dD" and not total.all():
-            return np.where((total == 0) & (power_sum(self, array, np.inf, axes) > 0), UNDERFLOWN, total)
-        return total
+    def sums(self, mode: int, terms: Terms) -> list[Array]:
+        if terms.whole:
+            return terms.in_blocks(squares(terms.arrays, terms.counts))
+        return rows_of_terms(self, sums_of_arrays(terms), terms)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         plain = all([type(factor) is float and factor for factor in factors])
@@ -378,8 +364,34 @@ class _NumPy(Backend):
             for piece, *others in pieces:
                 piece[...] = function(piece, *others)
 
+    def apart(self, array: Array) -> list[Array]:
+        return list(array)
+
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return walk([array], "readonly") if array.size > PIECE else None
+
+
+def sums_of_arrays(terms: Terms) -> list[View]:
+    """Return ``Σ|x/unit|ᵖ`` of each array."""
+    arrays, units = list(map(np.asarray, terms.arrays)), terms.units
+    if units is not None or terms.p != 2:
+        return [power_sum(BACKEND, *one) for one in terms.each()]
+    wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
+    exact = [wide and array.dtype.char == "f" for array in arrays]
+    axes = terms.axes or [None] * len(arrays)
+    found = squares_along(arrays, [None if slow else some for slow, some in zip(exact, axes, strict=True)])
+    every = zip(found, arrays, axes, strict=True)
+    return [_squares_of(array, some, wide=wide) if total is None else total for total, array, some in every]
+
+
+def _squares_of(array: View, axes: Axes, *, wide: bool) -> Any:
+    """Return ``Σ|x|²`` of an array along axes."""
+    if axes is None:
+        return np.asarray(squares_of(array, wide))
+    total = power_sum(BACKEND, array, 2, axes)
+    if array.dtype.char in "dD" and not total.all():
+        return np.where((total == 0) & (power_sum(BACKEND, array, np.inf, axes) > 0), UNDERFLOWN, total)
+    return total
 
 
 def _are_apart(arrays: list[Any]) -> bool:

@@ -30,17 +30,19 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
-    Axes,
     Backend,
-    Blocks,
+    Facts,
     Kinds,
     Lane,
     Leaf,
     Op,
+    Terms,
     both,
     operand,
     repaired,
     row_slices,
+    rows_of_terms,
+    same,
     sum_dtype,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
@@ -204,17 +206,14 @@ class _TensorFlow(Backend):
     def kinds(self, leaves: list[Any]) -> Any:
         return tuple([None if leaf is None else _kind_of_tensor(leaf) for leaf in leaves])
 
-    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+    def facts(self, arrays: list[Array]) -> Facts:
         traced = any([tf.is_symbolic_tensor(array) for array in arrays])
-        return traced, not traced and all(["CPU" in array.device for array in arrays]), True
+        return Facts(traced, not traced and all(["CPU" in array.device for array in arrays]), records=True, double=True)
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         if kinds.traced or not tf.executing_eagerly():
             return TRACED
         return RECORDED if record.could_possibly_record() else HOST if kinds.reads else LIBRARY
-
-    def has_float64(self, arrays: list[Array]) -> bool:
-        return True
 
     def is_array(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.IndexedSlices)) and (
@@ -257,15 +256,12 @@ class _TensorFlow(Backend):
         total = float(squares(list(map(_viewed, tensors)), [len(tensors)])[0])
         return lane_on_host(leaves, total, limit, scale, self.device(tensors[0]))
 
-    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
-        return squares(list(map(_viewed, arrays)), lengths) if mode == HOST else None
-
-    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
+    def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
-            return DEFAULT.sums(mode, list(map(_viewed, arrays)), p, axes, units, blocks)
-        if mode == TRACED and p == 2 and units is None:
-            return repaired(self, arrays, axes, blocks, self._short)
-        return super().sums(mode, arrays, p, axes, units, blocks)
+            return DEFAULT.sums(mode, terms._replace(arrays=list(map(_viewed, terms.arrays))))
+        if mode == TRACED and terms.p == 2 and terms.units is None:
+            return rows_of_terms(self, repaired(self, terms, self._short), terms)
+        return super().sums(mode, terms)
 
     def _short(self, array: Array) -> Array | None:
         """Return the float32 sum of squares of a long array: TensorFlow's kernels convert it first, XLA is slower."""
@@ -283,6 +279,14 @@ class _TensorFlow(Backend):
         return super().reduce_rows(_fenced(rows) if _in_xla() else rows, op)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+        products = partial(self._products, arrays, factors, in_place=in_place, zero=zero)
+        # XLA takes longer for a conditional than for a product, and so does everything for a small gradient.
+        large = sum([array.shape.num_elements() or 0 for array in arrays]) > PIECE
+        if not (large and same(factors) and self.traced(factors[0])) or _in_xla():
+            return products()
+        return list(tf.nest.flatten(tf.cond(tf.equal(factors[0], 1), lambda: arrays, products)))
+
+    def _products(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
         if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
             return super().scaled(arrays, factors, in_place=in_place, zero=zero)
@@ -314,32 +318,10 @@ class _TensorFlow(Backend):
             return _open_slices(leaf, whole=whole)
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
-    def size(self, leaf: Any, axes: tuple[int, ...] | None) -> Any:
-        if isinstance(leaf, tf.IndexedSlices):
-            if leaf.dense_shape is None:
-                msg = "an IndexedSlices gradient without dense_shape has no known size to average over"
-                raise ValueError(msg)
-            if not self.traced(leaf.dense_shape):
-                return math.prod(
-                    [int(leaf.dense_shape[axis]) for axis in range(leaf.shape.rank) if axes is None or axis in axes]
-                )
-            shape = leaf.dense_shape if axes is None else tf.gather(leaf.dense_shape, axes)
-            return tf.reduce_prod(tf.cast(shape, tf.int64))
-        if leaf.shape.is_fully_defined():
-            return super().size(leaf, axes)
-        return tf.size(leaf, tf.int64) if axes is None else tf.reduce_prod(tf.gather(tf.shape(leaf, tf.int64), axes))
-
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: in eager code tf.cond waits for the value
             return super().cond(ok, usual, rare)
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
-
-    def unless_one(self, factor: Array, arrays: list[Array], change: Callable[[], list[Array]]) -> list[Array]:
-        # XLA takes longer for a conditional than for a product, and so does everything for a small gradient.
-        sizes = [array.shape.num_elements() or 0 for array in arrays]
-        if not self.traced(factor) or _in_xla() or sum(sizes) <= PIECE:
-            return change()
-        return list(tf.nest.flatten(tf.cond(tf.reduce_all(tf.equal(factor, 1)), lambda: arrays, change)))
 
     def detached(self, array: Array) -> Array:
         recorded = self.traced(array) or record.could_possibly_record()
@@ -402,7 +384,9 @@ def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
         return tf.IndexedSlices(new, slices.indices, slices.dense_shape)
 
     summed = tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
-    return Leaf(summed, back, rows=slices.indices)
+    shape = slices.dense_shape
+    lengths = None if shape is None or slices.shape.is_fully_defined() else tf.unstack(tf.cast(shape, tf.float64))
+    return Leaf(summed, back, rows=slices.indices, shape=lengths)
 
 
 BACKEND = _TensorFlow(namespace)

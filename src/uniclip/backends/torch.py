@@ -22,20 +22,21 @@ from uniclip.backends.base import (
     RECORDED,
     TRACED,
     Array,
-    Axes,
-    Blocks,
+    Facts,
     Kinds,
     Leaf,
     Memory,
+    Terms,
     both,
     in_groups,
     power_sum,
     row_slices,
+    rows_of_terms,
     unchanged,
 )
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import few, small, squares, squares_of_joined
+from uniclip.backends.numpy import few, small, squares, squares_of_joined, sums_of_arrays
 from uniclip.backends.torch_lane import are_apart, in_order, lane, norm_of
 from uniclip.backends.torch_modes import (
     at_home,
@@ -144,6 +145,22 @@ def squares_here(arrays: list[torch.Tensor], lengths: list[int]) -> Any:
         return squares(list(map(view_of, arrays)), lengths) if kinds.isdisjoint(FOREIGN) else None
     norms: list[Any] = list(map(norm_of, in_groups(arrays, lengths)))
     return None if None in norms else np.square(norms)
+
+
+def sums_here(backend: _Torch, terms: Terms) -> list[Any]:
+    """Return the rows of all norms in NumPy arrays, from memory that the CPU can read."""
+    rows = squares_here(terms.arrays, terms.counts) if terms.whole else None
+    if rows is not None:
+        return terms.in_blocks(rows)
+    arrays, units = terms.arrays, terms.units
+    here = [n for n, a in enumerate(arrays) if a.dtype not in FOREIGN and (terms.p == 2 or a.numel() <= PIECE)]
+    axes, by = (some and [some[n] for n in here] for some in (terms.axes, units))
+    found = sums_of_arrays(terms._replace(arrays=[view_of(arrays[n]) for n in here], axes=axes, units=by))
+    sums = dict(zip(here, found, strict=True))
+    with torch.no_grad():
+        each = enumerate(terms._replace(units=units and list(map(torch.as_tensor, units))).each())
+        every = [sums[n] if n in sums else view_of(power_sum(backend, *one)) for n, one in each]
+    return rows_of_terms(DEFAULT, every, terms)
 
 
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
@@ -261,9 +278,10 @@ class _Torch(dtensor.Distributed):
             for leaf in leaves
         ])  # fmt: skip
 
-    def facts(self, arrays: list[Array]) -> tuple[bool, bool, bool]:
+    def facts(self, arrays: list[Array]) -> Facts:
         reads = all([type(array) in _PLAIN and array.is_cpu for array in arrays])
-        return any(map(valueless, arrays)), reads, any([array.requires_grad for array in arrays])
+        double = all([array.device.type != "mps" for array in arrays])  # which has no float64
+        return Facts(any(map(valueless, arrays)), reads, any([array.requires_grad for array in arrays]), double)
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         if kinds.traced or tracing():
@@ -271,9 +289,6 @@ class _Torch(dtensor.Distributed):
         if (kinds.records and torch.is_grad_enabled()) or in_forward_mode():
             return RECORDED
         return HOST if kinds.reads else LIBRARY
-
-    def has_float64(self, arrays: list[Array]) -> bool:
-        return all([array.device.type != "mps" for array in arrays])  # which has no float64
 
     def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
         if tracing() or type(array) is not torch.Tensor or array.dtype not in _VIEWED:
@@ -286,14 +301,10 @@ class _Torch(dtensor.Distributed):
         return _CPU if array is None else array.device
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        here = torch.from_numpy(array) if array.flags.writeable else torch.from_numpy(array.copy())
-        return here if device == _CPU else here.to(device)
+        return torch.as_tensor(np.array(array), device=device)  # a copy, as some arrays cannot be written
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return [array.detach().clone() for array in arrays]  # a CUDA graph overwrites the outputs of its last run
-
-    def constant(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        return torch.as_tensor(array, device=device)
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
         found: list[Any] = [None] * len(arrays)
@@ -307,28 +318,17 @@ class _Torch(dtensor.Distributed):
                 found[number] = piece.reshape(arrays[number].shape)
         return found
 
-    def squares(self, mode: int, arrays: list[Array], lengths: list[int]) -> Array | None:
+    def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
-            return squares_here(arrays, lengths)
-        first = arrays[0]
-        alike = all([array.dtype is first.dtype and array.device == first.device for array in arrays])
-        if mode != LIBRARY or not alike or first.is_complex():
-            return None
-        return squares_elsewhere(arrays, lengths)
-
-    def sums(self, mode: int, arrays: list[Array], p: float, axes: list[Axes], units: Any, blocks: Blocks) -> list[Any]:
-        if mode == HOST:
-            here = [n for n, a in enumerate(arrays) if a.dtype not in FOREIGN and (p == 2 or a.numel() <= PIECE)]
-            views, by = [view_of(arrays[n]) for n in here], None if units is None else [units[n] for n in here]
-            found = dict(zip(here, DEFAULT.sums(mode, views, p, [axes[n] for n in here], by, blocks), strict=True))
-            units = [None] * len(arrays) if units is None else list(map(torch.as_tensor, units))
-            with torch.no_grad():
-                pairs = enumerate(zip(arrays, axes, units, strict=True))
-                return [found[n] if n in found else view_of(power_sum(self, a, p, *some)) for n, (a, *some) in pairs]
-        real = self.has_float64(arrays) and not any([array.is_complex() for array in arrays])
-        if mode == LIBRARY and p == 2 and units is None and arrays and all(axes) and real:
-            return squares_along_elsewhere(arrays, list(axes))
-        return super().sums(mode, arrays, p, axes, units, blocks)
+            return sums_here(self, terms)
+        arrays, first = terms.arrays, terms.arrays[0]
+        if mode != LIBRARY or terms.p != 2 or terms.units is not None or any([array.is_complex() for array in arrays]):
+            return super().sums(mode, terms)
+        if terms.whole and all([array.dtype is first.dtype and array.device == first.device for array in arrays]):
+            return terms.in_blocks(squares_elsewhere(arrays, terms.counts))
+        if terms.axes and all(terms.axes) and self.facts(arrays).double:
+            return rows_of_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
+        return super().sums(mode, terms)
 
     def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         slow = zero and (isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors]))
@@ -436,12 +436,8 @@ class _Torch(dtensor.Distributed):
                 for rows in row_slices(array.shape) if pieces is not None else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
 
-    def certain(self, flag: Any) -> bool:
-        if not tracing():
-            return bool(flag)
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes seconds
-
-        return statically_known_true(flag)
+    def apart(self, array: Array) -> list[Array]:
+        return list(array.unbind())
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if torch.compiler.is_compiling() and not in_transform():  # torch.cond cannot be transformed

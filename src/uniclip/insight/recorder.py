@@ -18,13 +18,13 @@ from uniclip._errors import check, real, short, whole
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import compiling
-from uniclip.backends.arrays import stacked
+from uniclip.backends.base import stacked
 from uniclip.insight.lines import File
 from uniclip.insight.record import LOGGED, OWN
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
-from uniclip.report import NORM, Late, Report, backend_in, on_host, to_keep
+from uniclip.report import NORM, Late, Report, backend_in, read_arrays, to_keep
 from uniclip.rules import Rule
 from uniclip.scopes import each_leaf
 from uniclip.step import decide_generally
@@ -280,7 +280,7 @@ class Recorder:
             if not kept or self._process != os.getpid():  # what was forked has no steps of its own
                 return
             numbers, labels, trees = zip(*kept, strict=True)
-            rows = list(map(self._made, numbers, labels, on_host(list(trees))))
+            rows = list(map(self._made, numbers, labels, read_arrays(list(trees))))
             if self.leaves is True:
                 self._drop_leaves(rows)
             if self._file is not None:

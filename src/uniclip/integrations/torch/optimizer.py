@@ -22,6 +22,7 @@ from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.clipper import Clipper
+from uniclip.decision import LaneDecision
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
@@ -31,7 +32,6 @@ from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, r
 from uniclip.report import Report
 from uniclip.rules import BaseRule, Rule
 from uniclip.saved import renamed
-from uniclip.step import report_in_lane
 from uniclip.tree import place
 
 if TYPE_CHECKING:
@@ -479,7 +479,7 @@ class Attached:
         result = None if grads is None else lane(grads, rule.constant, in_place=True)
         if result is None:
             return False
-        self._clipper.hold_report(report_in_lane(rule, BACKEND, result))
+        self._clipper.hold_report(LaneDecision(rule, BACKEND, list, result, None).report())
         return True
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
