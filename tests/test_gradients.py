@@ -399,3 +399,19 @@ def test_torch_compiled() -> None:
     for point in POINTS:
         x = torch.tensor(at(point)[[row]], dtype=torch.float32)
         np.testing.assert_allclose(slope(x), plain(x), rtol=1e-5, atol=1e-6, err_msg=point)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("rule", [uc.zclip(), uc.autoclip(), uc.adagc()], ids=str)
+def test_a_state_that_records_derivatives(rule: uc.Rule) -> None:
+    """A memory that somebody computes derivatives of is taken, and the next one is detached."""
+    import torch
+
+    grads = [torch.ones(3)]
+    state = rule.init(grads)
+    recorded = type(state)(*[x.clone().requires_grad_() if x.is_floating_point() else x for x in state])
+    (_, after, report), (_, wanted, expected) = (rule.update(grads, before) for before in (recorded, state))
+    assert str(report) == str(expected)
+    for one, other in zip(after, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+        assert not one.requires_grad

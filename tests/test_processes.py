@@ -55,6 +55,7 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
     "check",
     [
         "other_values",
+        "odd_parts",
         "drop_ins",
         "drop_in_of_parts",
         "drop_in_without_a_gradient",

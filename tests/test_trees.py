@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 import types
 from collections.abc import Callable
 from copy import copy
@@ -400,6 +401,24 @@ def test_slices_of_unknown_shape() -> None:
     for run in (clip, tf.function(clip)):
         found = run(tf.constant([[3.0, 4.0]]), tf.constant([7]))
         np.testing.assert_array_equal(found, [[[1.0, 1.0]], [[1.0, 2.0]]])
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_sizes_that_are_known_later(dtype: str) -> None:
+    """Means are over all entries of a matrix whose shape is a value of the graph, sparse and dense."""
+    import tensorflow as tf
+
+    rule = uc.Rule(math.inf, norm=uc.norms.RMS)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], dtype), tf.TensorSpec([2], tf.int32)])
+    def norms(values: Any, shape: Any) -> Any:
+        slices = tf.IndexedSlices(values, tf.constant([1, 3]), shape)
+        return [uc.clip(grads, rule)[1].norms for grads in (slices, values)]
+
+    np.testing.assert_allclose(norms([[3, 3], [3, 3]], [6, 2]), [math.sqrt(36 / 12), 3.0], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"grads is sparse, and does not tell the size"):
+        uc.clip(tf.IndexedSlices(tf.constant([[3.0]]), tf.constant([1])), rule)
 
 
 @pytest.mark.only("torch", "tensorflow", "jax")

@@ -140,6 +140,19 @@ def other_values() -> None:
             uc.Clipper(rule)(on(full, one))
 
 
+def odd_parts() -> None:
+    """Measure parts of half or of no precision, and of partial sums that are divided, too."""
+    one, two = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    whole_numbers = torch.arange(12, dtype=torch.int32).reshape(4, 3)
+    floats = whole_numbers.float()
+    partial_sum = DTensor.from_local(floats[2 * rank() :][:2], two, [Shard(0), Partial()])
+    small = distribute_tensor(floats, one, [Shard(0)]).to(torch.float8_e4m3fn)
+    for leaf in (distribute_tensor(whole_numbers, one, [Shard(0)]), partial_sum, small):
+        for norm in (uc.norms.L2, uc.norms.RMS):
+            rule = uc.Rule(math.inf, norm=norm)
+            same(uc.clip([leaf], rule)[1].norms, uc.clip([floats], rule)[1].norms)
+
+
 def with_grads(full: list[torch.Tensor]) -> list[Any]:
     """Return parameters with gradients in every layout."""
     params = [nn.Parameter(value) for value in laid_out([torch.ones_like(one) for one in full])]
