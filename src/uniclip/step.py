@@ -18,14 +18,14 @@ import optree
 
 from uniclip._errors import real, refuse_in_step, short
 from uniclip._types import Step
-from uniclip.backends import DEFAULT, MET, backend_of
+from uniclip.backends import DEFAULT, MET, Backend, backend_of
 from uniclip.backends.arrays import broadcasts, refuse_shape, surely
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Lane, cast, finite_or_zero, numbers_in_lane
 from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, rejects, within
 from uniclip.decision import Decision, LaneDecision, write_products
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
-from uniclip.limits.base import Rows
+from uniclip.limits.base import BuiltIn, Rows
 from uniclip.nonfinite import NonFiniteError
 from uniclip.params import beside
 from uniclip.plan import Block, Plan, plan_of, refuse_rows
@@ -151,10 +151,11 @@ def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], loss: An
     return HOST if reads and not rule.holds_arrays else LIBRARY
 
 
-def _viewable(backend: Any, value: Any) -> bool:
+def _viewable(backend: Backend, value: Any) -> bool:
     """Whether an argument is a number, or an array that the host reads."""
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
+    backend = backend_of(value) or backend  # a tree without gradients is of no library
     return backend.viewed(backend.xp.asarray(value)) is not None
 
 
@@ -442,7 +443,7 @@ def _restored(plan: Plan, new: Any, old: Any, gone: Any) -> Any:
 def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     """Validate a state: it must be of this rule, and for this number of norms."""
     limit, blocks = rule.limit, plan.blocks
-    known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
+    known = isinstance(limit, (BuiltIn, PerGroup))  # whose states are all of one kind
     parts = [state] if len(blocks) == 1 else state
     count = isinstance(parts, (list, tuple)) and len(parts) == len(blocks)
     kind = isinstance(limit, PerGroup) or (count and all(hasattr(part, "_fields") for part in parts))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from uniclip.backends.arrays import spread
-from uniclip.backends.base import FITS, LIBRARY, NUMPY, RECORDED, Op, Terms, in_groups
+from uniclip.backends.base import FITS, LIBRARY, NUMPY, RECORDED, Terms, in_groups, op_of
 from uniclip.norms import L2, Norm
 from uniclip.plan import Block, Plan
 from uniclip.processes import packed
@@ -121,7 +121,6 @@ def _joined(
     plan: Plan, trees: list[Opened], p: float, units: list[Any] | None, packet: Packet
 ) -> tuple[list[Any], Packet]:
     """Return ``Σ|x/unit|ᵖ`` of each norm, an array for each block of each tree, and the packet, joined."""
-    op: Op = "max" if p == math.inf else "sum"
     by = [None] * len(trees) if units is None else in_groups(units, [len(plan.blocks)] * len(trees))
     terms = [_terms(plan, tree, p, some) for tree, some in zip(trees, by, strict=True)]
     if plan.owner_groups:
@@ -130,7 +129,7 @@ def _joined(
         rows = [row for tree, one in zip(trees, terms, strict=True) for row in _sums(plan, tree, one)]
     if plan.join is None:
         return rows, packet
-    arrays = packed(plan.math, [*rows, *packet.arrays], op, plan.join)
+    arrays = packed(plan.math, [*rows, *packet.arrays], op_of(p), plan.join)
     return arrays[: len(rows)], packet.filled(arrays[len(rows) :])
 
 
@@ -173,7 +172,7 @@ def _over_owners(plan: Plan, trees: list[Opened], terms: list[Terms], packet: Pa
         sums.append({number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0})
     if packet.present is not None:
         sums.append({number: np.ones(()) for number in plan.order if number >= 0})
-    op: Op = terms[0].op if terms else "sum"
+    op = op_of(terms[0].p) if terms else "sum"
     every = [(number, members) for number in range(len(sums)) for members in plan.members]
     addends: list[list[Any]] = [[] for _ in every]
     scalars = Packet(packet.losses, packet.unsound)

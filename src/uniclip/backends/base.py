@@ -61,19 +61,6 @@ class Facts(NamedTuple):
 class Kinds:
     """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
 
-    __slots__ = (
-        "backend",
-        "device",
-        "double",
-        "dtype",
-        "narrow",
-        "odd",
-        "present",
-        "reads",
-        "records",
-        "traced",
-    )
-
     def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
         some = [array for array in arrays if array is not None]
         self.backend = backend
@@ -173,11 +160,6 @@ class Terms(NamedTuple):
     """What each array is divided by first."""
     weigh: Callable[[list[Array]], list[Array]] | None = None
     """What is done with the sums of the arrays before they are added."""
-
-    @property
-    def op(self) -> Op:
-        """How sums are joined."""
-        return "max" if self.p == math.inf else "sum"
 
     @property
     def whole(self) -> bool:
@@ -421,7 +403,7 @@ class Backend:
 
 def rows_of_terms(backend: Backend, sums: list[Array], terms: Terms) -> list[Array]:
     """Return the sums of each block's norms as rows, given that of each array."""
-    rows, op = sums if terms.weigh is None else terms.weigh(sums), terms.op
+    rows, op = sums if terms.weigh is None else terms.weigh(sums), op_of(terms.p)
     if len(rows) > len(terms.counts):
         groups = in_groups(rows, terms.counts)
         rows = [some[0] if len(some) == 1 else backend.reduce_rows(stacked(backend, some), op) for some in groups]
@@ -439,6 +421,11 @@ def stacked(backend: Backend, arrays: Sequence[Array]) -> Array:
     return xp.stack([cast(xp, backend.to_device_of(arrays[0], array), dtype) for array in arrays])
 
 
+def op_of(p: float) -> Op:
+    """Return how sums of a power are joined."""
+    return "max" if p == math.inf else "sum"
+
+
 def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = None) -> Array:
     """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
 
@@ -449,10 +436,10 @@ def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = 
     if pieces is None:
         return of(array, unit)
     if axes is None:
-        return _combined(backend, [of(piece, unit) for piece in pieces], "max" if p == math.inf else "sum")
+        return _combined(backend, [of(piece, unit) for piece in pieces], op_of(p))
     rows = row_slices(array.shape)
     if 0 in axes:
-        return _combined(backend, [of(array[some, ...], unit) for some in rows], "max" if p == math.inf else "sum")
+        return _combined(backend, [of(array[some, ...], unit) for some in rows], op_of(p))
     parts = [of(array[some, ...], unit if unit is None else unit[some, ...]) for some in rows]
     return backend.xp.concat(parts, axis=0)
 
