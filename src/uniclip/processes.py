@@ -72,12 +72,14 @@ class Join:
         return reducer_of(backend, self.all_reduce)(array, op)
 
 
-def join_of(joins: dict[Any, Join], all_reduce: Any, shared: Shared | None) -> Join | None:
-    """Return the join of a rule that remembers some; ``None`` without ``all_reduce``."""
+def join_of(joins: dict[Any, Join] | None, all_reduce: Any, shared: Shared | None) -> Join | None:
+    """Return the join of a rule that remembers some, or none in compiled code; ``None`` without ``all_reduce``."""
     refuse_shared(all_reduce, shared)
     if all_reduce is None:
         return None
     check("all_reduce", all_reduce, isinstance(all_reduce, Hashable), "a function, a process group, a mesh or a name")
+    if joins is None:
+        return Join(all_reduce, shared)
     said = held(all_reduce), shared
     if said not in joins:
         while len(joins) >= _KEPT:

@@ -128,8 +128,7 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
         values += optree.tree_leaves(state) if rule.memory else []
         mode = _mode_beside(rule, [given] if params is None else [given, params], values, step.loss)
     if step.all_reduce is not None or step.shared is not None:
-        joins = {} if mode == TRACED else rule.joins  # compiled code remembers nothing
-        join = join_of(joins, step.all_reduce, step.shared)
+        join = join_of(None if mode == TRACED else rule.joins, step.all_reduce, step.shared)
     if params is not None and mode != HOST:
         detached = [array if array is None else kinds.backend.detached(array) for array in params.arrays]
         params = params._replace(arrays=detached)

@@ -301,7 +301,8 @@ class _Torch(dtensor.Distributed):
         return _CPU if array is None else array.device
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        return torch.as_tensor(np.array(array), device=device)  # a copy, as some arrays cannot be written
+        here = torch.as_tensor(np.array(array))  # a copy, as some arrays cannot be written
+        return here if device == _CPU else here.to(device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         return [array.detach().clone() for array in arrays]  # a CUDA graph overwrites the outputs of its last run
