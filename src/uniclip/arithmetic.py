@@ -73,6 +73,13 @@ class Arithmetic:
             return array if self.host else self.to_library(np.asarray(array))
         return self.library.viewed(array) if self.host else array
 
+    def recall(self, array: Any) -> Any:
+        """Return an array of a state where the norms are; the host reads it also from another device."""
+        if not self.host:
+            return self.library.detached(array)
+        view = self.view(array)
+        return self.library.to_host([self.library.detached(array)])[0] if view is None else view
+
     # With values of the norms.
 
     def zeros(self) -> Any:

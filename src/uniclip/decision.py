@@ -38,9 +38,11 @@ class Decision(NamedTuple):
                 write_products(given, factors, zero=zero)
             return given.spec.unflatten(given.leaves)
         arrays = list(given.arrays)
+        if not factors:
+            return given.closed(arrays)
         with backend.quiet(given.first):
             old = [arrays[number] for number in factors]
-            new = backend.scaled(old, list(factors.values()), in_place=False, zero=zero) if factors else []
+            new = backend.scaled(old, list(factors.values()), in_place=False, zero=zero)
             for number, array in zip(factors, new, strict=True):
                 arrays[number] = array
             return given.closed(arrays)

@@ -125,8 +125,9 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
         mode = kinds.backend.mode(kinds)
     else:
         values = [constant, step.norm, *getattr(rule.limit, "constants", ())]
-        values += optree.tree_leaves(state) if rule.memory else []
-        mode = _mode_beside(rule, [given] if params is None else [given, params], values, step.loss)
+        values += optree.tree_leaves(state) if rule.memory and not rule.limits_checked else []
+        others = (step.loss, state if rule.memory else None)
+        mode = _mode_beside(rule, [given] if params is None else [given, params], values, others)
     if step.all_reduce is not None or step.shared is not None:
         join = join_of(None if mode == TRACED else rule.joins, step.all_reduce, step.shared)
     if params is not None and mode != HOST:
@@ -140,10 +141,10 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
         return _decide(Inputs(rule, plan, given, params, step, constant), state)
 
 
-def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], loss: Any) -> int:
-    """Return the mode of a step on gradients, and parameters, given all that comes in beside them."""
+def _mode_beside(rule: Choices, trees: list[Opened], values: list[Any], others: Any) -> int:
+    """Return the mode of a step on gradients, and parameters, given values to look at, and what else may be traced."""
     kinds, backend = [tree.kinds for tree in trees], trees[0].backend
-    mode = TRACED if any([tree.traced for tree in kinds]) else backend.mode(kinds[0], (values, loss))
+    mode = TRACED if any([tree.traced for tree in kinds]) else backend.mode(kinds[0], (values, others))
     if mode != HOST:
         return mode
     reads = all([tree.reads for tree in kinds]) and all([_viewable(backend, value) for value in values])
@@ -154,8 +155,8 @@ def _viewable(backend: Backend, value: Any) -> bool:
     """Whether an argument is a number, or an array that the host reads."""
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
-    backend = backend_of(value) or backend  # a tree without gradients is of no library
-    return backend.viewed(backend.xp.asarray(value)) is not None
+    own = backend_of(value)  # a tree without gradients is of no library
+    return (backend.viewed(backend.xp.asarray(value)) if own is None else own.viewed(value)) is not None
 
 
 def _decide(inputs: Inputs, state: Any) -> Decision:
@@ -382,7 +383,7 @@ def _ask(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
     limit, math_ = inputs.rule.limit, inputs.plan.math
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
         return math.inf, None
-    old = optree.tree_map(lambda a: math_.view(a if math_.host else math_.library.detached(a)), state)
+    old = optree.tree_map(math_.recall, state)
     try:
         answer = limit(context.norms, old, context)
     except (TypeError, AttributeError, RuntimeError) as error:

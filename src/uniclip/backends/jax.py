@@ -42,7 +42,7 @@ from uniclip.backends.base import (
     sum_dtype,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
-from uniclip.backends.numpy import lane_on_host, squares
+from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
 
 
 def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
@@ -147,6 +147,25 @@ def _first_device() -> jax.Device:
 
 # jax.jit has no types that a checker understands.
 _compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
+
+
+@_compiled
+def _squares(arrays: list[Array]) -> Array:
+    """Return the sum of squares of each array, in its precision."""
+    return jnp.stack([jnp.sum(jnp.square(array.astype(jnp.result_type(jnp.float32, array.dtype)))) for array in arrays])
+
+
+def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, Any]:
+    """Return the sums of squares of groups of arrays that the host reads: many or long ones by one compiled call."""
+    short = few(arrays, sum([array.size for array in arrays])) or any([array.dtype not in _SINGLE for array in arrays])
+    starts = range(0, len(arrays), _TOGETHER) if not short and _together(arrays) else ()
+    parts = [_squares(arrays[start : start + _TOGETHER]) for start in starts]
+    if not parts or isinstance(parts[0], jax.core.Tracer):  # constants in code that is being compiled
+        return squares(list(map(np.asarray, arrays)), lengths)
+    totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
+    odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
+    totals[odd] = [squares_of(np.asarray(arrays[number])) for number in odd]
+    return np.array(sums_of(totals.tolist(), lengths))
 
 
 @_compiled
@@ -398,7 +417,7 @@ class _JAX(Backend):
         def scale(factor: float) -> list[Array]:
             return self.scaled(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
-        [total] = squares(list(map(np.asarray, arrays)), [len(arrays)])
+        [total] = _squares_here(arrays, [len(arrays)])
         return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
@@ -406,6 +425,8 @@ class _JAX(Backend):
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
+            if terms.whole:
+                return terms.in_blocks(_squares_here(terms.arrays, terms.counts))
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(np.asarray, terms.arrays))))
         if mode == TRACED and terms.p == 2 and terms.units is None:
             return rows_of_terms(self, repaired(self, terms, self._short), terms)
