@@ -10,7 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-COMMIT = "dbd7db1c07fa8982f7463f9ccb30616bb6a0bf7c"
+COMMIT = "2b4e4216ae5837d612e72ef79e4c7d4eacc34097"
 """What the package of today is compared with."""
 LEFT_OUT = {"insight"}
 SOURCE = "src/uniclip"
