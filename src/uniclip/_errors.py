@@ -213,7 +213,7 @@ def public(module: str | None, name: str) -> str:
 
 def short(value: object) -> str:
     """Describe any value in a few words; an array by its class, dtype and shape, never by its entries."""
-    text = _named(value) or _contained(value) or f"{article(describe(value))} {describe(value)}"
+    text = _name_of(value) or _contained(value) or f"{article(describe(value))} {describe(value)}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
@@ -276,7 +276,7 @@ def _shape(array: Any) -> Any:
     return shape if getattr(shape, "rank", 0) is None else tuple(shape)  # one of unknown rank is not a sequence
 
 
-def _named(value: Any) -> str | None:
+def _name_of(value: Any) -> str | None:
     """Return the short repr of a number, string, named function or choice; ``None`` for anything else."""
     text = getattr(value, "__qualname__", None)
     text = public(getattr(value, "__module__", None), text) if isinstance(text, str) else None

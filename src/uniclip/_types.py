@@ -39,3 +39,8 @@ class Step(NamedTuple):
     """The norm, if it is given."""
     in_place: bool = False
     shared: Any = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process takes part."""
+        return self.all_reduce is None

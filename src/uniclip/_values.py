@@ -28,7 +28,7 @@ def array_of(value: Any) -> Any:
     backend = backend_of(value)
     if backend is None:
         return np.array(to_lists(value))
-    array = backend.detached(value)
+    array = backend.detach(value)
     return array.clone() if hasattr(array, "clone") else copy.copy(array)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from uniclip.backends import DEFAULT, Backend
-from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Op, cast, norm_dtype, stacked
+from uniclip.backends.base import HOST, LIBRARY, NUMPY, RECORDED, TRACED, Op, Terms, cast, norm_dtype, stack_arrays
 from uniclip.tree import Opened
 
 
@@ -28,7 +28,9 @@ class Arithmetic:
         self.backend: Backend = DEFAULT if self.host else library
         """The backend of norms, limits and factors."""
         self.xp = self.backend.xp
-        self.separate = mode == TRACED and library.one_by_one()
+        self.compiled = mode == TRACED
+        """Whether the step is compiled or transformed: there are no values, and nothing is remembered."""
+        self.separate = self.compiled and library.one_by_one()
         """Whether compilers want each norm as an array of its own."""
         self.device = kinds.device if given.first is None else library.device(given.first)
         self.double = kinds.double
@@ -55,7 +57,16 @@ class Arithmetic:
         new.xp, new.mode, new.host, new.device = DEFAULT.xp, HOST, True, None
         return new
 
+    def sums(self, tree: Opened, terms: Terms) -> list[Any]:
+        """Return the sums of each block's norms; no derivatives are recorded with respect to parameters."""
+        mode = LIBRARY if self.mode == RECORDED and tree.name == "params" else self.mode
+        return self.library.sums(mode, terms) if terms.arrays else []
+
     # There and back.
+
+    def read(self, array: Any) -> np.ndarray[Any, Any]:
+        """Return the values of a small array."""
+        return array if isinstance(array, np.ndarray) else self.library.to_host([array])[0]
 
     def to_library(self, array: Any) -> Any:
         """Return an array as one of the gradients' library, on their device."""
@@ -71,14 +82,14 @@ class Arithmetic:
         """Return an array of the library or of NumPy where the norms are; ``None`` if the host cannot read it."""
         if isinstance(array, NUMPY):
             return array if self.host else self.to_library(np.asarray(array))
-        return self.library.viewed(array) if self.host else array
+        return self.library.as_numpy(array) if self.host else array
 
     def recall(self, array: Any) -> Any:
         """Return an array of a state where the norms are; the host reads it also from another device."""
         if not self.host:
-            return self.library.detached(array)
+            return self.library.detach(array)
         view = self.view(array)
-        return self.library.to_host([self.library.detached(array)])[0] if view is None else view
+        return self.library.to_host([self.library.detach(array)])[0] if view is None else view
 
     # With values of the norms.
 
@@ -92,7 +103,7 @@ class Arithmetic:
         zero = self.library.from_host(np.zeros((), np.float32), self.device)
         return zero if first is None else cast(self.library.xp, zero, first.dtype)
 
-    def rounded(self, array: Any) -> Any:
+    def round_to_norms(self, array: Any) -> Any:
         """Return an array in the dtype of the norms."""
         if isinstance(array, NUMPY):
             return np.asarray(array, self.dtypes[1])
@@ -102,7 +113,7 @@ class Arithmetic:
         """Return sums as the rows of one array."""
         if self.host and all([isinstance(value, NUMPY) for value in values]):
             return np.array(values)
-        return stacked(self.library, list(map(self.to_library, values)))
+        return stack_arrays(self.library, list(map(self.to_library, values)))
 
     def add(self, values: list[Any], op: Op) -> Any:
         """Return the sum or the maximum of sums, 0 of none."""
@@ -118,7 +129,7 @@ class Arithmetic:
         each = [self.xp.all(flag) if len(flag.shape) else flag for flag in flags]
         if len(each) < 2:
             return each[0] if each else self.xp.asarray(1) == 1
-        return self.xp.all(stacked(self.backend, each))
+        return self.xp.all(stack_arrays(self.backend, each))
 
     def finite(self, norms: list[Any], entries_finite: Any) -> Any:
         """Return whether all norms are finite, and the entries, if these were looked at."""

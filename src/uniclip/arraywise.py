@@ -36,19 +36,19 @@ class EachArray(BaseRule):
         with backend.quiet(given.first):
             for number in given.kinds.present:
                 if given.is_sparse(number):
-                    _named(given.place, number, self._refuse_rows, arrays[number])
-                changes[number] = _named(given.place, number, self._change, backend, arrays[number], step.in_place)
+                    _with_place(given.place, number, self._refuse_rows, arrays[number])
+                changes[number] = _with_place(given.place, number, self._change, backend, arrays[number], step.in_place)
             if step.in_place:
                 later = same_memory(backend, given.leaves, given.place)
                 again = later - given.later_copies(later)
                 written = [number for number in changes if number not in again]
                 for number in written:
-                    _named(given.place, number, backend.write, arrays[number], *changes[number])
+                    _with_place(given.place, number, backend.write, arrays[number], *changes[number])
                 given.write(written)
                 return given.spec.unflatten(given.leaves), state, Report()
             for number, (function, *operands) in changes.items():
-                arrays[number] = _named(given.place, number, function, arrays[number], *operands)
-            return given.closed(arrays), state, Report()
+                arrays[number] = _with_place(given.place, number, function, arrays[number], *operands)
+            return given.close(arrays), state, Report()
 
     def _change(self, backend: Backend, array: Any, in_place: bool) -> tuple[Any, ...]:  # noqa: FBT001
         """Return an elementwise function of the array and of operands that broadcast against it, and these operands."""
@@ -142,7 +142,7 @@ class ByValue(EachArray):
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high
 
 
-def _named(where: Callable[[int], str], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+def _with_place(where: Callable[[int], str], number: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function, and add the place of the leaf to its errors."""
     try:
         return function(*arguments)
@@ -160,8 +160,8 @@ def _whole(xp: Any, bound: Any, info: Any) -> Any:
             msg = f"integer gradients need whole bounds, got an array of {bound.dtype}"
             raise TypeError(msg)
         bound = xp.asarray(bound)
-        own = xp.iinfo(bound.dtype)
-        return xp.clip(bound, max(info.min, own.min), min(info.max, own.max))
+        held = xp.iinfo(bound.dtype)
+        return xp.clip(bound, max(info.min, held.min), min(info.max, held.max))
     inside = max(info.min, min(info.max, bound))
     if not float(inside).is_integer():
         msg = f"integer gradients need whole bounds, got {short(bound)}"

@@ -14,7 +14,6 @@ from uniclip.limits.base import BuiltIn, MaxNorm
 from uniclip.limits.fixed import as_limit
 from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
-from uniclip.processes import Join
 from uniclip.scopes import Scope, all_leaves, everything
 
 
@@ -51,7 +50,7 @@ class Choices(Printed):
     """Whether the label of its groups was seen to say different things of leaves: empty before."""
     plans: ClassVar[dict[Any, Any]]
     """What is the same from step to step, by the structure of the gradients."""
-    joins: ClassVar[dict[Any, Join]]
+    agreed: ClassVar[dict[Any, Any]]
     """What the processes of a run have told each other."""
 
     if TYPE_CHECKING:
@@ -89,8 +88,13 @@ class Choices(Printed):
     def _find_out(self) -> None:
         limit, scope = self.limit, self.scope
         constant = limit.value if type(limit) is Constant else None
-        limits = [one for _, one in limit.limits] if isinstance(limit, PerGroup) else [limit]
-        held = [x for one in limits if type(one) is not Constant for x in getattr(one, "__dict__", {}).values()]
+        limits = [limit_of_group for _, limit_of_group in limit.limits] if isinstance(limit, PerGroup) else [limit]
+        held = [
+            x
+            for limit_of_group in limits
+            if type(limit_of_group) is not Constant
+            for x in getattr(limit_of_group, "__dict__", {}).values()
+        ]
         held += getattr(self.curve, "__dict__", {}).values()
         held += [value for function in (self.curve, *held) for value in held_by(function)]
         holds_arrays = any([hasattr(value, "shape") for value in held])
@@ -103,7 +107,12 @@ class Choices(Printed):
             and self.curve is hard,
             holds_arrays=holds_arrays,
             limits_checked=not holds_arrays
-            and all([isinstance(one, BuiltIn) and not isinstance(one, Schedule) for one in limits]),
+            and all(
+                [
+                    isinstance(limit_of_group, BuiltIn) and not isinstance(limit_of_group, Schedule)
+                    for limit_of_group in limits
+                ]
+            ),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
             by_shape=scope.axes is not None
@@ -112,12 +121,12 @@ class Choices(Printed):
             or "sizes" in limit.needs,
             plans={},
             tells_apart=[],
-            joins={},
+            agreed={},
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the choices, for a copy or a pickle."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {choice.name: getattr(self, choice.name) for choice in fields(self)}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""

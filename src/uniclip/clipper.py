@@ -20,11 +20,11 @@ from uniclip._types import Number, Step, T
 from uniclip._values import to_lists
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives
+from uniclip.joins import AllReduce, Loss, Shared
 from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
-from uniclip.processes import AllReduce, Loss, Shared
 from uniclip.report import AVERAGED, NORM, NORM_MAX, Late, Report, read_arrays
-from uniclip.rules import taken
-from uniclip.saved import Saved, by_name, from_saved, restored, to_saved, together, values_of
+from uniclip.rules import take_step
+from uniclip.saved import Saved, by_name, from_saved, merge_states, restore_state, to_saved, values_of
 from uniclip.tree import flatten, place
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Clipper:
             return {}
         known = last.leaves is not None or labelled(self.rule)
         saved = Saved(last.leaves if known else leaves_of(self.rule, flatten([])), values_of(last.state))
-        return to_saved(self.rule, saved if last.kept is None else together(self.rule, saved, last.kept), convert)
+        return to_saved(self.rule, saved if last.kept is None else merge_states(self.rule, saved, last.kept), convert)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a memory that was saved by a clipper or an integration, in this or another framework.
@@ -240,7 +240,7 @@ class Clipper:
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         if saved and self.state is not None:
-            self.state = restored(from_saved(saved, self.rule), self.rule, self._last.leaves, self.state)
+            self.state = restore_state(from_saved(saved, self.rule), self.rule, self._last.leaves, self.state)
         else:
             self._last = _Last(loaded=from_saved(saved, self.rule) if saved else None)
 
@@ -260,7 +260,7 @@ class Clipper:
         self.init(grads)
         if before.state is not None and before.leaves is not None:
             rows = Saved(before.leaves, values_of(before.state))
-            rows = rows if before.kept is None else together(self.rule, rows, before.kept)
+            rows = rows if before.kept is None else merge_states(self.rule, rows, before.kept)
             leaves = [part and [renamed.get(label, label) for label in part] for part in rows.leaves or ()]
             self._last = self._with_rows(rows._replace(leaves=leaves))[0]
         self._last = self._last._replace(report=before.report)
@@ -271,13 +271,13 @@ class Clipper:
         Rows are looked up by the names of leaves, and those of others are kept; if they are all of others, they are
         refused.
         """
-        found = from_saved(saved, self.rule)
-        if set(labels_of(found.leaves)).isdisjoint(labels_of(self._last.leaves)):
+        known = from_saved(saved, self.rule)
+        if set(labels_of(known.leaves)).isdisjoint(labels_of(self._last.leaves)):
             new: list[str] = []
-            state = restored(found, self.rule, self._last.leaves, self.state)
+            state = restore_state(known, self.rule, self._last.leaves, self.state)
             last = self._last._replace(state=state, report=None, kept=None)
         else:
-            last, new = self._with_rows(found)
+            last, new = self._with_rows(known)
         return partial(setattr, self, "_last", last), new
 
     def _with_rows(self, rows: Saved) -> tuple[_Last, list[str]]:
@@ -296,7 +296,7 @@ class Clipper:
 
     def _first(self, flat: Flat, leaves: Leaves) -> Any:
         new, loaded = self.rule.init(flat[1].unflatten(flat[0])), self._last.loaded
-        return new if loaded is None else restored(loaded, self.rule, leaves, new)
+        return new if loaded is None else restore_state(loaded, self.rule, leaves, new)
 
     def _step(self, grads: T, step: Step) -> tuple[T, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
@@ -314,16 +314,16 @@ class Clipper:
             if step.all_reduce is not None and step.params is not None:  # then there is a norm for every parameter
                 flat = first
             elif state is None and nothing and self.rule.memory:
-                raise ValueError(_unknown(flat))
+                raise ValueError(_describe_nothing(flat))
             if leaves is None or spec != flat[1]:
-                here = leaves_of(self.rule, flat)
-                if leaves not in (None, here):
-                    raise ValueError(_of_others(self.rule, labels_of(leaves), labels_of(here)))
-                leaves, spec = here, flat[1]
+                leaves_here = leaves_of(self.rule, flat)
+                if leaves not in (None, leaves_here):
+                    raise ValueError(_describe_others(self.rule, labels_of(leaves), labels_of(leaves_here)))
+                leaves, spec = leaves_here, flat[1]
             state = self._first(first, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
         norms = None if self.record is None else self.record.norms_of(grads)  # before they are clipped
-        clipped, state, report = taken(self.rule, grads, state, step)
+        clipped, state, report = take_step(self.rule, grads, state, step)
         self._refuse_traced(state)
         self._last = _Last(state, report, leaves, spec, kept=self._last.kept)
         self._see(report, step.loss, norms)
@@ -367,7 +367,7 @@ class _Window:
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
         parts: Any = report
-        arrays = optree.tree_leaves(parts, is_leaf=lambda one: isinstance(one, Late))
+        arrays = optree.tree_leaves(parts, is_leaf=lambda part: isinstance(part, Late))
         if not outlives(arrays):
             return
         with self._lock:
@@ -390,13 +390,13 @@ class _Window:
         with self._lock:
             self._fold()
             means = {name: total / self._count for name, total in self._sums.items()}
-            found = self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
+            scalars = self._last | means | ({NORM_MAX: self._largest} if NORM in self._last else {})
             self._begin()
-            return found
+            return scalars
 
 
-def _of_others(rule: Any, known: list[str], here: list[str]) -> str:
-    others = sorted(set(known) ^ set(here))
+def _describe_others(rule: Any, known: list[str], current: list[str]) -> str:
+    others = sorted(set(known) ^ set(current))
     change = f"{shown(others)} had a place at one step and none at another" if others else "their order has changed"
     return (
         f"{short(rule)} remembers each leaf or group by itself, and {change}: give the same tree, in the same order, "
@@ -404,7 +404,7 @@ def _of_others(rule: Any, known: list[str], here: list[str]) -> str:
     )
 
 
-def _unknown(flat: Flat) -> str:
+def _describe_nothing(flat: Flat) -> str:
     which = f"{place('grads', flat[1].paths()[0])} is None" if flat[0] else "there are no gradients"
     return (
         f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "

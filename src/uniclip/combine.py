@@ -17,7 +17,7 @@ from uniclip.backends import DEFAULT, backend_of
 from uniclip.limits import NoState
 from uniclip.plan import is_new, refuse_one_answer
 from uniclip.report import Report, Reports
-from uniclip.rules import BaseRule, taken
+from uniclip.rules import BaseRule, take_step
 from uniclip.scopes import Path
 from uniclip.step import state_where
 from uniclip.tree import backend_for, flatten
@@ -112,9 +112,9 @@ class Chain(BaseRule):
         report = Reports(())
         for rule, old in zip(self.rules, states, strict=True):
             skipped = report.skipped
-            grads, after, one = taken(rule, grads, old, step)
+            grads, after, of_rule = take_step(rule, grads, old, step)
             new.append(after if skipped is None else state_where(skipped, old, after))  # its zeros must not be learned
-            report = Reports((*report.rules, one))
+            report = Reports((*report.rules, of_rule))
         if not self.memory:
             return grads, state, report
         finite = report.finite
@@ -147,9 +147,9 @@ class Masked(BaseRule):
     def init(self, grads: Any) -> Any:
         """Return the rule's state before the first step; see `Rule.init`."""
         leaves, spec = flatten(grads)
-        some, first = self.chosen(leaves, spec), next((leaf for leaf in leaves if leaf is not None), None)
-        state = self.rule.init(spec.unflatten(some))
-        if first is None or any([leaf is not None for leaf in some]):
+        chosen, first = self.choose_leaves(leaves, spec), next((leaf for leaf in leaves if leaf is not None), None)
+        state = self.rule.init(spec.unflatten(chosen))
+        if first is None or any([leaf is not None for leaf in chosen]):
             return state
         backend = backend_for(leaves, "params", spec)  # those that are chosen are absent
         return optree.tree_map(lambda a: backend.to_device_of(first, backend.xp.asarray(np.asarray(a))), state)
@@ -157,24 +157,24 @@ class Masked(BaseRule):
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""
         leaves, spec = flatten(grads)
-        some = self.chosen(leaves, spec)
-        alone = step.all_reduce is None and not any([leaf is None for leaf in leaves])  # else others may have the rest
+        chosen = self.choose_leaves(leaves, spec)
+        alone = step.alone and not any([leaf is None for leaf in leaves])  # else others may have the rest
         if alone and is_new(self):
             with (backend_of(next(iter(leaves), None)) or DEFAULT).quiet():
-                answers = [leaf is not None for leaf in some]
+                answers = [leaf is not None for leaf in chosen]
                 refuse_one_answer("masked(rule, where)", self.where, spec.paths(), answers)
             self.tells_apart.append(True)
-        if all([leaf is None for leaf in some]) and step.all_reduce is None:
+        if all([leaf is None for leaf in chosen]) and step.alone:
             return spec.unflatten(leaves), state, Report()
-        clipped, state, report = taken(self.rule, spec.unflatten(some), state, step)
+        clipped, state, report = take_step(self.rule, spec.unflatten(chosen), state, step)
         report = report.without_skip()  # the other leaves are not skipped
         if not step.in_place:
             leaves = [
-                leaf if old is None else new for leaf, old, new in zip(leaves, some, flatten(clipped)[0], strict=True)
+                leaf if old is None else new for leaf, old, new in zip(leaves, chosen, flatten(clipped)[0], strict=True)
             ]
         return spec.unflatten(leaves), state, report
 
-    def chosen(self, leaves: list[Any], spec: Any) -> list[Any]:
+    def choose_leaves(self, leaves: list[Any], spec: Any) -> list[Any]:
         """Return the leaves that are chosen, with ``None`` in the places of the others."""
         paths = spec.paths()
         return [

@@ -64,10 +64,10 @@ def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callabl
             return value if math.isfinite(value) else {"number": str(value)}
         if isinstance(value, tuple):
             return {"tuple": list(map(plain, value))}
-        return _array(value) if hasattr(value, "dtype") else named(value)
+        return _array_as_data(value) if hasattr(value, "dtype") else named(value)
 
     def named(value: Any) -> Any:
-        name, kind = _name(names, value), _name(names, type(value))
+        name, kind = _public_name(names, value), _public_name(names, type(value))
         if name is not None:
             return {"name": name}
         if kind is not None and is_dataclass(value):
@@ -112,11 +112,13 @@ def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Cal
             case {"tuple": [*items]}:
                 result = tuple(map(again, items))
             case {"array": [*_] as items, "dtype": str(dtype)}:
-                result = np.asarray(_numbers(items), dtype=dtype)
+                result = np.asarray(_numbers_of_data(items), dtype=dtype)
             case {"class": str(name), "fields": {**parts}}:
-                result = _found(names, name, kind=True)(**{str(field): again(value) for field, value in parts.items()})
+                result = _look_up(names, name, kind=True)(
+                    **{str(field): again(value) for field, value in parts.items()}
+                )
             case {"name": str(name)}:
-                result = _found(names, name)
+                result = _look_up(names, name)
             case {"other": value} if other is not None:
                 result = other(value)
             case _ if not (part is None or isinstance(part, (bool, int, float, str))):
@@ -126,11 +128,11 @@ def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Cal
     return again(config)
 
 
-def _name(names: Mapping[str, Any], value: Any) -> str | None:
+def _public_name(names: Mapping[str, Any], value: Any) -> str | None:
     return next((name for name, known in names.items() if known is value), None)
 
 
-def _found(names: Mapping[str, Any], name: str, *, kind: bool = False) -> Any:
+def _look_up(names: Mapping[str, Any], name: str, *, kind: bool = False) -> Any:
     """Return the value with a name in a config; a value with fields must be a class."""
     value = names.get(name)
     if value is None or (kind and not is_dataclass(value)):
@@ -156,7 +158,7 @@ def _refuse_config(part: Any) -> Any:
     raise ValueError(msg)
 
 
-def _array(array: Any) -> Any:
+def _array_as_data(array: Any) -> Any:
     """Return an array as lists, a 0-d one as a number."""
     backend, shape = backend_of(array), tuple(array.shape)
     flat = array if backend is None or shape else backend.xp.reshape(array, (-1,))  # not every 0-d array converts
@@ -174,8 +176,8 @@ def _texts(values: Any) -> Any:
     return {"number": str(values)} if isinstance(values, float) and not math.isfinite(values) else values
 
 
-def _numbers(values: Any) -> Any:
+def _numbers_of_data(values: Any) -> Any:
     """Undo `_texts`."""
     if isinstance(values, list):
-        return list(map(_numbers, values))
+        return list(map(_numbers_of_data, values))
     return float(values["number"]) if isinstance(values, dict) else values

@@ -41,8 +41,8 @@ def hard(xp: Any, norm: Any, limit: Any) -> Any:
     >>> uc.curves.hard(np, norms, 1.0)
     array([1.  , 1.  , 1.  , 0.25])
     """
-    below, one = norm <= limit, xp.ones_like(norm)
-    return xp.where(below, one, limit / xp.where(below, one, norm))
+    below, ones = norm <= limit, xp.ones_like(norm)
+    return xp.where(below, ones, limit / xp.where(below, ones, norm))
 
 
 def normalize(xp: Any, norm: Any, limit: Any) -> Any:
@@ -54,8 +54,8 @@ def normalize(xp: Any, norm: Any, limit: Any) -> Any:
     >>> uc.curves.normalize(np, norms, 1.0).round(3)
     array([1.  , 2.  , 1.  , 0.25])
     """
-    zero, one = xp.equal(norm, 0.0), xp.ones_like(norm)
-    return xp.where(zero, one, limit / xp.where(zero, one, norm))
+    zero, ones = xp.equal(norm, 0.0), xp.ones_like(norm)
+    return xp.where(zero, ones, limit / xp.where(zero, ones, norm))
 
 
 def reject(xp: Any, norm: Any, limit: Any) -> Any:

@@ -29,9 +29,9 @@ class Decision(NamedTuple):
     """The norms, limits and factors of each block."""
     state: Any
 
-    def clipped(self) -> Any:
+    def clip_leaves(self) -> Any:
         """Return the clipped gradients, like those given."""
-        given, factors = self.given, self._factors()
+        given, factors = self.given, self._factor_of_each_leaf()
         backend, zero = given.backend, self.rule.zeroes
         if given.in_place:
             with backend.quiet(given.first):
@@ -39,15 +39,15 @@ class Decision(NamedTuple):
             return given.spec.unflatten(given.leaves)
         arrays = list(given.arrays)
         if not factors:
-            return given.closed(arrays)
+            return given.close(arrays)
         with backend.quiet(given.first):
             old = [arrays[number] for number in factors]
-            new = backend.scaled(old, list(factors.values()), in_place=False, zero=zero)
+            new = backend.scale(old, list(factors.values()), in_place=False, zero=zero)
             for number, array in zip(factors, new, strict=True):
                 arrays[number] = array
-            return given.closed(arrays)
+            return given.close(arrays)
 
-    def _factors(self) -> dict[int, Any]:
+    def _factor_of_each_leaf(self) -> dict[int, Any]:
         """Return the factor of each leaf; those known to be 1 change nothing."""
         by: dict[int, Any] = {}
         for block, factors in zip(self.plan.blocks, self.raw.factors, strict=True):
@@ -59,7 +59,7 @@ class Decision(NamedTuple):
             elif len(block.groups) == len(block.groups[0]) == 1:  # which one leaf uses
                 values = [factors[0, ...]]
             else:
-                values = self.plan.math.backend.apart(factors)
+                values = self.plan.math.backend.unstack(factors)
             for value, group in zip(values, block.groups, strict=True):
                 if host and (value == 1 if isinstance(value, float) else (value == 1).all()):
                     continue
@@ -70,7 +70,7 @@ class Decision(NamedTuple):
     def _spread(self, value: Any, number: int) -> Any:
         """Return the factor of a leaf, with its dimensions."""
         part = self.given.part(number)
-        value = value if part is None else part.weighted(value, 1 / part.copies)
+        value = value if part is None else part.weigh(value, inverse=True)
         return spread(self.plan.math.library, value, self.given.arrays[number], self.plan.axes[number])
 
     def summed(self) -> Any:
@@ -86,7 +86,7 @@ class Decision(NamedTuple):
                 array, leaf = given.arrays[number], given.leaves[number]
                 factor = self._spread(factors[block][row, ...], number)
                 wide = cast(xp, array, xp.result_type(array.dtype, xp.float32))
-                [product] = backend.scaled([wide], [factor], in_place=False, zero=zero)
+                [product] = backend.scale([wide], [factor], in_place=False, zero=zero)
                 total = xp.sum(product, axis=0)
                 total = cast(xp, total, array.dtype if xp.isdtype(leaf.dtype, "integral") else leaf.dtype)
                 part = given.part(number)
@@ -95,7 +95,7 @@ class Decision(NamedTuple):
 
     def norms(self) -> Any:
         """Return the norms of the report."""
-        return self.plan.arranged([self.plan.math.to_library(norms) for norms in self.raw.norms])
+        return self.plan.arrange([self.plan.math.to_library(norms) for norms in self.raw.norms])
 
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
@@ -120,7 +120,7 @@ def write_products(given: Opened, factors: dict[int, Any], *, zero: bool) -> Non
             backend.write(arrays[number], lambda _, new: new, given.arrays[number])
     pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
     if pairs:
-        backend.scaled([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
+        backend.scale([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
     changed = {*factors, *zeroed} - again
     given.write([n for n, odd in given.odd.items() if arrays[n] is odd.array and n in changed])
 
@@ -154,7 +154,7 @@ class LaneDecision(NamedTuple):
     lane: Lane
     state: Any
 
-    def clipped(self) -> Any:
+    def clip_leaves(self) -> Any:
         """Return the clipped gradients, like those given."""
         return self.close(self.lane.leaves)
 

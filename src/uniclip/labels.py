@@ -58,9 +58,9 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
     if not rule.memory:
         return []
     if isinstance(rule, Chain):
-        return [part for one in rule.rules for part in leaves_of(one, flat)]
+        return [part for inner in rule.rules for part in leaves_of(inner, flat)]
     if isinstance(rule, Masked):
-        return leaves_of(rule.rule, (rule.chosen(*flat), flat[1]))
+        return leaves_of(rule.rule, (rule.choose_leaves(*flat), flat[1]))
     if not labelled(rule):
         return [None]
     leaves, spec = flat
@@ -69,14 +69,14 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
         return [[stable(place("", path)) for path in paths]]
     label = rule.scope.label
     labels = [label_of(label, *pair, place("grads", pair[0])) for pair in zip(paths, leaves, strict=True)]
-    return [sorted({stable(repr(one)) for one in [*rule.limit.groups, *labels]})]
+    return [sorted({stable(repr(inner)) for inner in [*rule.limit.groups, *labels]})]
 
 
 def memories_of(rule: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield each rule with memory, in the order of `leaves_of`, behind the beginning of the names of its numbers."""
     if isinstance(rule, Chain) and rule.memory:
-        for number, one in enumerate(rule.rules):
-            yield from memories_of(one, (*way, f"{number}."))
+        for number, inner in enumerate(rule.rules):
+            yield from memories_of(inner, (*way, f"{number}."))
     elif isinstance(rule, Masked):
         yield from memories_of(rule.rule, way)
     elif rule.memory:
@@ -97,7 +97,7 @@ def shown(labels: list[str]) -> str:
 def _limit(limit: Any) -> str:
     """Return the kind of a limit, with the parameters that its state depends on."""
     if isinstance(limit, PerGroup):
-        inside = [f"{stable(repr(label))}: {_limit(one)}" for label, one in limit.limits if one.memory]
+        inside = [f"{stable(repr(label))}: {_limit(inner)}" for label, inner in limit.limits if inner.memory]
         return f"PerGroup({', '.join(sorted(inside))})"
     values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}
     shown = [f"window={int(values['window'])}"] if "window" in values else []

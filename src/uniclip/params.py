@@ -7,14 +7,13 @@ from typing import Any
 
 from uniclip._errors import short
 from uniclip._types import Step
-from uniclip.backends import backend_by
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import Leaf
 from uniclip.choices import Choices
 from uniclip.tree import Opened, open_tree
 
 
-def beside(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
+def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
     """Return the gradients, and the parameters if the limit needs them.
 
     Where gradients are absent, the parameters say which library's processes are joined, and over which meshes.
@@ -24,30 +23,28 @@ def beside(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | N
         msg = f"{short(rule)} compares gradients with their parameters: pass params="
         raise ValueError(msg)
     if step.params is not None and (needed or nothing or len(given.kinds.present) < len(given.leaves)):
-        theirs = _in_order(open_tree(step.params, "params"), given)
+        theirs = _put_in_order(open_tree(step.params, "params"), given)
     if nothing and theirs is not None and theirs.kinds.present:
         given = given._replace(kinds=theirs.kinds.without_leaves())
-    elif nothing and step.all_reduce is not None:
-        given = given._replace(kinds=given.kinds.without_leaves(backend_by(step.all_reduce)))
     if theirs is not None and theirs.parts:
         absent = {n: Leaf(None, part=part) for n, part in theirs.parts.items() if given.leaves[n] is None}
         given = given._replace(odd=dict(sorted((given.odd | absent).items())))
-    return given, _matching(rule, given, theirs) if needed and theirs is not None else None
+    return given, _match_params(rule, given, theirs) if needed and theirs is not None else None
 
 
-def _in_order(theirs: Opened, given: Opened) -> Opened:
+def _put_in_order(theirs: Opened, given: Opened) -> Opened:
     """Return the parameters in the order of the gradients, by their paths, ``None`` where there is none."""
     if theirs.spec == given.spec:
         return theirs
     numbers = {path: number for number, path in enumerate(theirs.paths())}
     order = [numbers.get(path) for path in given.paths()]
 
-    leaves, arrays = ([None if n is None else some[n] for n in order] for some in (theirs.leaves, theirs.arrays))
+    leaves, arrays = ([None if n is None else values[n] for n in order] for values in (theirs.leaves, theirs.arrays))
     odd = {number: theirs.odd[n] for number, n in enumerate(order) if n in theirs.odd}
     return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, odd=odd)
 
 
-def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
+def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
     """Return the parameters of the gradients.
 
     Raises
@@ -65,14 +62,14 @@ def _matching(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         if theirs.leaves[number] is None:
             msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
             raise ValueError(msg)
-        own, other = theirs.leaves[number].shape, given.leaves[number].shape
-        if not (own == other or same_shape(own, other)):  # some are known at run time
-            msg = f"{theirs.place(number)} has shape {tuple(own)}, {given.place(number)} {tuple(other)}"
+        shape, of_gradient = theirs.leaves[number].shape, given.leaves[number].shape
+        if not (shape == of_gradient or same_shape(shape, of_gradient)):  # some are known at run time
+            msg = f"{theirs.place(number)} has shape {tuple(shape)}, {given.place(number)} {tuple(of_gradient)}"
             raise ValueError(msg)
     arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)]
     parts = theirs.parts
     if rule.scope.axes is not None and (parts or given.parts):
-        arrays, parts = _divided_alike(rule, given, theirs, arrays)
+        arrays, parts = _divide_alike(rule, given, theirs, arrays)
     if rule.scope.axes is not None:
         for number in filter(given.is_sparse, given.odd):
             arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
@@ -94,13 +91,13 @@ def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> An
     return given.backend.xp.take(array, given.odd[number].rows, axis=0)
 
 
-def _divided_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+def _divide_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], dict[int, Any]]:
     """Return the parameters and their parts, divided among processes as the gradients are where norms keep axes."""
     parts = theirs.parts
     for number in given.kinds.present:
         part, leaf = given.part(number), theirs.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
-        rows = [one and one.divided(axes) for one in (part, parts.get(number))]
+        rows = [division and division.divided(axes) for division in (part, parts.get(number))]
         if rows[0] != rows[1]:
-            arrays[number], parts[number] = given.backend.divided_as(leaf, part), part
+            arrays[number], parts[number] = given.backend.divide_as(leaf, part), part
     return arrays, parts

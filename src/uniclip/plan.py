@@ -20,7 +20,7 @@ from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import TRACED, Axes
 from uniclip.choices import Choices
-from uniclip.processes import Join, copies_of
+from uniclip.joins import Join, Joins
 from uniclip.scopes import Path, Scope, everything
 from uniclip.tree import Opened, place
 
@@ -43,8 +43,8 @@ class Block(NamedTuple):
     @property
     def absent(self) -> tuple[bool, ...]:
         """Whether all gradients of each group are absent; empty if none is."""
-        gone = tuple([not group for group in self.groups])
-        return gone if any(gone) else ()
+        flags = tuple([not group for group in self.groups])
+        return flags if any(flags) else ()
 
 
 def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, params: Opened | None = None) -> Plan:
@@ -75,60 +75,37 @@ class Plan:
         kinds, scope = given.kinds, rule.scope
         self.math = Arithmetic(given, mode, narrow=kinds.narrow and (join is None or join.narrow))
         """Where its norms lie."""
-        self.join, self.kinds, self.scope, self.spec = join, kinds, scope, given.spec
-        self._divide(rule, given)
-        self.copies = None if join is None else copies_of(self, given, join)
-        """How many processes hold each leaf, ``None`` if one does; 0 where the processes have not been counted."""
-        if self.copies is not None and 0 in self.copies and mode == TRACED:
-            msg = (
-                "shared marks copies, and in code that is compiled it is not known how many processes hold one: join "
-                "along named axes, or run the step before it is compiled"
-            )
-            raise TypeError(msg)
-        self._own(rule, parts)
-        self.sizes: tuple[list[Any], list[Any]] | None = None
-        """The numbers of entries of its norms, and what these are divided by, once a step has counted them."""
-        if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
-            some = kinds.present
-            given.backend.copies([given.arrays[n] for n in some], None, None, lambda n: given.place(some[n]))
-
-    def _own(self, rule: Choices, parts: Sequence[dict[int, Any]]) -> None:
-        """Find out which processes join the norms of distributed leaves."""
-        every = [[(some.get(number), axes) for number, axes in enumerate(self.axes)] for some in parts]
-        self.owners = [[part and part.owners(axes) for part, axes in pairs] for pairs in every]
-        """For each leaf of the gradients, and of the parameters, the processes that join its norms."""
-        whole = {part.owners(): None for some in parts for part in some.values()}
-        self.covering: list[Any] = list(whole) if len(whole) < 2 or self.math.mode == TRACED else []
-        """As few groups of processes as cover all that hold parts, which join what is not of a leaf."""
-        for one in [] if self.covering else sorted(whole, key=lambda one: -len(one.processes())):
-            if not any([one.processes() <= other.processes() for other in self.covering]):
-                self.covering.append(one)
-        found = {one: None for some in self.owners for one in some if one is not None}
-        self.owner_groups = list(found | dict.fromkeys(self.covering))
-        """All groups of owners, in the same order in each process."""
-        self.norms_apart = any([part and part.divided(axes) for pairs in every for part, axes in pairs])
-        """Whether some norms lie in this process alone, as an axis that they keep is divided."""
-        if self.norms_apart and rule.memory:
+        self.kinds, self.scope, self.spec = kinds, scope, given.spec
+        self._divide(rule, given, join)
+        joins = Joins(self, given, join, parts) if join is not None or any(parts) else None
+        self.joins = joins
+        """How processes join what is measured, ``None`` if this one has all of it."""
+        if joins is not None and joins.divided and rule.memory:
             msg = (
                 f"{short(rule)} remembers norms along axes, and some of these axes are divided among processes, so "
                 "that its state would differ from process to process: take a scope of whole leaves, such as "
                 "uc.scopes.each_leaf, or a limit without memory"
             )
             raise ValueError(msg)
+        self.sizes: tuple[list[Any], list[Any]] | None = None
+        """The numbers of entries of its norms, and what these are divided by, once a step has counted them."""
+        if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
+            present = kinds.present
+            given.backend.copies([given.arrays[n] for n in present], None, None, lambda n: given.place(present[n]))
 
-    def _divide(self, rule: Choices, given: Opened) -> None:
+    def _divide(self, rule: Choices, given: Opened, join: Join | None) -> None:
         """Find out which leaves share a norm, and which norms form an array."""
         kinds, scope = self.kinds, self.scope
         missing = bool(given.parts) and len(kinds.present) < len(given.leaves)
-        everywhere = rule.memory or self.join is not None or missing
+        everywhere = rule.memory or join is not None or missing
         members = _groups(given, scope, rule.limit.groups if everywhere else (), everywhere=everywhere)
         labelled = scope.label not in {None, everything}
-        alone = self.join is None and len(kinds.present) == len(given.leaves)
+        alone = join is None and len(kinds.present) == len(given.leaves)
         if labelled and alone and is_new(rule):
-            answers = [label for label, some in members.items() for _ in some]
+            answers = [label for label, numbers in members.items() for _ in numbers]
             refuse_one_answer("scopes.groups(label)", scope.label, given.paths(), answers)
             rule.tells_apart.append(True)
-        groups = {label: [n for n in some if given.leaves[n] is not None] for label, some in members.items()}
+        groups = {label: [n for n in numbers if given.leaves[n] is not None] for label, numbers in members.items()}
         self.one_norm = scope.label is everything and scope.axes is None
         """Whether there is one norm for all leaves."""
         self.axes: list[Axes] = [None] * len(given.leaves)
@@ -143,7 +120,7 @@ class Plan:
         self.members = [members[label] for block in self.blocks for label in block.labels]
         """The leaves of each norm, absent ones too."""
         self.places = {
-            n: (b, row) for b, one in enumerate(self.blocks) for row, group in enumerate(one.groups) for n in group
+            n: (b, row) for b, block in enumerate(self.blocks) for row, group in enumerate(block.groups) for n in group
         }
         """For each leaf, the block and the row of its norm."""
         self.entries = (
@@ -181,8 +158,12 @@ class Plan:
                 kind = self.math.library.layout([given.arrays[n] for n in group])
             alike.setdefault(kind, []).append(label)
         return [
-            Block(tuple([tuple(groups[label]) for label in some]), tuple(some), self._kept_axes(given, groups[some[0]]))
-            for some in alike.values()
+            Block(
+                tuple([tuple(groups[label]) for label in labels]),
+                tuple(labels),
+                self._kept_axes(given, groups[labels[0]]),
+            )
+            for labels in alike.values()
         ]
 
     def _kept_axes(self, given: Opened, group: Sequence[int]) -> int | None:
@@ -204,7 +185,7 @@ class Plan:
         plan.math = self.math.at_host()
         return plan
 
-    def arranged(self, blocks: Sequence[Any]) -> Any:
+    def arrange(self, blocks: Sequence[Any]) -> Any:
         """Return a value for each group in the scope's form: a tree, a dict by label, or a single value."""
         if self.scope.label is everything:
             return blocks[0][0] if len(blocks[0].shape) == 1 else blocks[0][0, ...]
@@ -216,7 +197,7 @@ class Plan:
     def by_label(self, blocks: Sequence[Any]) -> dict[Any, Any]:
         """Return a value for each group that is present; processes that are joined have all named ones."""
         rows: dict[Any, Any] = {}
-        everywhere = self.join is not None and self.scope.label is not None
+        everywhere = self.joins is not None and self.joins.join is not None and self.scope.label is not None
         for block, array in zip(self.blocks, blocks, strict=True):
             for row, (label, group) in enumerate(zip(block.labels, block.groups, strict=True)):
                 if group or everywhere:
@@ -295,26 +276,29 @@ def _reads_path(function: Any) -> bool:
     import dis  # noqa: PLC0415 - few rules have functions
 
     path = code.co_varnames[hasattr(function, "__self__") :][:1]
-    used = [one.argval if isinstance(one.argval, tuple) else [one.argval] for one in dis.get_instructions(code)]
+    used = [
+        instruction.argval if isinstance(instruction.argval, tuple) else [instruction.argval]
+        for instruction in dis.get_instructions(code)
+    ]
     return any([name in names for names in used for name in path])
 
 
 def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) -> Hashable:
     """Return the label of a leaf's group; refuse labels that are unhashable or hold arrays."""
     try:
-        found: Any = label(path, leaf)
+        answer: Any = label(path, leaf)
     except AttributeError as error:
         if leaf is not None:
             raise
         msg = f"{where} is absent (None), and a rule that remembers asks for its group: label it by its path alone"
         raise TypeError(msg) from error
     try:
-        fits = not hasattr(found, "dtype") or isinstance(found, (Number, str)) or found in {True, False}
-        hash(found)
+        fits = not hasattr(answer, "dtype") or isinstance(answer, (Number, str)) or answer in {True, False}
+        hash(answer)
     except TypeError:
         fits = False
-    check("the label of a group", found, fits, "hashable, such as a text or a number")
-    return found
+    check("the label of a group", answer, fits, "hashable, such as a text or a number")
+    return answer
 
 
 def _axes(given: Opened, scope: Scope, number: int) -> Axes:

@@ -14,7 +14,7 @@ import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
 from uniclip.backends import DEFAULT, Backend, backend_of
-from uniclip.backends.base import NODES, NUMPY, TRACED, stacked
+from uniclip.backends.base import NODES, NUMPY, TRACED, stack_arrays
 from uniclip.plan import Plan
 from uniclip.tree import flatten
 
@@ -59,7 +59,7 @@ class Raw(NamedTuple):
             blocks = getattr(self, name)
             if name in {"limits", "thresholds"}:
                 blocks = [xp.zeros_like(n) + value for n, value in zip(self.norms, blocks, strict=True)]
-            return plan.arranged(list(map(plan.math.to_library, blocks)))
+            return plan.arrange(list(map(plan.math.to_library, blocks)))
 
     def scalars(self) -> dict[str, Any] | None:
         """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
@@ -68,12 +68,12 @@ class Raw(NamedTuple):
         if not self.norms or some_absent or any([0 in n.shape for n in self.norms]):
             return None
         with plan.math.library.quiet():
-            some = (self.limits, self.thresholds or [])
-            limits, thresholds = (list(map(self._array, one, self.norms)) for one in some)
-            found = scalars_of(plan.math.backend, self.norms, limits, self.factors, self.skipped, thresholds)
-            return {name: plan.math.to_library(value) for name, value in found.items()} if plan.math.host else found
+            given = (self.limits, self.thresholds or [])
+            limits, thresholds = (list(map(self._as_array, values, self.norms)) for values in given)
+            scalars = scalars_of(plan.math.backend, self.norms, limits, self.factors, self.skipped, thresholds)
+            return {name: plan.math.to_library(value) for name, value in scalars.items()} if plan.math.host else scalars
 
-    def _array(self, value: Any, norms: Any) -> Any:
+    def _as_array(self, value: Any, norms: Any) -> Any:
         """Return a limit as an array, which broadcasts against the norms."""
         return value if hasattr(value, "shape") else self.plan.math.xp.asarray(value, dtype=norms.dtype)
 
@@ -164,7 +164,7 @@ class Report:
         scalars = self.scalars()
         if NORM not in scalars:  # of no example at all
             return "no norm measured"
-        norm, limit, share = (float(backend.detached(scalars[name])) for name in (NORM, LIMIT, SHARE))
+        norm, limit, share = (float(backend.detach(scalars[name])) for name in (NORM, LIMIT, SHARE))
         count = sum(math.prod(array.shape) for array in leaves)
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
         words += [f"limit {limit:.3g}"] if count == 1 and limit < UNLIMITED else []
@@ -226,8 +226,8 @@ class Late(Report):
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule."""
-        found = self.record.scalars()
-        return super().scalars() if found is None else found
+        scalars = self.record.scalars()
+        return super().scalars() if scalars is None else scalars
 
     def without_skip(self) -> Report:
         """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
@@ -322,33 +322,33 @@ def _smaller(a: Any, b: Any) -> Any:
 
 def to_keep(tree: Any) -> Any:
     """Return a tree of reports and small arrays to read later, copied where they may be overwritten."""
-    arrays, rebuilt = _apart(tree)
+    arrays, rebuilt = _take_apart(tree)
     return rebuilt(_by_library(arrays, "to_keep"), lambda plan: plan)
 
 
 def read_arrays(tree: Any) -> Any:
     """Return a tree of reports and small arrays with NumPy's in their places, those of a library read together."""
-    arrays, rebuilt = _apart(tree)
+    arrays, rebuilt = _take_apart(tree)
     return rebuilt(_by_library(arrays, "to_host"), lambda plan: plan.in_numpy())
 
 
 def backend_in(tree: Any) -> Backend | None:
     """Return the backend of the gradients of a report, or that of a tree of arrays; ``None`` if unknown."""
-    parts = optree.tree_leaves(tree, is_leaf=lambda one: isinstance(one, Late))
-    known = [one.record.plan.math.library if isinstance(one, Late) else backend_of(one) for one in parts]
+    parts = optree.tree_leaves(tree, is_leaf=lambda part: isinstance(part, Late))
+    known = [part.record.plan.math.library if isinstance(part, Late) else backend_of(part) for part in parts]
     return next(filter(None, known), None)
 
 
-def _apart(tree: Any) -> tuple[list[Any], Callable[[list[Any], Callable[[Plan], Plan]], Any]]:
+def _take_apart(tree: Any) -> tuple[list[Any], Callable[[list[Any], Callable[[Plan], Plan]], Any]]:
     """Return the arrays of a tree with reports in it, and what makes it of others; nothing is arranged."""
-    parts, outer = optree.tree_flatten(tree, is_leaf=lambda one: isinstance(one, Late))
+    parts, outer = optree.tree_flatten(tree, is_leaf=lambda part: isinstance(part, Late))
     plans = {number: part.record.plan for number, part in enumerate(parts) if isinstance(part, Late)}
     nothing: Any = None
     records: Any = [part.record._replace(plan=nothing) if isinstance(part, Late) else part for part in parts]
     arrays, inner = optree.tree_flatten(records)
 
-    def rebuilt(found: list[Any], plan_of: Callable[[Plan], Plan]) -> Any:
-        new: Any = inner.unflatten(found)
+    def rebuilt(others: list[Any], plan_of: Callable[[Plan], Plan]) -> Any:
+        new: Any = inner.unflatten(others)
         for number, plan in plans.items():
             new[number] = Late(new[number]._replace(plan=plan_of(plan)))
         return outer.unflatten(new)
@@ -358,21 +358,21 @@ def _apart(tree: Any) -> tuple[list[Any], Callable[[list[Any], Callable[[Plan], 
 
 def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
     """Return arrays as their backends make them by a hook, all of one class together; those of the host as copies."""
-    found = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
+    made = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
     theirs: dict[type, list[int]] = {}
     for number, array in enumerate(arrays):
         if not isinstance(array, (*NUMPY, float, int)):
             theirs.setdefault(type(array), []).append(number)
     for numbers in theirs.values():
-        some = [arrays[number] for number in numbers]
-        own: Any = next(filter(None, map(backend_of, some)))  # flags alone do not tell their library
-        if any(map(own.traced, some)):
+        alike = [arrays[number] for number in numbers]
+        backend: Any = next(filter(None, map(backend_of, alike)))  # flags alone do not tell their library
+        if any(map(backend.traced, alike)):
             msg = "inside of code that is compiled there are no values to read: return the report, and use it outside"
             raise TypeError(msg)
-        with own.quiet():
-            for number, array in zip(numbers, getattr(own, hook)(some), strict=True):
-                found[number] = array
-    return found
+        with backend.quiet():
+            for number, array in zip(numbers, getattr(backend, hook)(alike), strict=True):
+                made[number] = array
+    return made
 
 
 def report_of(raw: Raw) -> Report:
@@ -407,7 +407,7 @@ def _over(backend: Backend, function: Callable[[Any], Any], arrays: list[Any]) -
     """Reduce over all entries of all arrays; only 0-d arrays are stacked, since others may be sharded."""
     if len(arrays) == 1:
         return function(arrays[0])
-    return function(stacked(backend, [function(array) if len(array.shape) else array for array in arrays]))
+    return function(stack_arrays(backend, [function(array) if len(array.shape) else array for array in arrays]))
 
 
 def _share_changed(backend: Backend, factors: list[Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from uniclip._errors import Printed, flag
 from uniclip._types import Number, Step, T
 from uniclip.choices import Choices
+from uniclip.joins import AllReduce, Shared
 from uniclip.limits import NoState
 from uniclip.plan import plan_of
-from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
 from uniclip.step import decide, first_state
 from uniclip.tree import open_tree
@@ -130,10 +130,10 @@ class Rule(Choices, BaseRule):
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Take a step; see `BaseRule`."""
         decision = decide(self, grads, state, step)
-        return decision.clipped(), decision.state, decision.report()
+        return decision.clip_leaves(), decision.state, decision.report()
 
 
-def taken(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
     """Take a step by a rule of any class."""
     return rule.update(
         grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss, shared=step.shared

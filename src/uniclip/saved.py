@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
     rows: dict[str, dict[str, Any]]
     """For each leaf or group."""
-    shared: dict[str, Any]
+    in_common: dict[str, Any]
     """For all of them."""
 
 
@@ -115,7 +115,7 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")
     new = rule.init(grads)
     leaves = leaves_of(rule, flatten(grads))
-    return restored(from_saved(saved, rule), rule, leaves, new) if saved else new
+    return restore_state(from_saved(saved, rule), rule, leaves, new) if saved else new
 
 
 def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str], str]) -> dict[str, Any]:
@@ -160,13 +160,13 @@ def renamed(saved: Mapping[str, Any], names: Mapping[str, str] | Callable[[str],
 
 def names_of(state: Any) -> list[str]:
     """Return a name for each array of a state: the fields, keys and indices that lead to it."""
-    return [_name(path) for path in optree.tree_accessors(state)]
+    return [_name_of_path(path) for path in optree.tree_accessors(state)]
 
 
 def to_saved(rule: Any, saved: Saved, convert: Callable[[Any], Any] = to_lists) -> dict[str, Any]:
     """Return a state in its saved form; ``convert`` converts each array for the file."""
     values = {name: convert(array) for name, array in saved.values.items()}
-    return {"format": FORMAT, "rule": identity(rule), "leaves": _copied(saved.leaves), "state": values}
+    return {"format": FORMAT, "rule": identity(rule), "leaves": _copy_labels(saved.leaves), "state": values}
 
 
 def from_saved(saved: Any, rule: Any) -> Saved:
@@ -198,10 +198,10 @@ def from_saved(saved: Any, rule: Any) -> Saved:
             f"the same rule, or {_ANEW}"
         )
         raise ValueError(msg)
-    return Saved(_copied(saved["leaves"]), {name: array_of(value) for name, value in saved["state"].items()})
+    return Saved(_copy_labels(saved["leaves"]), {name: array_of(value) for name, value in saved["state"].items()})
 
 
-def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> Any:
+def restore_state(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> Any:
     """Return a saved state in arrays like those of a state before the first step.
 
     Parameters
@@ -219,9 +219,9 @@ def restored(saved: Saved, rule: Any, leaves: Leaves | None, like: Any) -> Any:
         If it belongs to other leaves, or if an array is missing or has another shape.
     """
     if saved.leaves is None or leaves is None or saved.leaves == leaves:
-        return _filled(rule, saved.values, like)
+        return _fill_state(rule, saved.values, like)
     if [part and set(part) for part in saved.leaves] != [part and set(part) for part in leaves]:
-        raise ValueError(_of_others(rule, labels_of(saved.leaves), labels_of(leaves)))
+        raise ValueError(_describe_mismatch(rule, labels_of(saved.leaves), labels_of(leaves)))
     return by_name(saved, rule, leaves, like)[0]
 
 
@@ -231,7 +231,7 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
     Parameters
     ----------
     saved, rule, leaves, like
-        As for `restored`; ``like`` has the rows of names that are not in the saved state.
+        As for `restore_state`; ``like`` has the rows of names that are not in the saved state.
 
     Returns
     -------
@@ -243,25 +243,29 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
     """
     theirs, ours = _memories(rule, saved), _memories(rule, Saved(leaves, values_of(like)))
     joined, left, new = [], [], []
-    for there, here in zip(theirs, ours, strict=True):
-        common = {name for one in (there, here) for name in one.shared}  # a single row does not tell that it is of all
-        once = {name: value[None] for row in there.rows.values() for name, value in row.items() if name in common}
-        rows = {label: there.rows.get(label, row) for label, row in here.rows.items()}
-        for label in [label for label in rows if label in there.rows]:
-            missing = {*here.rows[label], *here.shared} ^ {*there.rows[label], *there.shared}
+    for old, new_memory in zip(theirs, ours, strict=True):
+        common = {
+            name for memory in (old, new_memory) for name in memory.in_common
+        }  # a single row does not tell that it is of all
+        once = {name: value[None] for row in old.rows.values() for name, value in row.items() if name in common}
+        rows = {label: old.rows.get(label, row) for label, row in new_memory.rows.items()}
+        for label in [label for label in rows if label in old.rows]:
+            missing = {*new_memory.rows[label], *new_memory.in_common} ^ {*old.rows[label], *old.in_common}
             if missing:
                 msg = f"the saved state of {short(rule)} and one here differ in {sorted(missing)}: {_ANEW}"
                 raise ValueError(msg)
-        joined.append(Memory(rows, {**here.shared, **once, **there.shared}))
-        left.append(Memory({label: row for label, row in there.rows.items() if label and label not in rows}, {}))
-        new += [label for label in rows if label not in there.rows]
-    return _filled(rule, _saved(rule, joined).values, like), _saved(rule, left), new
+        joined.append(Memory(rows, {**new_memory.in_common, **once, **old.in_common}))
+        left.append(Memory({label: row for label, row in old.rows.items() if label and label not in rows}, {}))
+        new += [label for label in rows if label not in old.rows]
+    return _fill_state(rule, _save_memories(rule, joined).values, like), _save_memories(rule, left), new
 
 
-def together(rule: Any, one: Saved, other: Saved) -> Saved:
+def merge_states(rule: Any, first: Saved, other: Saved) -> Saved:
     """Return two saved states of a rule, of different leaves or groups, as one; what all share is that of the first."""
-    pairs = zip(_memories(rule, one), _memories(rule, other), strict=True)
-    return _saved(rule, [Memory({**a.rows, **b.rows, **a.rows}, {**b.shared, **a.shared}) for a, b in pairs])
+    pairs = zip(_memories(rule, first), _memories(rule, other), strict=True)
+    return _save_memories(
+        rule, [Memory({**a.rows, **b.rows, **a.rows}, {**b.in_common, **a.in_common}) for a, b in pairs]
+    )
 
 
 def values_of(state: Any) -> dict[str, Any]:
@@ -271,19 +275,19 @@ def values_of(state: Any) -> dict[str, Any]:
 
 def _refuse_format(saved: Any) -> None:
     """Refuse a state in an unknown format."""
-    found = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
-    if isinstance(found, bool) or found != FORMAT:
+    known = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
+    if isinstance(known, bool) or known != FORMAT:
         msg = (
-            f"the saved state has the format {short(found)}, and uniclip {version()} knows the format "
+            f"the saved state has the format {short(known)}, and uniclip {version()} knows the format "
             f"{FORMAT}: load it with the uniclip that saved it, or a later one, or {_ANEW}"
         )
         raise ValueError(msg)
 
 
-def _filled(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
+def _fill_state(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
     """Return the numbers of a saved state in arrays like those of a state."""
     accessors, arrays, spec = optree.tree_flatten_with_accessor(like)
-    names = [_name(path) for path in accessors]
+    names = [_name_of_path(path) for path in accessors]
     if set(names) != set(numbers):
         msg = f"the saved state has {sorted(numbers)}, and one of {short(rule)} here has {sorted(names)}: {_ANEW}"
         raise ValueError(msg)
@@ -295,38 +299,38 @@ def _filled(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
 def _memories(rule: Any, saved: Saved) -> list[Memory]:
     """Return what each rule with memory remembers, row by row."""
     parts = zip(memories_of(rule), saved.leaves or (), strict=True)
-    return [_memory(one, way, labels or [], saved.values) for (way, one), labels in parts]
+    return [_memory(part, way, labels or [], saved.values) for (way, part), labels in parts]
 
 
 def _memory(rule: Any, way: str, labels: list[str], values: dict[str, Any]) -> Memory:
     numbers = {name[len(way) :]: numpy_of(value) for name, value in values.items() if name.startswith(way)}
-    if _apart(rule):
+    if _has_separate_states(rule):
         fronts = [_front(rule, number, len(labels)) for number in range(len(labels))]
-        rows = [{name[len(f) :]: one for name, one in numbers.items() if name.startswith(f)} for f in fronts]
+        rows = [{name[len(f) :]: array for name, array in numbers.items() if name.startswith(f)} for f in fronts]
         return Memory(dict(zip(labels, rows, strict=True)), {})
-    shared = {name: array for name, array in numbers.items() if not labels or array.shape[:1] != (len(labels),)}
-    of_rows = [name for name in numbers if name not in shared]
-    return Memory({label: {name: numbers[name][n] for name in of_rows} for n, label in enumerate(labels)}, shared)
+    in_common = {name: array for name, array in numbers.items() if not labels or array.shape[:1] != (len(labels),)}
+    of_rows = [name for name in numbers if name not in in_common]
+    return Memory({label: {name: numbers[name][n] for name in of_rows} for n, label in enumerate(labels)}, in_common)
 
 
-def _saved(rule: Any, memories: list[Memory]) -> Saved:
+def _save_memories(rule: Any, memories: list[Memory]) -> Saved:
     """Return what rules remember as a saved state."""
     leaves: Leaves = []
     values: dict[str, Any] = {}
-    for (way, one), (rows, shared) in zip(memories_of(rule), memories, strict=True):
-        leaves.append(list(rows) if labelled(one) else None)
-        if _apart(one):
+    for (way, part), (rows, in_common) in zip(memories_of(rule), memories, strict=True):
+        leaves.append(list(rows) if labelled(part) else None)
+        if _has_separate_states(part):
             for number, row in enumerate(rows.values()):
-                front = way + _front(one, number, len(rows))
+                front = way + _front(part, number, len(rows))
                 values |= {front + name: array for name, array in row.items()}
             continue
-        names = dict.fromkeys([name for row in rows.values() for name in row if name not in shared])
+        names = dict.fromkeys([name for row in rows.values() for name in row if name not in in_common])
         values |= {way + name: np.stack([row[name] for row in rows.values()]) for name in names}
-        values |= {way + name: array for name, array in shared.items()}
+        values |= {way + name: array for name, array in in_common.items()}
     return Saved(leaves, values)
 
 
-def _apart(rule: Any) -> bool:
+def _has_separate_states(rule: Any) -> bool:
     """Whether each leaf or group has a state of its own, as shapes or limits differ, not a row of the same arrays."""
     return labelled(rule) and (rule.scope.axes is not None or isinstance(rule.limit, PerGroup))
 
@@ -336,7 +340,7 @@ def _front(rule: Any, number: int, count: int) -> str:
     return "" if rule.scope.axes is not None and count == 1 else f"{number}."
 
 
-def _of_others(rule: Any, theirs: list[str], ours: list[str]) -> str:
+def _describe_mismatch(rule: Any, theirs: list[str], ours: list[str]) -> str:
     """Return the error that a state belongs to other leaves or groups."""
     missing, extra = ([label for label in a if label not in b] for a, b in ((theirs, ours), (ours, theirs)))
     what = [f"norms of {shown(missing)}, which are not here"] if missing else []
@@ -348,9 +352,9 @@ def _of_others(rule: Any, theirs: list[str], ours: list[str]) -> str:
     )
 
 
-def _copied(leaves: Any) -> Any:
+def _copy_labels(leaves: Any) -> Any:
     return None if leaves is None else [None if part is None else list(part) for part in leaves]
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name_of_path(path: tuple[Any, ...]) -> str:
     return ".".join([str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path])

@@ -47,7 +47,7 @@ class Scope(Printed):
     def __post_init__(self) -> None:
         """Validate ``axes`` and ``label``."""
         if self.axes is not None and not callable(self.axes):
-            settle(self, axes=_numbers(self.axes))
+            settle(self, axes=_axis_numbers(self.axes))
         check("label", self.label, self.label is None or callable(self.label), "a function of (path, leaf)")
 
     def _printed(self, show: Callable[[object], str]) -> str:
@@ -63,7 +63,7 @@ class Scope(Printed):
         axes = self.axes(ndim, output_axis) if callable(self.axes) else self.axes
         if axes is None:
             return None
-        axes = _numbers(axes)
+        axes = _axis_numbers(axes)
         wrong = [axis for axis in axes if not -ndim <= axis < ndim]
         if wrong:
             msg = f"axis {wrong[0]} is out of range for {ndim} dimension(s)"
@@ -75,7 +75,7 @@ class Scope(Printed):
         return tuple(covered)
 
 
-def _numbers(axes: Any) -> tuple[int, ...]:
+def _axis_numbers(axes: Any) -> tuple[int, ...]:
     """Return one axis, or a sequence of axes, as a tuple of Python integers."""
     fits = isinstance(axes, (list, tuple, range)) or hasattr(axes, "__index__")
     check("axis", axes, fits, "a whole number or a tuple of them")

@@ -24,14 +24,14 @@ from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Lane, cast, fini
 from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, rejects, within
 from uniclip.decision import Decision, LaneDecision, write_products
+from uniclip.joins import Loss, Packet, join_of, mean_loss, of_joined_library, refuse_kept_axes
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
 from uniclip.limits.base import BuiltIn, Rows
 from uniclip.nonfinite import NonFiniteError
-from uniclip.params import beside
+from uniclip.params import with_params
 from uniclip.plan import Block, Plan, plan_of, refuse_rows
-from uniclip.processes import Loss, compare, join_of, refuse_kept_axes
 from uniclip.report import Raw
-from uniclip.sums import Packet, divisors_of, in_all_owners, norms_of, sizes_of
+from uniclip.sums import divisors_of, norms_of, sizes_of
 from uniclip.tree import NODES, Opened, open_tree
 
 NUMBERS = (float, int, np.float32, np.bool_)
@@ -89,7 +89,7 @@ def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
     with given.backend.quiet(given.first):
         lane = given.backend.lane(given.arrays, math.inf if given.in_place else limit, in_place=False)
         if lane is None or not given.in_place:
-            return lane and lane._replace(leaves=given.restored(lane.leaves))
+            return lane and lane._replace(leaves=given.restore_leaves(lane.leaves))
         numbers = numbers_in_lane(lane.norm, limit)
         if numbers is None:
             return None
@@ -118,7 +118,7 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
     if step.params is not None or step.all_reduce is not None or step.loss is not None or "params" in rule.limit.needs:
         refuse_in_step(None if isinstance(step.loss, Loss) else step.loss, step.params)
         refuse_kept_axes(rule.scope, step.all_reduce)
-        given, params = beside(rule, given, step)
+        given, params = with_params(rule, of_joined_library(given, step.all_reduce), step)
     kinds = given.kinds
     # Nearly always nothing else comes in that could be traced or be unreadable.
     if type(constant) is float and step.norm is None and params is None and not rule.holds_arrays:
@@ -129,14 +129,13 @@ def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, const
         others = (step.loss, state if rule.memory else None)
         mode = _mode_beside(rule, [given] if params is None else [given, params], values, others)
     if step.all_reduce is not None or step.shared is not None:
-        join = join_of(None if mode == TRACED else rule.joins, step.all_reduce, step.shared)
+        join = join_of(None if mode == TRACED else rule.agreed, step.all_reduce, step.shared)
     if params is not None and mode != HOST:
-        detached = [array if array is None else kinds.backend.detached(array) for array in params.arrays]
+        detached = [array if array is None else kinds.backend.detach(array) for array in params.arrays]
         params = params._replace(arrays=detached)
     plan = plan_of(rule, given, mode, join, params)
     with kinds.backend.quiet(given.first):
-        if join is not None and not join.checked and mode != TRACED:
-            compare(join, rule, plan)  # which counts the processes, and learns whether one has float64
+        if plan.joins is not None and plan.joins.compare(rule):  # now it is known how many there are
             plan = plan_of(rule, given, mode, join, params)
         return _decide(Inputs(rule, plan, given, params, step, constant), state)
 
@@ -155,8 +154,8 @@ def _viewable(backend: Backend, value: Any) -> bool:
     """Whether an argument is a number, or an array that the host reads."""
     if not hasattr(value, "dtype") or isinstance(value, NUMPY):
         return True
-    own = backend_of(value)  # a tree without gradients is of no library
-    return (backend.viewed(backend.xp.asarray(value)) if own is None else own.viewed(value)) is not None
+    library = backend_of(value)  # a tree without gradients is of none
+    return (backend.as_numpy(backend.xp.asarray(value)) if library is None else library.as_numpy(value)) is not None
 
 
 def _decide(inputs: Inputs, state: Any) -> Decision:
@@ -168,17 +167,18 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     norms = measured.norms
     faults = [n - n for n in norms]  # 0, and NaN for NaN and ∞
     if rule.decides:
-        [step_finite] = in_all_owners(plan, [plan.math.finite(norms, measured.entries_finite)])
+        step_finite = plan.math.finite(norms, measured.entries_finite)
+        step_finite = step_finite if plan.joins is None else plan.joins.in_all_owners([step_finite])[0]
     if rule.nonfinite == "raise":
         _refuse_nonfinite(given, plan, step_finite)
     # A limit gets NaN for ∞, since a limit of ∞ would not clip. The derivative stays 1.
     seen = [n + fault for n, fault in zip(norms, faults, strict=True)]
-    limits, new, thresholds = _limits(inputs, measured, seen, state)
+    limits, new, thresholds = _compute_limits(inputs, measured, seen, state)
     every = zip(norms, limits, faults, strict=True)
-    factors = [_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in every]
+    factors = [_compute_factors(inputs, n, limit, fault, step_finite) for n, limit, fault in every]
     if rule.memory:  # NaN never enters a state
         new = state_where(step_finite, new, state)
-    skipped = _skipped(inputs, measured, factors, step_finite)
+    skipped = _is_skipped(inputs, measured, factors, step_finite)
     raw = Raw(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
     return Decision(rule, given, plan, raw, new)
 
@@ -203,23 +203,22 @@ def measure(inputs: Inputs) -> Measured:
     """Measure what a step needs; all that processes join goes in one packet with the sums of leaves."""
     rule, plan, given, params, step, _ = inputs
     math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
-    joins, sized = plan.join is not None or bool(plan.covering), "sizes" in needs or bool(power)
-    joins_losses = "loss" in needs and joins and not isinstance(step.loss, Loss)
-    joins_presence = joins and not plan.norms_apart and (rule.memory or not plan.one_norm)
-    looks_at_entries = rule.nonfinite == "zero" and (bool(plan.covering) or not math_.host)
-    with _NO_CONTEXT if math_.host and plan.join is None else math_.library.allow_float64():
+    joins, sized = plan.joins, "sizes" in needs or bool(power)
+    looks_at_entries = rule.nonfinite == "zero" and (not math_.host or (joins is not None and bool(joins.covering)))
+    with _NO_CONTEXT if math_.host and joins is None else math_.library.allow_float64():
         packet = Packet(
-            losses=_as_sums(plan, step.loss) if joins_losses else None,
             unsound=[_count_nonfinite(plan, given)] if looks_at_entries else None,
-            present=plan.gradients() if joins_presence else None,
             sizes=sizes_of(plan, given) if sized and plan.sizes is None else None,
         )
+        if joins is not None:
+            presence = rule.memory or not plan.one_norm
+            packet = joins.ask_for(step.loss, packet, losses="loss" in needs, presence=presence)
         trees = [tree for tree in (given if step.norm is None else None, params) if tree is not None]
         norms, joined = norms_of(plan, trees, rule.norm, packet)
         sizes = plan.sizes
         if joined.sizes is not None:
             sizes = divisors_of(plan, joined.sizes, power)
-            plan.sizes = sizes if math_.mode != TRACED and plan.join is None else None
+            plan.sizes = None if math_.compiled or joins is not None else sizes
         if sizes is not None and power:
             norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
         return Measured(
@@ -227,7 +226,7 @@ def measure(inputs: Inputs) -> Measured:
             params=None if params is None else math_.as_norms(norms[-1]),
             sizes=None if sizes is None else math_.as_norms(sizes[0]),
             present=None if joined.present is None else math_.as_norms([count > 0 for count in joined.present]),
-            loss=_loss(plan, step.loss, joined.losses) if "loss" in needs else None,
+            loss=_find_loss(plan, step.loss, joined.losses) if "loss" in needs else None,
             entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
         )
 
@@ -239,32 +238,16 @@ def _count_nonfinite(plan: Plan, given: Opened) -> Any:
     return plan.math.add([xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype) for array in arrays], "sum")
 
 
-def _as_sums(plan: Plan, loss: Any) -> list[Any]:
-    """Return the loss of this process and its count, to be summed over all processes: 0 and 0 without a loss."""
-    if loss is None:
-        return [np.zeros(()), np.zeros(())]
-    xp = plan.math.library.xp
-    own = plan.math.library.detached(xp.astype(xp.asarray(loss), xp.float32))
-    return [xp.reshape(own, ()), np.ones(())]
-
-
-def _loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
+def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
     """Return the loss of a step where the norms are, the mean of all processes; ``None`` if there is none."""
-    xp, own = plan.math.library.xp, loss is not None
+    xp = plan.math.library.xp
     if sums is not None:
-        total, count = map(plan.math.to_library, sums)
-        if own:
-            loss = total / count
-        elif plan.math.library.readable(count):
-            loss = total / count if bool(count > 0) else None
-        else:  # -∞, which is no spike, and is not kept
-            some = count > 0
-            loss = total / xp.where(some, count, xp.ones_like(count)) + xp.log(xp.astype(some, count.dtype))
+        loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
     elif isinstance(loss, Loss):
         loss = loss()
     if loss is None:
         return None
-    loss = plan.math.library.detached(xp.astype(xp.asarray(loss), xp.float32))
+    loss = plan.math.library.detach(xp.astype(xp.asarray(loss), xp.float32))
     view = plan.math.view(loss)
     return np.asarray(float(loss), np.float32) if view is None else view
 
@@ -310,7 +293,7 @@ def _without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Meas
 # How large norms may be.
 
 
-def _limits(
+def _compute_limits(
     inputs: Inputs, measured: Measured, norms: list[Any], state: Any
 ) -> tuple[list[Any], Any, list[Any] | None]:
     """Return the limits of each block, numbers or arrays, the next state and the thresholds; validate them."""
@@ -319,22 +302,27 @@ def _limits(
     if given.odd:
         _refuse_limits_by_row(inputs)
     if constant is not None:  # which needs no context
-        return [_checked(plan, constant, n, fits=False) for n in norms], state, None
+        return [_check_limits(plan, constant, n, fits=False) for n in norms], state, None
     if limit.memory:
-        if not given.kinds.present and plan.join is None and not plan.covering:
+        if not given.kinds.present and plan.joins is None:
             return [math.inf] * len(norms), state, None  # a step without gradients changes no state
         _check_state(rule, plan, state)
     states = [state] if len(norms) == 1 else state if limit.memory else [state] * len(norms)
-    contexts = _contexts(inputs, measured, norms)
-    answers = [_ask(inputs, context, old) for context, old in zip(contexts, states, strict=True)]
-    limits = [_checked(plan, one, n, fits=rule.limits_checked) for (one, _), n in zip(answers, norms, strict=True)]
+    contexts = _make_contexts(inputs, measured, norms)
+    answers = [_ask_limit(inputs, context, old) for context, old in zip(contexts, states, strict=True)]
+    limits = [
+        _check_limits(plan, limits_of_block, n, fits=rule.limits_checked)
+        for (limits_of_block, _), n in zip(answers, norms, strict=True)
+    ]
     thresholds = None
     if any([context.threshold is not None for context in contexts]):
         for context in contexts:
             if context.threshold is not None:
                 refuse_shape("threshold", context.threshold, context.norms)
         pairs = zip(contexts, limits, strict=True)
-        thresholds = [one if context.threshold is None else context.threshold for context, one in pairs]
+        thresholds = [
+            limits_of_block if context.threshold is None else context.threshold for context, limits_of_block in pairs
+        ]
     if not limit.memory:
         return limits, state, thresholds
     new = [old if new is None else new for (_, new), old in zip(answers, states, strict=True)]
@@ -355,7 +343,7 @@ def _refuse_limits_by_row(inputs: Inputs) -> None:
             refuse_rows(inputs.given, plan.axes, rule, "has a limit")
 
 
-def _contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list[Context]:
+def _make_contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list[Context]:
     """Return the context of each block."""
     plan, unknown = inputs.plan, [None] * len(norms)
     columns = [values or unknown for values in (measured.params, measured.sizes, measured.present)]
@@ -363,7 +351,7 @@ def _contexts(inputs: Inputs, measured: Measured, norms: list[Any]) -> list[Cont
         Rows(n, block.labels, of_params, size, block.absent if present is None else (), present)
         for n, of_params, size, present, block in zip(norms, *columns, plan.blocks, strict=True)
     ]
-    needs, apart = inputs.rule.limit.needs, plan.norms_apart
+    needs, apart = inputs.rule.limit.needs, plan.joins is not None and plan.joins.divided
     return [Context(plan.math.backend, rows, n, needs, measured.loss, apart=apart) for n in range(len(rows))]
 
 
@@ -378,7 +366,7 @@ def first_state(rule: Choices, given: Opened, plan: Plan) -> Any:
     return states[0] if len(states) == 1 else tuple(states)
 
 
-def _ask(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
+def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
     """Return the limits of a block's norms, and its next state, ``None`` if all its gradients are absent."""
     limit, math_ = inputs.rule.limit, inputs.plan.math
     if limit.memory and context.absent and all(context.absent):  # the shape of its norms is unknown
@@ -399,13 +387,13 @@ def _ask(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
         limits = real(f"the limit of {short(limit)}", limits, wanted)
     if not limit.memory:
         return limits, state
-    absent = _absent(inputs.plan, context.absent, context.present)
+    absent = _find_absent(inputs.plan, context.absent, context.present)
     if absent is not None and isinstance(limit, PerGroup):
         rows = enumerate(zip(new, old, strict=True))
-        new = tuple([_restored(inputs.plan, *row, absent[n : n + 1, ...]) for n, row in rows])
+        new = tuple([_restore_absent_rows(inputs.plan, *row, absent[n : n + 1, ...]) for n, row in rows])
     elif absent is not None:
-        new = _restored(inputs.plan, new, old, absent)
-    keep = (lambda a: math_.to_library(np.asarray(a))) if math_.host else math_.library.detached
+        new = _restore_absent_rows(inputs.plan, new, old, absent)
+    keep = (lambda a: math_.to_library(np.asarray(a))) if math_.host else math_.library.detach
     return limits, optree.tree_map(keep, new)
 
 
@@ -419,22 +407,22 @@ def _refuse_numpy(plan: Plan, choice: Any, error: Exception) -> None:
         raise TypeError(msg) from error
 
 
-def _absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
+def _find_absent(plan: Plan, absent: Sequence[bool], present: Any) -> Any:
     """Return for each row of a block whether all its gradients are absent, ``None`` if none is."""
     if present is not None:
         return plan.math.xp.logical_not(present)
     return plan.math.as_norms([np.asarray(absent)])[0] if absent else None
 
 
-def _restored(plan: Plan, new: Any, old: Any, gone: Any) -> Any:
+def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Any) -> Any:
     """Return the new state with the old rows of groups whose gradients are all absent."""
-    xp, count = plan.math.xp, gone.shape[0]
+    xp, count = plan.math.xp, absent.shape[0]
 
     def row_by_row(a: Any, b: Any) -> Any:
         rows = len(a.shape) > 0 and a.shape[0] == count
         if not rows and count > 1:
             return a  # shared by all rows
-        flags = xp.reshape(gone, (count,) + (1,) * (len(a.shape) - 1) if rows else ())
+        flags = xp.reshape(absent, (count,) + (1,) * (len(a.shape) - 1) if rows else ())
         return xp.where(plan.math.backend.to_device_of(a, flags), b, a)
 
     return optree.tree_map(row_by_row, new, old)
@@ -460,7 +448,7 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
             raise ValueError(msg)
 
 
-def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
+def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
     """Clip limits to the range of the norms' dtype; refuse wrong shapes.
 
     Negative limits and NaN are refused where they can be read. ``fits`` tells that none is negative.
@@ -471,7 +459,7 @@ def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
         value = min(value, largest)  # in the other order NaN would become largest
     else:
         if plan.math.host and not isinstance(value, NUMPY):
-            value = plan.math.library.viewed(plan.math.library.xp.asarray(value))
+            value = plan.math.library.as_numpy(plan.math.library.xp.asarray(value))
         value = xp.asarray(value, dtype=norms.dtype)
         refuse_shape("limit", value, norms)
         # The limit of a norm that is not finite need not be a number.
@@ -491,7 +479,7 @@ def _checked(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
 # What the curve makes of norms and limits.
 
 
-def _factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_finite: Any) -> Any:
+def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_finite: Any) -> Any:
     """Return the curve's factors: 1 where nothing is limited, NaN (or the policy's 0) where either is not finite.
 
     One that its dtype, or that of a leaf, cannot hold is the largest number, or 0. ``fault`` is 0, and NaN where a norm
@@ -506,13 +494,13 @@ def _factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_finite: A
     elif number and limits >= plan.math.largest_norm and not bounded:
         factors = xp.ones_like(norms) + fault
     else:
-        plain = _divided if number and limits > 0 else _divided_or_one
+        plain = _divide_by_larger if number and limits > 0 else _divide_by_larger_or_one
         array = xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
         limits = cast(xp, array, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
             factors = world.fast_values(plain, _hard)(norms, limits)
         else:
-            factors = _asked(rule, plan, norms, limits) + fault
+            factors = _ask_curve(rule, plan, norms, limits) + fault
             if not (number or rule.curve is hard):  # which turns NaN into NaN itself
                 factors = factors + (limits - limits)
     if not rule.zeroes:
@@ -526,19 +514,19 @@ def _hard(xp: Any, norm: Any, limit: Any) -> Any:
     return hard(xp, norm, limit) + (norm - norm)
 
 
-def _divided(xp: Any, norm: Any, limit: Any) -> Any:
+def _divide_by_larger(xp: Any, norm: Any, limit: Any) -> Any:
     """Return the same by fewer operations, for limits above 0; the division is last, or XLA makes it in each user."""
     return limit / (xp.maximum(norm, limit) + (norm - norm))
 
 
-def _divided_or_one(xp: Any, norm: Any, limit: Any) -> Any:
+def _divide_by_larger_or_one(xp: Any, norm: Any, limit: Any) -> Any:
     """Return the same for limits that may be 0."""
     most = xp.maximum(norm, limit)
-    some = most != 0
-    return xp.where(some, limit, 1.0) / (xp.where(some, most, 1.0) + (norm - norm))
+    positive = most != 0
+    return xp.where(positive, limit, 1.0) / (xp.where(positive, most, 1.0) + (norm - norm))
 
 
-def _asked(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
+def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     """Return the factors of a curve, validated, and 1 where nothing is limited."""
     xp, curve = plan.math.xp, rule.curve
     try:
@@ -568,7 +556,7 @@ def state_where(flag: Any, yes: Any, no: Any) -> Any:
     return optree.tree_map(lambda a, b: backend.xp.where(backend.to_device_of(a, flag), a, b), yes, no)
 
 
-def _skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
+def _is_skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite: Any) -> Any:
     """Return whether the whole step is skipped, ``None`` if the rule skips none."""
     rule, plan, xp, skipped = inputs.rule, inputs.plan, inputs.plan.math.xp, None
     if rule.nonfinite == "skip":
@@ -577,12 +565,13 @@ def _skipped(inputs: Inputs, measured: Measured, factors: list[Any], step_finite
         every, none = [], []
         unknown = [None] * len(factors)
         for factor, block, present in zip(factors, plan.blocks, measured.present or unknown, strict=True):
-            dropped, absent = xp.equal(factor, xp.zeros_like(factor)), _absent(plan, block.absent, present)
+            dropped, absent = xp.equal(factor, xp.zeros_like(factor)), _find_absent(plan, block.absent, present)
             none.append(xp.logical_not(xp.any(dropped)))  # true also where there is no norm
             if absent is not None:
                 dropped = dropped | xp.reshape(absent, tuple(absent.shape) + (1,) * (len(dropped.shape) - 1))
             every.append(dropped)
-        all_gone, none_gone = in_all_owners(plan, [plan.math.all(every), plan.math.all(none)])
+        flags = [plan.math.all(every), plan.math.all(none)]
+        all_gone, none_gone = flags if plan.joins is None else plan.joins.in_all_owners(flags)
         none_left = all_gone & xp.logical_not(none_gone)
         skipped = none_left if skipped is None else skipped | none_left
     return skipped

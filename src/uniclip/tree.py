@@ -71,11 +71,11 @@ class Opened(NamedTuple):
         """Whether a leaf stores only some of its rows, or of its entries."""
         return number in self.odd and self.odd[number].rows is not None
 
-    def closed(self, arrays: list[Any]) -> Any:
+    def close(self, arrays: list[Any]) -> Any:
         """Return a tree like the one that was opened, of changed arrays."""
-        return self.spec.unflatten(self.restored(arrays) if self.odd else arrays)
+        return self.spec.unflatten(self.restore_leaves(arrays) if self.odd else arrays)
 
-    def restored(self, arrays: list[Any]) -> list[Any]:
+    def restore_leaves(self, arrays: list[Any]) -> list[Any]:
         """Return the leaves of changed arrays."""
         leaves = list(arrays)
         for number in self.kinds.odd:

@@ -12,11 +12,11 @@ from typing import Any
 from uniclip._errors import LIMIT, nonnegatives, real, short
 from uniclip._types import Number, Step, T
 from uniclip.arraywise import AnyRule, ByValue, as_rule
+from uniclip.joins import AllReduce, Shared
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
-from uniclip.processes import AllReduce, Shared
 from uniclip.report import Report
-from uniclip.rules import Rule, taken
+from uniclip.rules import Rule, take_step
 from uniclip.step import decide, decide_generally
 from uniclip.tree import open_tree
 
@@ -77,7 +77,7 @@ def clip(
     >>> uc.clip(np.asarray([3.0, -4.0]), np.sign)[0]
     array([ 1., -1.])
     """
-    return _clip(grads, rule, Step(params, all_reduce, shared=shared))
+    return _clip_by(grads, rule, Step(params, all_reduce, shared=shared))
 
 
 def clip_(
@@ -117,7 +117,7 @@ def clip_(
     >>> grads, float(report.norms)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    return _clip(grads, rule, Step(params, all_reduce, in_place=True, shared=shared))[1]
+    return _clip_by(grads, rule, Step(params, all_reduce, in_place=True, shared=shared))[1]
 
 
 def clip_and_sum(
@@ -233,8 +233,8 @@ def clip_by_norm(grads: T, max_norm: Number, *, axis: int | tuple[int, ...] | No
     array([[0.6, 0.8],
            [0.3, 0.4]])
     """
-    rule = (_known(_EACH, ord) if axis is None else None) or by_norm(1.0, axis=axis, ord=ord)
-    return decide(rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clipped()
+    rule = (_rule_of_order(_EACH, ord) if axis is None else None) or by_norm(1.0, axis=axis, ord=ord)
+    return decide(rule, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clip_leaves()
 
 
 def clip_by_average_norm(grads: T, max_norm: Number) -> T:
@@ -266,7 +266,7 @@ def clip_by_average_norm(grads: T, max_norm: Number) -> T:
     >>> uc.clip_by_average_norm(np.asarray([3.0, 4.0]), 1.0)
     array([1.2, 1.6])
     """
-    return decide(_AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clipped()
+    return decide(_AVERAGE, grads, _NOTHING, max_norm=nonnegatives("max_norm", max_norm, LIMIT)).clip_leaves()
 
 
 def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Number | None = None) -> tuple[T, Any]:
@@ -308,10 +308,10 @@ def clip_by_global_norm(grads: T, max_norm: Number, *, ord: float = 2, norm: Num
     >>> clipped, float(norm)
     ([array([1.5, 2. ]), array([6.])], 13.0)
     """
-    rule = _known(_ALL, ord) or by_global_norm(1.0, ord=ord)
+    rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
     step = _USUAL if norm is None else Step(norm=real("norm", norm, "a number or a 0-d array"))
     decision = decide(rule, grads, _NOTHING, step, nonnegatives("max_norm", max_norm, LIMIT))
-    return decision.clipped(), decision.norms()
+    return decision.clip_leaves(), decision.norms()
 
 
 def global_norm(grads: Any, *, ord: float = 2) -> Any:
@@ -341,7 +341,7 @@ def global_norm(grads: Any, *, ord: float = 2) -> Any:
     >>> float(uc.global_norm({"w": np.asarray([3.0, 4.0]), "b": np.asarray(12.0)}))
     13.0
     """
-    rule = _known(_ALL, ord) or by_global_norm(1.0, ord=ord)
+    rule = _rule_of_order(_ALL, ord) or by_global_norm(1.0, ord=ord)
     return decide(rule, grads, _NOTHING, max_norm=math.inf).norms()
 
 
@@ -352,16 +352,16 @@ _EACH = {p: by_norm(1.0, ord=p) for p in _ALL}
 """Rules for the usual orders of norms; the limit is an argument of a step."""
 
 
-def _known(rules: dict[float, Rule], ord: Any) -> Rule | None:
+def _rule_of_order(rules: dict[float, Rule], ord: Any) -> Rule | None:
     """Return the rule for a usual order of the norm."""
     return rules.get(ord) if type(ord) in {int, float} else None
 
 
-def _clip(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
+def _clip_by(grads: T, rule: AnyRule, step: Step) -> tuple[T, Report]:
     rule = as_rule(rule)
     where = ", in_place=True" if step.in_place else ""
     _refuse_memory(rule, f"clipped, state, report = rule.update(grads, state{where})")
-    clipped, _, report = taken(rule, grads, _NOTHING, step)
+    clipped, _, report = take_step(rule, grads, _NOTHING, step)
     return clipped, report
 
 

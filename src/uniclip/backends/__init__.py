@@ -52,11 +52,11 @@ _LOADERS: dict[str, Callable[[], Backend]] = {
 def backend_of(leaf: Any) -> Backend | None:
     """Return the backend of an array, ``None`` if ``leaf`` is not an array."""
     cls = type(leaf)
-    backend = MET[cls] if cls in MET else _found(leaf)
+    backend = MET[cls] if cls in MET else _find_backend(leaf)
     return backend if backend is not None and backend.is_array(leaf) else None
 
 
-def _found(leaf: Any) -> Backend | None:
+def _find_backend(leaf: Any) -> Backend | None:
     """Return the backend of a class that is met for the first time, by the libraries of its bases."""
     if compiling() and isinstance(leaf, sys.modules["torch"].Tensor):  # it can list no bases of a Parameter
         return _torch()
@@ -69,9 +69,9 @@ def _found(leaf: Any) -> Backend | None:
     return backend
 
 
-def backend_by(all_reduce: Any) -> Backend | None:
-    """Return the backend whose processes ``all_reduce`` reduces over, ``None`` if it does not tell."""
-    load = None if callable(all_reduce) else _LOADERS.get(type(all_reduce).__module__.partition(".")[0])
+def backend_by(thing: Any) -> Backend | None:
+    """Return the backend of the library of anything, such as a process group; ``None`` if it is of no library."""
+    load = None if callable(thing) else _LOADERS.get(type(thing).__module__.partition(".")[0])
     return load() if load else None
 
 

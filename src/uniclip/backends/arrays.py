@@ -38,7 +38,7 @@ def surely(backend: Backend, flags: Array) -> bool:
 
 def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
     """Whether an array of ``shape`` broadcasts to shape ``to``, as far as they are known."""
-    if _unknown(shape, to):
+    if _rank_is_unknown(shape, to):
         return True
     pairs = zip(reversed(tuple(shape)), reversed(tuple(to)), strict=False)
     return len(shape) <= len(to) and all(m == n or None in (m, n) or (one and m == 1) for m, n in pairs)
@@ -46,10 +46,10 @@ def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:
 
 def same_shape(shape: Any, other: Any) -> bool:
     """Whether two shapes are equal as far as they are known."""
-    return _unknown(shape, other) or (len(shape) == len(other) and broadcasts(shape, other, one=False))
+    return _rank_is_unknown(shape, other) or (len(shape) == len(other) and broadcasts(shape, other, one=False))
 
 
-def _unknown(*shapes: Any) -> bool:
+def _rank_is_unknown(*shapes: Any) -> bool:
     return None in {getattr(shape, "rank", 0) for shape in shapes}
 
 

@@ -4,10 +4,10 @@
 A library that follows the standard overrides nothing. Another one:
 
 - *must* say what its arrays are: `kinds`, `is_array`, `unfit`, `leaf`; where they lie, and who reads them: `mode`,
-  `facts`, `readable`, `viewed`, `device`, `from_host`, `to_host`, `to_device_of`; and whether derivatives are recorded:
-  `detached`, `to_keep`, `quiet`, `allow_float64`, `debug_infs`;
-- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scaled`, `apart`, `memory`, `write`; and have
-  parts in several processes: `reducer`, `copies`, `divided_as`, `layout`, `rank`;
+  `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded:
+  `detach`, `to_keep`, `quiet`, `allow_float64`, `debug_infs`;
+- *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`, `unstack`, `memory`, `write`; and have
+  parts in several processes: `reducer`, `copies`, `divide_as`, `layout`, `rank`;
 - in *compiled* code has its own ways: `traced`, `can_keep`, `one_by_one`, `fast_values`, `reduce_rows`, `cond`.
 """
 
@@ -62,18 +62,18 @@ class Kinds:
     """The facts about the kinds of a tree's leaves; trees of equal kinds share one object."""
 
     def __init__(self, backend: Backend, arrays: list[Array | None], odd: tuple[int, ...]) -> None:
-        some = [array for array in arrays if array is not None]
+        present = [array for array in arrays if array is not None]
         self.backend = backend
         self.odd = odd
         """The leaves whose array is not the leaf itself: sparse or distributed ones, integers, storage formats."""
         self.present = tuple([number for number, array in enumerate(arrays) if array is not None])
-        self.dtype = norm_dtype(backend.xp, [x for x in some if not backend.xp.isdtype(x.dtype, "integral")])
+        self.dtype = norm_dtype(backend.xp, [x for x in present if not backend.xp.isdtype(x.dtype, "integral")])
         """The dtype of their norms: float32, or the widest real one."""
         self.narrow = self.dtype == backend.xp.float32
         """Whether all of their squares fit into float64."""
-        self.traced, self.reads, self.records, self.double = backend.facts(some)
+        self.traced, self.reads, self.records, self.double = backend.facts(present)
         """See `Facts`."""
-        self.device = backend.device(some[0] if some else None)
+        self.device = backend.device(present[0] if present else None)
         """The device of the first."""
 
     def without_leaves(self, backend: Backend | None = None) -> Kinds:
@@ -168,7 +168,7 @@ class Terms(NamedTuple):
 
     def each(self) -> Iterable[tuple[Array, float, Axes, Any]]:
         """Return what `power_sum` takes for each array."""
-        axes, units = ([None] * len(self.arrays) if some is None else some for some in (self.axes, self.units))
+        axes, units = ([None] * len(self.arrays) if given is None else given for given in (self.axes, self.units))
         return [(array, self.p, *pair) for array, *pair in zip(self.arrays, axes, units, strict=True)]
 
     def in_blocks(self, rows: Any) -> list[Any]:
@@ -176,7 +176,7 @@ class Terms(NamedTuple):
         return [rows] if len(self.blocks) == 1 else in_groups(rows, self.blocks)
 
 
-def put_back(leaves: list[Any], arrays: Iterable[Array]) -> list[Any]:
+def fill_places(leaves: list[Any], arrays: Iterable[Array]) -> list[Any]:
     """Return the leaves with other arrays in the places of those that are there."""
     left = iter(arrays)
     return [None if leaf is None else next(left) for leaf in leaves]
@@ -235,7 +235,7 @@ class Backend:
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         """Return the mode of a step on leaves of these kinds; ``beside`` is a tree of all else that comes in."""
-        traced = kinds.traced or any([self.traced(one) for one in optree.tree_leaves(beside)])
+        traced = kinds.traced or any([self.traced(array) for array in optree.tree_leaves(beside)])
         return TRACED if traced else HOST if kinds.reads else RECORDED if kinds.records else LIBRARY
 
     def facts(self, arrays: list[Array]) -> Facts:
@@ -254,7 +254,7 @@ class Backend:
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False
 
-    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
         """Return a NumPy array of the same values, ``None`` if they are not readable or a derivative is recorded."""
         return None
 
@@ -274,13 +274,13 @@ class Backend:
         """Return ``array`` on the device of ``other``; on all of them, if that is distributed."""
         return array
 
-    def detached(self, array: Array) -> Array:
+    def detach(self, array: Array) -> Array:
         """Return an array to keep, detached from its computation, where a library without a file can do that."""
         return self.xp.stop_gradient(array) if hasattr(self.xp, "stop_gradient") else array
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
         """Return small arrays to read later, copied on their device if they may be overwritten."""
-        return list(map(self.detached, arrays))
+        return list(map(self.detach, arrays))
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         """Silence NumPy's floating-point warnings, and create arrays on the device of the first gradient."""
@@ -309,7 +309,7 @@ class Backend:
 
         In float64 if it can be; NumPy's in the mode `HOST`, where a sum of float64 entries is 0 only if all are.
         """
-        return rows_of_terms(self, [power_sum(self, *one) for one in terms.each()], terms)
+        return stack_terms(self, [power_sum(self, *term) for term in terms.each()], terms)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
         """Split a large array into vectors, in any order of its entries; ``None`` if it is measured as a whole.
@@ -321,7 +321,7 @@ class Backend:
         flat = self.xp.reshape(array, (-1,))
         return (flat[rows] for rows in row_slices(flat.shape))
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         """Return each array multiplied by its factor, in its own dtype.
 
         The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast against their array.
@@ -348,7 +348,7 @@ class Backend:
 
     # Arrays of which several processes or devices hold parts; by default they lie in one process, on one device.
 
-    def divided_as(self, leaf: Any, part: Any) -> Any:
+    def divide_as(self, leaf: Any, part: Any) -> Any:
         """Return what this process holds of a leaf that is divided as a part of another is; for ``None`` all of it."""
         return leaf
 
@@ -391,7 +391,7 @@ class Backend:
         """Return the sum or the maximum of the rows of an array, which a compiler makes once for all of its users."""
         return self.xp.sum(rows, axis=0) if op == "sum" else self.xp.max(rows, axis=0)
 
-    def apart(self, array: Array) -> list[Array]:
+    def unstack(self, array: Array) -> list[Array]:
         """Return the rows of an array, by a single operation where there is one."""
         unstack = getattr(self.xp, "unstack", None)
         return [array[row, ...] for row in range(array.shape[0])] if unstack is None else list(unstack(array))
@@ -401,16 +401,18 @@ class Backend:
         return [self.xp.where(ok, a, b) for a, b in zip(usual(), rare(), strict=True)]
 
 
-def rows_of_terms(backend: Backend, sums: list[Array], terms: Terms) -> list[Array]:
+def stack_terms(backend: Backend, sums: list[Array], terms: Terms) -> list[Array]:
     """Return the sums of each block's norms as rows, given that of each array."""
     rows, op = sums if terms.weigh is None else terms.weigh(sums), op_of(terms.p)
     if len(rows) > len(terms.counts):
         groups = in_groups(rows, terms.counts)
-        rows = [some[0] if len(some) == 1 else backend.reduce_rows(stacked(backend, some), op) for some in groups]
-    return [stacked(backend, some) for some in terms.in_blocks(rows)]
+        rows = [
+            group[0] if len(group) == 1 else backend.reduce_rows(stack_arrays(backend, group), op) for group in groups
+        ]
+    return [stack_arrays(backend, group) for group in terms.in_blocks(rows)]
 
 
-def stacked(backend: Backend, arrays: Sequence[Array]) -> Array:
+def stack_arrays(backend: Backend, arrays: Sequence[Array]) -> Array:
     """Return arrays of one shape stacked along a new first axis, in the widest of their dtypes."""
     xp = backend.xp
     if all([isinstance(array, NUMPY) for array in arrays]):
@@ -436,15 +438,15 @@ def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = 
     if pieces is None:
         return of(array, unit)
     if axes is None:
-        return _combined(backend, [of(piece, unit) for piece in pieces], op_of(p))
+        return _combine(backend, [of(piece, unit) for piece in pieces], op_of(p))
     rows = row_slices(array.shape)
     if 0 in axes:
-        return _combined(backend, [of(array[some, ...], unit) for some in rows], op_of(p))
-    parts = [of(array[some, ...], unit if unit is None else unit[some, ...]) for some in rows]
+        return _combine(backend, [of(array[part, ...], unit) for part in rows], op_of(p))
+    parts = [of(array[part, ...], unit if unit is None else unit[part, ...]) for part in rows]
     return backend.xp.concat(parts, axis=0)
 
 
-def _combined(backend: Backend, parts: list[Array], op: Op) -> Array:
+def _combine(backend: Backend, parts: list[Array], op: Op) -> Array:
     """Return the sum or the maximum of arrays of one shape."""
     xp = backend.xp
     if op == "sum":
@@ -491,32 +493,34 @@ def operand(backend: Backend, array: Array, factor: Any) -> Array:
     return cast(xp, backend.to_device_of(array, factor), xp.result_type(array.dtype, xp.float32))
 
 
-def repaired(backend: Backend, terms: Terms, short: Callable[[Array], Array | None]) -> list[Array]:
+def sum_long_squares(backend: Backend, terms: Terms, short: Callable[[Array], Array | None]) -> list[Array]:
     """Return ``Σ|x|²`` of each array in float64, of long ones by float32 sums where these are accurate.
 
     ``short(array)`` is the float32 sum of a long array, ``None`` for another one. Each block has one conditional,
     whose rare branch measures its long arrays again, unless those of each sum of 0 are zeros.
     """
     xp, (low, high), arrays = backend.xp, FITS, terms.arrays
-    found = [short(array) if axes is None else None for array, _, axes, _ in terms.each()]
-    long = {number for number, one in enumerate(found) if one is not None}
+    sums_of_arrays = [short(array) if axes is None else None for array, _, axes, _ in terms.each()]
+    long = {number for number, total in enumerate(sums_of_arrays) if total is not None}
     for number, term in enumerate(terms.each()):
         if number not in long:
-            found[number] = power_sum(backend, *term)
+            sums_of_arrays[number] = power_sum(backend, *term)
     for block in terms.in_blocks(in_groups(range(len(arrays)), terms.counts)):
-        some = [number for group in block for number in group if number in long]
-        if not some:
+        repeated = [number for group in block for number in group if number in long]
+        if not repeated:
             continue
         groups = [group for group in block if long & {*group}]
-        totals = [_combined(backend, [xp.astype(found[n], xp.float32) for n in group], "sum") for group in groups]
+        totals = [
+            _combine(backend, [xp.astype(sums_of_arrays[n], xp.float32) for n in group], "sum") for group in groups
+        ]
         fits = [(total > low) & (total < high) for total in totals]
-        sums = [found[number] for number in some]
+        sums = [sums_of_arrays[number] for number in repeated]
 
         def usual(sums: list[Array] = sums) -> list[Array]:
-            return [xp.astype(one, xp.float64) for one in sums]
+            return [xp.astype(total, xp.float64) for total in sums]
 
-        def again(some: list[int] = some) -> list[Array]:
-            return [power_sum(backend, arrays[number], 2, None) for number in some]
+        def again(repeated: list[int] = repeated) -> list[Array]:
+            return [power_sum(backend, arrays[number], 2, None) for number in repeated]
 
         def rare(
             groups: list[Sequence[int]] = groups, fits: list[Array] = fits, usual: Any = usual, again: Any = again
@@ -524,18 +528,18 @@ def repaired(backend: Backend, terms: Terms, short: Callable[[Array], Array | No
             sizes = [
                 [xp.sum(xp.abs(xp.astype(arrays[n], xp.float32))) for n in group if n in long] for group in groups
             ]  # of zeros 0
-            zero = [xp.equal(_combined(backend, each, "sum"), 0) for each in sizes]
+            zero = [xp.equal(_combine(backend, each, "sum"), 0) for each in sizes]
             return backend.cond(reduce(and_, map(or_, fits, zero)), usual, again)
 
-        for number, one in zip(some, backend.cond(reduce(and_, fits), usual, rare), strict=True):
-            found[number] = one
-    return found
+        for number, total in zip(repeated, backend.cond(reduce(and_, fits), usual, rare), strict=True):
+            sums_of_arrays[number] = total
+    return sums_of_arrays
 
 
 @contextmanager
-def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+def enter_both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     """Enter two contexts."""
-    with one, other:
+    with first, second:
         yield
 
 

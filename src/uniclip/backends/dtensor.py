@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from uniclip.backends.base import Backend, Leaf, Op, Reduce
-from uniclip.backends.torch_modes import recorded, tracing
+from uniclip.backends.torch_modes import is_recorded, tracing
 
 _KEPT = 4096
 """The number of parts that are cached, so that equal ones are one object."""
@@ -29,19 +29,19 @@ def is_dtensor(leaf: Any) -> bool:
     return module is not None and isinstance(leaf, module.DTensor)
 
 
-def summed(tensor: Any) -> Any:
+def sum_partials(tensor: Any) -> Any:
     """Return a distributed tensor, partial values of which are summed over processes."""
     from torch.distributed.tensor import Replicate
 
     return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
-def unsummed(like: Any, tensor: Any) -> Any:
-    """Undo `summed` on a tensor that was changed since, in the placements of ``like``."""
+def divide_sum(like: Any, tensor: Any) -> Any:
+    """Undo `sum_partials` on a tensor that was changed since, in the placements of ``like``."""
     return _like_local(like, first_of(like, tensor.to_local()))
 
 
-def written(leaf: Any, tensor: Any) -> Any:
+def write_sum(leaf: Any, tensor: Any) -> Any:
     """Write a changed tensor into the partial one that it was summed from, and return that."""
     with torch.no_grad():
         leaf.to_local().copy_(first_of(leaf, tensor.to_local()))
@@ -52,7 +52,7 @@ def first_of(like: Any, whole: Any) -> Any:
     """Return this process's share of partial values: the first process has all of them."""
     for axis, placement in enumerate(like.placements):
         if placement.is_partial("sum") and like.device_mesh.get_local_rank(axis):
-            whole = _Weighted.apply(whole, 0.0, 1.0) if recorded(whole) else torch.zeros_like(whole)
+            whole = _Weighted.apply(whole, 0.0, 1.0) if is_recorded(whole) else torch.zeros_like(whole)
     return whole
 
 
@@ -106,22 +106,27 @@ class Part:
         """Return the mesh and those of its dimensions that divide an axis which norms along ``axes`` keep."""
         if axes is None:
             return None
-        places = {n: one for n, one in enumerate(self.placements) if not one.is_replicate() and one.dim not in axes}
+        places = {
+            n: placement
+            for n, placement in enumerate(self.placements)
+            if not placement.is_replicate() and placement.dim not in axes
+        }
         return (self.mesh, places) if places else None
 
     def owners(self, axes: tuple[int, ...] | None = None) -> Owners | None:
         """Return the processes over which norms along ``axes`` are joined, ``None`` if each norm lies in one."""
         _, apart = self.divided(axes) or (None, {})
-        some = [n for n in range(self.mesh.ndim) if n not in apart]
-        return Owners(self.mesh, tuple(some)) if some else None
+        dimensions = [n for n in range(self.mesh.ndim) if n not in apart]
+        return Owners(self.mesh, tuple(dimensions)) if dimensions else None
 
-    def weighted(self, value: Any, by: float) -> Any:
-        """Return a value, with ``by`` times its derivative: what processes hold alike counts once."""
-        if by == 1 or not isinstance(value, torch.Tensor) or not (tracing() or recorded(value)):
+    def weigh(self, value: Any, *, inverse: bool = False) -> Any:
+        """Return a value, with as many times its derivative as there are copies, or the inverse: they count once."""
+        by = 1 / self.copies if inverse else self.copies
+        if by == 1 or not isinstance(value, torch.Tensor) or not (tracing() or is_recorded(value)):
             return value
         return _Weighted.apply(value, 1, by)
 
-    def summed(self, like: Any, local: Any) -> Any:
+    def sum_partials(self, like: Any, local: Any) -> Any:
         """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
         from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -131,7 +136,7 @@ class Part:
             return Partial("sum") if placement.dim == 0 else Shard(placement.dim - 1)
 
         whole = torch.empty(like.shape[1:], device="meta")
-        places = list(map(without_first, summed(like).placements))
+        places = list(map(without_first, sum_partials(like).placements))
         return DTensor.from_local(
             local, like.device_mesh, places, run_check=False, shape=whole.shape, stride=whole.stride()
         )
@@ -140,7 +145,7 @@ class Part:
 def open_distributed(leaf: Any, *, in_place: bool, whole: bool) -> Leaf | None:
     """Return a partial tensor summed, what this process holds of another one, or ``None`` if that is to stay whole."""
     if is_partial(leaf):
-        return Leaf(summed(leaf), partial(written if in_place else unsummed, leaf))
+        return Leaf(sum_partials(leaf), partial(write_sum if in_place else divide_sum, leaf))
     if whole:
         return None
     local = _local_of(leaf)
@@ -165,7 +170,7 @@ def _part_of(tensor: Any) -> Part:
     return part
 
 
-def _replicated(mesh: Any, array: Any) -> Any:
+def _replicate(mesh: Any, array: Any) -> Any:
     """Return a plain tensor, the same in every process, as a distributed one on a mesh."""
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -175,7 +180,7 @@ def _replicated(mesh: Any, array: Any) -> Any:
 def own_operand(like: Any, operand: Any) -> Any:
     """Return the part of an operand that this process needs to change its part of a tensor."""
     if not is_dtensor(operand):
-        operand = _replicated(like.device_mesh, operand)
+        operand = _replicate(like.device_mesh, operand)
     if operand.ndim == 0:
         return operand.to_local()
     return operand.expand(like.shape).redistribute(placements=like.placements).to_local()
@@ -196,15 +201,19 @@ def _groups_of(all_reduce: Any) -> list[Any] | None:
 def _all_reduce(groups: Sequence[Any], array: Any, op: Op) -> Any:
     """Return a new array, reduced over process groups one after the other."""
     for group in groups:
-        array = _Reduced.apply(array, op, group) if tracing() or recorded(array) else _reduced(array, op, group)
+        array = (
+            _Reduced.apply(array, op, group)
+            if tracing() or is_recorded(array)
+            else _reduce_over_group(array, op, group)
+        )
     return array
 
 
-def _reduced(array: Any, op: Op, group: Any) -> Any:
-    found = array.clone()
+def _reduce_over_group(array: Any, op: Op, group: Any) -> Any:
+    reduced = array.clone()
     operation = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
-    torch.distributed.all_reduce(found, operation, group=group)
-    return found
+    torch.distributed.all_reduce(reduced, operation, group=group)
+    return reduced
 
 
 class _Reduced(torch.autograd.Function):  # type: ignore[misc]
@@ -213,7 +222,7 @@ class _Reduced(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(array: Any, op: Op, group: Any) -> Any:
         """Reduce."""
-        return _reduced(array, op, group)
+        return _reduce_over_group(array, op, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -228,7 +237,7 @@ class _Reduced(torch.autograd.Function):  # type: ignore[misc]
         if ctx.op == "max":
             array, top = ctx.saved_tensors
             mine = (array == top).to(slope.dtype)
-            slope = slope * mine / _reduced(mine, "sum", ctx.group)
+            slope = slope * mine / _reduce_over_group(mine, "sum", ctx.group)
         return slope, None, None
 
 
@@ -257,18 +266,18 @@ class Distributed(Backend):
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"
 
-    def divided_as(self, leaf: Any, part: Part | None) -> Any:
+    def divide_as(self, leaf: Any, part: Part | None) -> Any:
         if part is None:
             return leaf.full_tensor()
         if not is_dtensor(leaf) or leaf.device_mesh != part.mesh:
-            leaf = _replicated(part.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
+            leaf = _replicate(part.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
         return leaf.redistribute(part.mesh, part.placements).to_local()
 
     def to_device_of(self, other: Any, array: Any) -> Any:
         if is_dtensor(array):
             return array
         array = array.to(other.device)
-        return _replicated(other.device_mesh, array) if is_dtensor(other) else array
+        return _replicate(other.device_mesh, array) if is_dtensor(other) else array
 
     def reducer(self, all_reduce: Any) -> Reduce | None:
         groups = _groups_of(all_reduce)

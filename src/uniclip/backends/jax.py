@@ -34,12 +34,12 @@ from uniclip.backends.base import (
     Op,
     Reduce,
     Terms,
-    both,
+    enter_both,
     operand,
-    repaired,
-    rows_of_terms,
     same,
+    stack_terms,
     sum_dtype,
+    sum_long_squares,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import HIGH, LOW, few, lane_on_host, squares, squares_of, sums_of
@@ -53,12 +53,12 @@ def _one_by_one(reduce: Callable[..., Array]) -> Callable[..., Array]:
 
     @wraps(reduce)
     def reduced(*args: Any, **options: Any) -> Array:
-        return ended(reduce(*args, **options))
+        return await_shared(reduce(*args, **options))
 
     return reduced
 
 
-def ended(array: Array) -> Array:
+def await_shared(array: Array) -> Array:
     """Return an array, computed if it is shared by CPU processes."""
     if not isinstance(array, jax.core.Tracer) and not array.is_fully_addressable and not on_device(array):
         array.block_until_ready()
@@ -74,11 +74,11 @@ def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
     """Return the maximum or minimum, NaN if there is one; that of XLA drops NaN in sharded arrays."""
 
     def extreme(x: Array, /, axis: Any = None, **options: Any) -> Array:
-        found = reduce(x, axis, **options)
+        extremum = reduce(x, axis, **options)
         if jax.device_count() == 1 or not jnp.issubdtype(x.dtype, jnp.floating):
-            return found
+            return extremum
         # Uses the NaN that is there: a constant would trigger NaN debuggers.
-        return found + REDUCTIONS["sum"](jnp.where(jnp.isnan(x), x, 0), axis, **options)
+        return extremum + REDUCTIONS["sum"](jnp.where(jnp.isnan(x), x, 0), axis, **options)
 
     return extreme
 
@@ -102,7 +102,7 @@ namespace = SimpleNamespace(**(vars(jnp) | REDUCTIONS | {"abs": _abs, "clip": _c
 
 
 @partial(jax.jit, inline=True)
-def _summed(leaf: sparse.BCOO) -> sparse.BCOO:
+def _sum_duplicates(leaf: sparse.BCOO) -> sparse.BCOO:
     """Return a matrix of as many entries, in which those of one index are summed in float32 or wider, padding as 0.
 
     The index of padding is beyond the shape.
@@ -127,7 +127,7 @@ _TOGETHER = 256
 """The number of arrays for which one call is compiled."""
 
 
-def _together(arrays: list[Array]) -> bool:
+def _can_share_a_call(arrays: list[Array]) -> bool:
     """Whether one call can be compiled for the arrays, outside of code that is already being compiled."""
     if any(isinstance(array, jax.core.Tracer) for array in arrays):
         return False
@@ -135,7 +135,7 @@ def _together(arrays: list[Array]) -> bool:
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
 
 
-def _has_float64() -> bool:
+def _float64_is_whole() -> bool:
     """Whether sums can be float64: that of a TPU has the exponents of float32."""
     return jax.default_backend() != "tpu"
 
@@ -158,7 +158,7 @@ def _squares(arrays: list[Array]) -> Array:
 def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, Any]:
     """Return the sums of squares of groups of arrays that the host reads: many or long ones by one compiled call."""
     short = few(arrays, sum([array.size for array in arrays])) or any([array.dtype not in _SINGLE for array in arrays])
-    starts = range(0, len(arrays), _TOGETHER) if not short and _together(arrays) else ()
+    starts = range(0, len(arrays), _TOGETHER) if not short and _can_share_a_call(arrays) else ()
     parts = [_squares(arrays[start : start + _TOGETHER]) for start in starts]
     if not parts or isinstance(parts[0], jax.core.Tracer):  # constants in code that is being compiled
         return squares(list(map(np.asarray, arrays)), lengths)
@@ -169,13 +169,13 @@ def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, An
 
 
 @_compiled
-def _copied(arrays: list[Array]) -> list[Array]:
+def _copy(arrays: list[Array]) -> list[Array]:
     """Return copies."""
     return list(map(jnp.copy, arrays))
 
 
 @_compiled
-def _scaled(arrays: list[Array], factors: Any) -> list[Array]:
+def _scale_all(arrays: list[Array], factors: Any) -> list[Array]:
     return [_product(array, factors[number]) for number, array in enumerate(arrays)]
 
 
@@ -200,8 +200,8 @@ def varying(array: Array) -> frozenset[Any]:
     """Return the axes along which a value is known to differ from device to device."""
     aval = getattr(array, "aval", None)
     axes = getattr(aval, "manual_axis_type", None)  # before JAX 0.10 ``vma``
-    found: frozenset[Any] = getattr(aval, "vma", frozenset()) if axes is None else axes.varying
-    return frozenset(found)
+    names: frozenset[Any] = getattr(aval, "vma", frozenset()) if axes is None else axes.varying
+    return frozenset(names)
 
 
 def _copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, place: Callable[[int], str]) -> list[int]:
@@ -214,8 +214,8 @@ def _copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, pl
     ValueError
         If an array varies along an axis without a name, or neither types nor ``shared`` tell which leaves are copies.
     """
-    sizes = {name: _size(name) for name in names}
-    unknown = [name for name in names if not _known(name)]
+    sizes = {name: _axis_size(name) for name in names}
+    unknown = [name for name in names if not _is_typed(name)]
     if unknown and shared is None and arrays:
         raise ValueError(_untold(unknown[0], place))
     if shared is None:
@@ -223,15 +223,15 @@ def _copies(arrays: Sequence[Array], names: Names, shared: list[bool] | None, pl
 
     def count(number: int, array: Array, copy: bool) -> int:
         axes = varying(array)
-        more = sorted(str(name) for name in axes.difference(names) if _size(name) > 1)
+        more = sorted(str(name) for name in axes.difference(names) if _axis_size(name) > 1)
         if more:
             raise ValueError(_unnamed(names, more, place(number)))
         return math.prod(size for name, size in sizes.items() if copy or (name not in axes and name not in unknown))
 
-    return [count(*some) for some in zip(range(len(arrays)), arrays, shared, strict=True)]
+    return [count(*arguments) for arguments in zip(range(len(arrays)), arrays, shared, strict=True)]
 
 
-def _size(name: Any) -> int:
+def _axis_size(name: Any) -> int:
     """Return the number of devices along an axis."""
     try:
         size: int = jax.lax.psum(1, name)
@@ -244,7 +244,7 @@ def _size(name: Any) -> int:
     return size
 
 
-def _known(name: Any) -> bool:
+def _is_typed(name: Any) -> bool:
     """Whether types tell what varies along an axis: if so, the number of a device along it surely varies."""
     return name in varying(jax.lax.axis_index(name))
 
@@ -270,12 +270,12 @@ def _unnamed(names: Names, more: list[str], where: str) -> str:
     )
 
 
-def _reduced(names: Names, array: Array, op: str) -> Array:
+def _reduce_over_axes(names: Names, array: Array, op: str) -> Array:
     """Return the sum or the maximum over devices; a value that is the same on n devices counts n times.
 
     All values are taken as ones that vary along all axes, so that XLA makes one reduction of many.
     """
-    missing = tuple([name for name in names if name not in varying(array) and _known(name)])
+    missing = tuple([name for name in names if name not in varying(array) and _is_typed(name)])
     array = jax.lax.pcast(array, missing, to="varying") if missing else array
     return _largest(names, array) if op == "max" else jax.lax.psum(array, names)
 
@@ -348,7 +348,7 @@ def _fast_values(plain: Callable[..., Array], guarded: Callable[..., Array]) -> 
 
 
 @jax.custom_jvp  # type: ignore[untyped-decorator]
-def _apart(array: Array) -> tuple[Array, ...]:
+def _unstack(array: Array) -> tuple[Array, ...]:
     """Return the rows of a vector by one reduction that has a result for each.
 
     XLA compiles a product with a slice twenty times as long as one with a result of its own, and makes anew in each
@@ -357,13 +357,13 @@ def _apart(array: Array) -> tuple[Array, ...]:
     two = jax.lax.optimization_barrier(jnp.stack([array, jnp.zeros_like(array)]))
     rows = tuple([two[:, row] for row in range(array.shape[0])]) if array.shape[0] > 1 else (two[:, 0],) * 2
     zero = np.zeros((), array.dtype)
-    found = jax.lax.reduce(rows, (zero,) * len(rows), lambda a, b: tuple(map(add, a, b)), (0,))
-    return tuple(found[: array.shape[0]])
+    each = jax.lax.reduce(rows, (zero,) * len(rows), lambda a, b: tuple(map(add, a, b)), (0,))
+    return tuple(each[: array.shape[0]])
 
 
-@_apart.defjvp  # type: ignore[untyped-decorator]
+@_unstack.defjvp  # type: ignore[untyped-decorator]
 def _slopes(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    return _apart(*primals), tuple(tangents[0])
+    return _unstack(*primals), tuple(tangents[0])
 
 
 class _JAX(Backend):
@@ -373,7 +373,7 @@ class _JAX(Backend):
         return tuple([None if leaf is None else _kind_of(leaf) for leaf in leaves])
 
     def facts(self, arrays: list[Array]) -> Facts:
-        return super().facts(arrays)._replace(records=False, double=_has_float64())  # derivatives are traced
+        return super().facts(arrays)._replace(records=False, double=_float64_is_whole())  # derivatives are traced
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
         mode = super().mode(kinds, beside)
@@ -381,9 +381,9 @@ class _JAX(Backend):
         return TRACED if kinds.odd and self.traced(jnp.zeros(())) else mode
 
     def allow_float64(self) -> AbstractContextManager[Any]:
-        return jax.enable_x64(True) if _has_float64() else nullcontext()
+        return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
 
-    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array) if self.readable(array) else None
 
     def device(self, array: Array) -> Any:
@@ -415,13 +415,13 @@ class _JAX(Backend):
             return None
 
         def scale(factor: float) -> list[Array]:
-            return self.scaled(arrays, [factor] * len(arrays), in_place=False, zero=False)
+            return self.scale(arrays, [factor] * len(arrays), in_place=False, zero=False)
 
         [total] = _squares_here(arrays, [len(arrays)])
         return lane_on_host(leaves, float(total), limit, scale, self.device(arrays[0]))
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
-        return _copied(arrays) if _together(arrays) else list(map(jnp.copy, arrays))  # they may be donated later
+        return _copy(arrays) if _can_share_a_call(arrays) else list(map(jnp.copy, arrays))  # they may be donated later
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
@@ -429,7 +429,7 @@ class _JAX(Backend):
                 return terms.in_blocks(_squares_here(terms.arrays, terms.counts))
             return DEFAULT.sums(mode, terms._replace(arrays=list(map(np.asarray, terms.arrays))))
         if mode == TRACED and terms.p == 2 and terms.units is None:
-            return rows_of_terms(self, repaired(self, terms, self._short), terms)
+            return stack_terms(self, sum_long_squares(self, terms, self._short), terms)
         return super().sums(mode, terms)
 
     def _short(self, array: Array) -> Array | None:
@@ -446,26 +446,26 @@ class _JAX(Backend):
     def pieces(self, array: Array) -> Iterable[Array] | None:
         return None  # a compiler makes no copy
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         numbers = not any([hasattr(factor, "shape") for factor in factors])
         if same(factors) and self.traced(factors[0]):
             # Compiled, donated gradients are not written again where ok is true; a conditional copies them.
-            ok, new = jnp.equal(factors[0], 1), super().scaled(arrays, factors, in_place=False, zero=zero)
+            ok, new = jnp.equal(factors[0], 1), super().scale(arrays, factors, in_place=False, zero=zero)
             return [jnp.where(ok, *pair) for pair in zip(arrays, new, strict=True)]
-        if in_place or (zero and not (numbers and all(factors))) or not _together(arrays):
-            return super().scaled(arrays, factors, in_place=in_place, zero=zero)
+        if in_place or (zero and not (numbers and all(factors))) or not _can_share_a_call(arrays):
+            return super().scale(arrays, factors, in_place=in_place, zero=zero)
         if numbers:
             by: Any = np.asarray(factors, np.float64 if any(array.dtype in _DOUBLE for array in arrays) else np.float32)
         else:
             by = [operand(self, *pair) for pair in zip(arrays, factors, strict=True)]
-            if not _together(by) or any([jnp.iscomplexobj(array) for array in arrays]):
-                return super().scaled(arrays, by, in_place=False, zero=zero)
+            if not _can_share_a_call(by) or any([jnp.iscomplexobj(array) for array in arrays]):
+                return super().scale(arrays, by, in_place=False, zero=zero)
         ends = range(0, len(arrays), _TOGETHER)
-        return [new for i in ends for new in _scaled(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
+        return [new for i in ends for new in _scale_all(arrays[i : i + _TOGETHER], by[i : i + _TOGETHER])]
 
     def reducer(self, all_reduce: Any) -> Reduce | None:
         names = names_of(all_reduce)
-        return None if names is None else partial(_reduced, names)
+        return None if names is None else partial(_reduce_over_axes, names)
 
     def copies(
         self, arrays: list[Array], all_reduce: Any, shared: list[bool] | None, place: Callable[[int], str]
@@ -513,7 +513,7 @@ class _JAX(Backend):
             return Leaf(leaf.astype(jnp.float32))
         if not isinstance(leaf, sparse.BCOO):
             return super().leaf(leaf, in_place=in_place, whole=whole)
-        summed = _summed(leaf)
+        summed = _sum_duplicates(leaf)
 
         def back(new: Array) -> Any:
             flags = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}  # parts of its type
@@ -530,10 +530,10 @@ class _JAX(Backend):
         # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.
         return super().reduce_rows(jax.lax.optimization_barrier(rows) if self.traced(rows) else rows, op)
 
-    def apart(self, array: Array) -> list[Array]:
+    def unstack(self, array: Array) -> list[Array]:
         if array.ndim > 1 or not self.traced(array):
-            return super().apart(array)
-        return [row for start in range(0, array.shape[0], _ROWS) for row in _apart(array[start : start + _ROWS])]
+            return super().unstack(array)
+        return [row for start in range(0, array.shape[0], _ROWS) for row in _unstack(array[start : start + _ROWS])]
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
         if not self.traced(ok):  # on an accelerator: outside of jit a conditional is compiled at every call
@@ -545,9 +545,9 @@ class _JAX(Backend):
         if jax.config.jax_numpy_dtype_promotion == "standard" and jax.config.jax_numpy_rank_promotion == "allow":
             return quiet
         # These are for the user's own code: here dtypes and ranks are promoted on purpose.
-        return both(quiet, both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")))
+        return enter_both(quiet, enter_both(jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")))
 
-    def detached(self, array: Array) -> Array:
+    def detach(self, array: Array) -> Array:
         return jax.lax.stop_gradient(array) if self.traced(array) else array
 
     def to_device_of(self, other: Array, array: Array) -> Array:

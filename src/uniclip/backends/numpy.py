@@ -30,12 +30,12 @@ from uniclip.backends.base import (
     Lane,
     Memory,
     Terms,
+    fill_places,
     in_groups,
     numbers_in_lane,
     power_sum,
-    put_back,
     row_slices,
-    rows_of_terms,
+    stack_terms,
 )
 
 View: TypeAlias = np.ndarray[Any, Any]
@@ -77,7 +77,7 @@ def squares(arrays: list[View], lengths: list[int]) -> View:
     if len(arrays) > 1 and small(sizes, lengths) and {array.dtype.char for array in arrays} <= {"f", "d"}:
         return squares_of_joined(np.concatenate(arrays, axis=None), sizes, lengths)
     wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
-    return np.array(sums_of([squares_of(array, wide) for array in arrays], lengths), _kind(arrays))
+    return np.array(sums_of([squares_of(array, wide) for array in arrays], lengths), _sum_dtype(arrays))
 
 
 def lane_on_host(
@@ -94,16 +94,16 @@ def lane_on_host(
     arrays = None if factor == 1 else scale(factor)
     if factor != 1 and arrays is None:
         return None
-    return Lane(norm, limit, factor, leaves if arrays is None else put_back(leaves, arrays), device)
+    return Lane(norm, limit, factor, leaves if arrays is None else fill_places(leaves, arrays), device)
 
 
-def _kind(arrays: list[View]) -> Any:
+def _sum_dtype(arrays: list[View]) -> Any:
     return np.longdouble if any(array.dtype.char in "gG" for array in arrays) else np.float64
 
 
 def sums_of(values: list[Any], lengths: list[int]) -> list[Any]:
     """Return the sum of the values of each group; no group is empty."""
-    return values if len(lengths) == len(values) else [sum(some) for some in in_groups(values, lengths)]
+    return values if len(lengths) == len(values) else [sum(group) for group in in_groups(values, lengths)]
 
 
 def squares_of_joined(flat: View, sizes: list[int], lengths: list[int]) -> View:
@@ -181,13 +181,13 @@ def all_zero(array: View) -> bool:
 
 def squares_along(arrays: list[View], axes: list[Any]) -> list[View | None]:
     """Return ``Σx²`` of each array along its axes; ``None`` if these are not first or last axes of numbers in a row."""
-    found = [_along(*pair) if pair[1] else None for pair in zip(arrays, axes, strict=True)]
-    totals = [one[0] for one in found if one is not None]
+    sums = [_along(*pair) if pair[1] else None for pair in zip(arrays, axes, strict=True)]
+    totals = [total[0] for total in sums if total is not None]
     if totals:
         every = np.concatenate(totals, axis=None)
         if not (every.min() > LOW and every.max() < HIGH):
-            found = [one and _in_range(array, *one) for one, array in zip(found, arrays, strict=True)]
-    return [one and np.asarray(one[0], np.float64).reshape(one[2]) for one in found]
+            sums = [total and _in_range(array, *total) for total, array in zip(sums, arrays, strict=True)]
+    return [total and np.asarray(total[0], np.float64).reshape(total[2]) for total in sums]
 
 
 def _along(array: View, axes: tuple[int, ...]) -> tuple[View, View, tuple[int, ...]] | None:
@@ -225,10 +225,10 @@ def _again(array: View, flat: View, total: View, fine: View) -> View:
     odd = np.flatnonzero(~fine)
     for start in range(0, len(odd), step := max(1, PIECE // flat.shape[1])):
         rows = odd[start : start + step]
-        some = flat[rows].astype(np.float64)
-        found = np.vecdot(some, some)
-        found[(found == 0) & some.any(axis=1)] = UNDERFLOWN
-        total[rows] = found
+        wide = flat[rows].astype(np.float64)
+        squares = np.vecdot(wide, wide)
+        squares[(squares == 0) & wide.any(axis=1)] = UNDERFLOWN
+        total[rows] = squares
     return total
 
 
@@ -249,9 +249,9 @@ def _way_along(
 
 def _of_long_rows(rows: View, length: int) -> View:
     whole = rows.shape[1] - rows.shape[1] % length
-    parts, rest = rows[:, :whole].reshape(len(rows), -1, length), rows[:, whole:]
+    parts, tail = rows[:, :whole].reshape(len(rows), -1, length), rows[:, whole:]
     total: View = np.vecdot(parts, parts).sum(axis=1, dtype=np.float64)
-    return total + np.vecdot(rest, rest) if rest.size else total
+    return total + np.vecdot(tail, tail) if tail.size else total
 
 
 def walk(arrays: list[View], access: str, dtypes: list[Any] | None = None) -> Any:
@@ -311,7 +311,7 @@ class _NumPy(Backend):
     def readable(self, array: Array) -> bool:
         return True
 
-    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
         return np.asarray(array)
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
@@ -333,22 +333,22 @@ class _NumPy(Backend):
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if terms.whole:
             return terms.in_blocks(squares(terms.arrays, terms.counts))
-        return rows_of_terms(self, sums_of_arrays(terms), terms)
+        return stack_terms(self, sums_of_arrays(terms), terms)
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         plain = all([type(factor) is float and factor for factor in factors])
         if plain and not in_place and all([array.itemsize >= WIDE for array in arrays]):
             with np.errstate(all="ignore"):
                 new = list(map(mul, arrays, factors))  # a Python number keeps the dtype
             return [a if a.dtype == b.dtype else a.astype(b.dtype) for a, b in zip(new, arrays, strict=True)]
         with np.errstate(all="ignore"):
-            return [self._scaled(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
+            return [self._scale_one(*pair, in_place=in_place, zero=zero) for pair in zip(arrays, factors, strict=True)]
 
-    def _scaled(self, array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
+    def _scale_one(self, array: Array, factor: Any, *, in_place: bool, zero: bool) -> Array:
         exact = zero and bool(np.any(factor == 0))
         if array.itemsize < WIDE or exact or (array.dtype.kind == "c" and isinstance(factor, np.ndarray)):
             new = array if in_place else np.array(array, order="K")
-            super().scaled([new], [factor], in_place=True, zero=exact)
+            super().scale([new], [factor], in_place=True, zero=exact)
             return new if isinstance(array, np.ndarray) else new[()]
         if in_place:
             return np.multiply(array, factor, out=array, casting="same_kind")
@@ -364,7 +364,7 @@ class _NumPy(Backend):
             for piece, *others in pieces:
                 piece[...] = function(piece, *others)
 
-    def apart(self, array: Array) -> list[Array]:
+    def unstack(self, array: Array) -> list[Array]:
         return list(array)
 
     def pieces(self, array: Array) -> Iterable[Array] | None:
@@ -375,13 +375,13 @@ def sums_of_arrays(terms: Terms) -> list[View]:
     """Return ``Σ|x/unit|ᵖ`` of each array."""
     arrays, units = list(map(np.asarray, terms.arrays)), terms.units
     if units is not None or terms.p != 2:
-        return [power_sum(BACKEND, *one) for one in terms.each()]
+        return [power_sum(BACKEND, *term) for term in terms.each()]
     wide = any(array.dtype.char in "dD" for array in arrays)  # then narrower ones are added as accurately
     exact = [wide and array.dtype.char == "f" for array in arrays]
     axes = terms.axes or [None] * len(arrays)
-    found = squares_along(arrays, [None if slow else some for slow, some in zip(exact, axes, strict=True)])
-    every = zip(found, arrays, axes, strict=True)
-    return [_squares_of(array, some, wide=wide) if total is None else total for total, array, some in every]
+    quick = squares_along(arrays, [None if slow else along for slow, along in zip(exact, axes, strict=True)])
+    every = zip(quick, arrays, axes, strict=True)
+    return [_squares_of(array, along, wide=wide) if total is None else total for total, array, along in every]
 
 
 def _squares_of(array: View, axes: Axes, *, wide: bool) -> Any:

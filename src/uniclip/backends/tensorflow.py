@@ -37,13 +37,13 @@ from uniclip.backends.base import (
     Leaf,
     Op,
     Terms,
-    both,
+    enter_both,
     operand,
-    repaired,
     row_slices,
-    rows_of_terms,
     same,
+    stack_terms,
     sum_dtype,
+    sum_long_squares,
 )
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import lane_on_host, squares
@@ -116,11 +116,11 @@ def _isfinite(x: Array) -> Array:
 def _extreme(reduce: Callable[..., Array]) -> Callable[..., Array]:
     def extreme(x: Array, axis: Any, keepdims: bool) -> Array:
         """Return the maximum or minimum, NaN if there is one; XLA's own drop NaN."""
-        found = reduce(x, axis, keepdims)
+        extremum = reduce(x, axis, keepdims)
         if not x.dtype.is_floating:
-            return found
+            return extremum
         # Uses the NaN that is there: a constant would trigger NaN debuggers.
-        return found + tf.reduce_sum(tf.where(tf.math.is_nan(x), x, tf.zeros_like(x)), axis, keepdims)
+        return extremum + tf.reduce_sum(tf.where(tf.math.is_nan(x), x, tf.zeros_like(x)), axis, keepdims)
 
     return extreme
 
@@ -136,7 +136,7 @@ def _sort(x: Array, /, *, axis: int = -1) -> Array:
     order = list(range(x.shape.rank))
     order.append(order.pop(axis))
     last = -tf.nn.top_k(-tf.transpose(x, order), x.shape[axis]).values
-    return tf.transpose(last, [order.index(one) for one in range(x.shape.rank)])
+    return tf.transpose(last, [order.index(axis_number) for axis_number in range(x.shape.rank)])
 
 
 namespace = SimpleNamespace(
@@ -225,7 +225,7 @@ class _TensorFlow(Backend):
             return None
         return "not a gradient; pass the gradients without their variables (to clip the weights, v.value())"
 
-    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
         if array.dtype not in _VIEWED or not self.readable(array) or record.could_possibly_record():
             return None
         return np.asarray(array.numpy())
@@ -253,14 +253,14 @@ class _TensorFlow(Backend):
             by = tf.constant(factor, tf.float32)
             return [tf.raw_ops.Mul(x=tensor, y=by) for tensor in tensors]
 
-        total = float(squares(list(map(_viewed, tensors)), [len(tensors)])[0])
+        total = float(squares(list(map(_view_memory, tensors)), [len(tensors)])[0])
         return lane_on_host(leaves, total, limit, scale, self.device(tensors[0]))
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
-            return DEFAULT.sums(mode, terms._replace(arrays=list(map(_viewed, terms.arrays))))
+            return DEFAULT.sums(mode, terms._replace(arrays=list(map(_view_memory, terms.arrays))))
         if mode == TRACED and terms.p == 2 and terms.units is None:
-            return rows_of_terms(self, repaired(self, terms, self._short), terms)
+            return stack_terms(self, sum_long_squares(self, terms, self._short), terms)
         return super().sums(mode, terms)
 
     def _short(self, array: Array) -> Array | None:
@@ -276,9 +276,9 @@ class _TensorFlow(Backend):
 
     def reduce_rows(self, rows: Array, op: Op) -> Array:
         # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.
-        return super().reduce_rows(_fenced(rows) if _in_xla() else rows, op)
+        return super().reduce_rows(_fence(rows) if _in_xla() else rows, op)
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         products = partial(self._products, arrays, factors, in_place=in_place, zero=zero)
         # XLA takes longer for a conditional than for a product, and so does everything for a small gradient.
         large = sum([array.shape.num_elements() or 0 for array in arrays]) > PIECE
@@ -289,11 +289,11 @@ class _TensorFlow(Backend):
     def _products(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         half = any(array.dtype in {tf.float16, tf.bfloat16} for array in arrays)
         if zero or in_place or half or any(array.dtype.is_complex for array in arrays):
-            return super().scaled(arrays, factors, in_place=in_place, zero=zero)
+            return super().scale(arrays, factors, in_place=in_place, zero=zero)
         if all([isinstance(factor, float) for factor in factors]):
             by = {pair: tf.constant(*pair) for pair in {(f, a.dtype) for f, a in zip(factors, arrays, strict=True)}}
             return [tf.raw_ops.Mul(x=a, y=by[f, a.dtype]) for f, a in zip(factors, arrays, strict=True)]
-        return [tf.multiply(*some) for some in zip(arrays, map(partial(operand, self), arrays, factors), strict=True)]
+        return [tf.multiply(*pair) for pair in zip(arrays, map(partial(operand, self), arrays, factors), strict=True)]
 
     def debug_infs(self) -> bool:
         return hasattr(check_numerics_callback._state, "check_numerics_callback")
@@ -323,14 +323,14 @@ class _TensorFlow(Backend):
             return super().cond(ok, usual, rare)
         return list(tf.nest.flatten(tf.cond(ok, usual, rare)))
 
-    def detached(self, array: Array) -> Array:
+    def detach(self, array: Array) -> Array:
         recorded = self.traced(array) or record.could_possibly_record()
         return tf.stop_gradient(array) if recorded and not isinstance(array, tf.Variable) else array
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         # There is nothing for AutoGraph to convert, and reading all this code takes it seconds.
         quiet = super().quiet(first)
-        return quiet if tf.executing_eagerly() else both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
+        return quiet if tf.executing_eagerly() else enter_both(quiet, ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED))
 
 
 def _kind_of_tensor(leaf: Any) -> Any:
@@ -339,7 +339,7 @@ def _kind_of_tensor(leaf: Any) -> Any:
     return type(leaf), type(values), getattr(leaf, "dtype", None), getattr(values, "device", None)
 
 
-def _viewed(array: Array) -> np.ndarray[Any, Any]:
+def _view_memory(array: Array) -> np.ndarray[Any, Any]:
     """Return the memory of an eager tensor as a NumPy array."""
     if array.dtype != tf.bfloat16:
         return np.asarray(memoryview(array))  # the fastest way, but it does not know bfloat16
@@ -352,7 +352,7 @@ def _in_xla() -> bool:
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
-def _fenced(array: Array) -> tuple[Array, Callable[[Array], Array]]:
+def _fence(array: Array) -> tuple[Array, Callable[[Array], Array]]:
     """Return an array that XLA does not take apart, and its derivative, for which TensorFlow has none."""
     return xla.optimization_barrier(array)[0], lambda upstream: upstream
 
@@ -362,8 +362,8 @@ def _in_rows(array: Array) -> Array:
     flat = tf.reshape(array, [-1])
     whole = flat.shape[0] - flat.shape[0] % _ROW
     rows = tf.reduce_sum(tf.square(tf.reshape(flat[:whole], [-1, _ROW])), -1)
-    rest = tf.reduce_sum(tf.square(flat[whole:]))
-    return tf.cast(tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(rest, tf.float64), array.dtype)
+    tail = tf.reduce_sum(tf.square(flat[whole:]))
+    return tf.cast(tf.reduce_sum(tf.cast(rows, tf.float64)) + tf.cast(tail, tf.float64), array.dtype)
 
 
 def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:

@@ -27,11 +27,11 @@ from uniclip.backends.base import (
     Leaf,
     Memory,
     Terms,
-    both,
+    enter_both,
     in_groups,
     power_sum,
     row_slices,
-    rows_of_terms,
+    stack_terms,
     unchanged,
 )
 from uniclip.backends.dtensor import is_dtensor
@@ -42,8 +42,8 @@ from uniclip.backends.torch_modes import (
     at_home,
     in_forward_mode,
     in_transform,
+    is_recorded,
     one_for_all,
-    recorded,
     tracing,
     valueless,
 )
@@ -78,7 +78,9 @@ def _isfinite(x: torch.Tensor, /) -> torch.Tensor:
 
 def _clip(x: torch.Tensor, /, min: Any = None, max: Any = None) -> torch.Tensor:
     """Clip, with derivative 1 on the bounds too: what that of ``clamp`` is there depends on PyTorch's version."""
-    if x.is_floating_point() and (tracing() or any([recorded(one) for one in (x, min, max) if hasattr(one, "dtype")])):
+    if x.is_floating_point() and (
+        tracing() or any([is_recorded(value) for value in (x, min, max) if hasattr(value, "dtype")])
+    ):
         for bound, holds in ((min, torch.ge), (max, torch.le)):
             x = x if bound is None else torch.where(holds(x, bound) | x.isnan(), x, bound)
         return x
@@ -110,7 +112,7 @@ def _operands(arrays: list[torch.Tensor], factors: Sequence[Any]) -> Any:
     """Return factors as ``torch._foreach_mul`` takes them, a single one if all arrays have the same."""
     first = factors[0]
     if isinstance(first, torch.Tensor):
-        same = all([one is first for one in factors]) and not first.ndim
+        same = all([factor is first for factor in factors]) and not first.ndim
         return first if same else list(factors)
     same, kinds = factors.count(first) == len(factors), {array.dtype for array in arrays}
     if not _HALVES.isdisjoint(kinds):  # for which numbers are narrowed first
@@ -153,14 +155,14 @@ def sums_here(backend: _Torch, terms: Terms) -> list[Any]:
     if rows is not None:
         return terms.in_blocks(rows)
     arrays, units = terms.arrays, terms.units
-    here = [n for n, a in enumerate(arrays) if a.dtype not in FOREIGN and (terms.p == 2 or a.numel() <= PIECE)]
-    axes, by = (some and [some[n] for n in here] for some in (terms.axes, units))
-    found = sums_of_arrays(terms._replace(arrays=[view_of(arrays[n]) for n in here], axes=axes, units=by))
-    sums = dict(zip(here, found, strict=True))
+    plain = [n for n, a in enumerate(arrays) if a.dtype not in FOREIGN and (terms.p == 2 or a.numel() <= PIECE)]
+    axes, by = (given and [given[n] for n in plain] for given in (terms.axes, units))
+    sums_of_plain = sums_of_arrays(terms._replace(arrays=[view_of(arrays[n]) for n in plain], axes=axes, units=by))
+    sums = dict(zip(plain, sums_of_plain, strict=True))
     with torch.no_grad():
         each = enumerate(terms._replace(units=units and list(map(torch.as_tensor, units))).each())
-        every = [sums[n] if n in sums else view_of(power_sum(backend, *one)) for n, one in each]
-    return rows_of_terms(DEFAULT, every, terms)
+        every = [sums[n] if n in sums else view_of(power_sum(backend, *term)) for n, term in each]
+    return stack_terms(DEFAULT, every, terms)
 
 
 def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
@@ -173,12 +175,12 @@ def squares_elsewhere(arrays: list[torch.Tensor], lengths: list[int]) -> torch.T
     total = torch.stack(norms).square()
     if len(lengths) == len(arrays):
         return total
-    return torch.stack([torch.stack(list(some)).sum() for some in in_groups(list(total.unbind()), lengths)])
+    return torch.stack([torch.stack(list(group)).sum() for group in in_groups(list(total.unbind()), lengths)])
 
 
 def squares_along_elsewhere(arrays: list[torch.Tensor], axes: list[Any]) -> list[Any]:
     """Return the sums of squares along axes on an accelerator, in float64."""
-    norms = [torch.linalg.vector_norm(a, dim=some, dtype=torch.float64) for a, some in zip(arrays, axes, strict=True)]
+    norms = [torch.linalg.vector_norm(a, dim=along, dtype=torch.float64) for a, along in zip(arrays, axes, strict=True)]
     if len({norm.shape for norm in norms}) > 1:
         return torch._foreach_mul(norms, norms)
     return list(torch.stack(norms).square().unbind())
@@ -231,7 +233,7 @@ class _Address:
         }
 
 
-def _copied_if_shared(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
+def _copy_if_shared(operand: torch.Tensor, array: torch.Tensor) -> torch.Tensor:
     """Return the operand, copied if it is another view of the array to change."""
     if torch.compiler.is_compiling():  # it reads before it writes
         return operand
@@ -274,7 +276,7 @@ class _Torch(dtensor.Distributed):
             return None  # which would compile again for each entry of a cache
         return tuple([
             (leaf.dtype, leaf.is_cpu or leaf.device, leaf.layout, leaf.requires_grad, leaf.is_nested)
-            if type(leaf) is torch.Tensor else None if leaf is None else _kind(leaf)
+            if type(leaf) is torch.Tensor else None if leaf is None else _kind_of_other(leaf)
             for leaf in leaves
         ])  # fmt: skip
 
@@ -290,10 +292,10 @@ class _Torch(dtensor.Distributed):
             return RECORDED
         return HOST if kinds.reads else LIBRARY
 
-    def viewed(self, array: Array) -> np.ndarray[Any, Any] | None:
+    def as_numpy(self, array: Array) -> np.ndarray[Any, Any] | None:
         if tracing() or type(array) is not torch.Tensor or array.dtype not in _VIEWED:
             return None
-        if not array.is_cpu or recorded(array):
+        if not array.is_cpu or is_recorded(array):
             return None
         return view_of(array)
 
@@ -308,16 +310,16 @@ class _Torch(dtensor.Distributed):
         return [array.detach().clone() for array in arrays]  # a CUDA graph overwrites the outputs of its last run
 
     def to_host(self, arrays: list[Array]) -> list[np.ndarray[Any, Any]]:
-        found: list[Any] = [None] * len(arrays)
+        values: list[Any] = [None] * len(arrays)
         for numbers in _by_device(arrays):
             flat = torch.cat([arrays[number].detach().reshape(-1) for number in numbers]).cpu()
             flat = flat if flat.dtype is not torch.bfloat16 else flat.float()
             if type(flat) is not torch.Tensor:  # one that wraps others gives single values only
-                flat = torch.tensor([one.item() for one in flat.unbind()], dtype=flat.dtype)
+                flat = torch.tensor([entry.item() for entry in flat.unbind()], dtype=flat.dtype)
             ends = np.cumsum([arrays[number].numel() for number in numbers])[:-1]
             for number, piece in zip(numbers, np.split(flat.numpy(), ends), strict=True):
-                found[number] = piece.reshape(arrays[number].shape)
-        return found
+                values[number] = piece.reshape(arrays[number].shape)
+        return values
 
     def sums(self, mode: int, terms: Terms) -> list[Array]:
         if mode == HOST:
@@ -328,13 +330,13 @@ class _Torch(dtensor.Distributed):
         if terms.whole and all([array.dtype is first.dtype and array.device == first.device for array in arrays]):
             return terms.in_blocks(squares_elsewhere(arrays, terms.counts))
         if terms.axes and all(terms.axes) and self.facts(arrays).double:
-            return rows_of_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
+            return stack_terms(self, squares_along_elsewhere(arrays, list(terms.axes)), terms)
         return super().sums(mode, terms)
 
-    def scaled(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
+    def scale(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool, zero: bool) -> list[Array]:
         slow = zero and (isinstance(factors[0], torch.Tensor) or any([np.any(factor == 0) for factor in factors]))
         fast = None if slow else self._at_once(arrays, factors, in_place=in_place)
-        return super().scaled(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
+        return super().scale(arrays, factors, in_place=in_place, zero=zero) if fast is None else fast
 
     def _at_once(self, arrays: list[Array], factors: Sequence[Any], *, in_place: bool) -> list[Array] | None:
         """Return the products by one operation; ``None`` where that records derivatives or is traced."""
@@ -350,7 +352,7 @@ class _Torch(dtensor.Distributed):
         else:
             pairs = list(zip(factors, arrays, strict=True))
             apart = len({array.device for pair in pairs for array in pair}) > 1
-            if apart or tracing() or any([recorded(array) for pair in pairs for array in pair]):
+            if apart or tracing() or any([is_recorded(array) for pair in pairs for array in pair]):
                 return None
             if any([factor.ndim and factor.dtype is not array.dtype for factor, array in pairs]):
                 return None
@@ -385,7 +387,7 @@ class _Torch(dtensor.Distributed):
     def pieces(self, array: Array) -> Iterable[Array] | None:
         if type(array) is not torch.Tensor or tracing() or valueless(array):  # whose size may be symbolic
             return None
-        if array.numel() <= PIECE or recorded(array):  # derivatives would keep every piece anyway
+        if array.numel() <= PIECE or is_recorded(array):  # derivatives would keep every piece anyway
             return None
         ordered = in_order(array)
         flat = ordered.view(-1) if ordered.is_contiguous() else ordered
@@ -426,18 +428,18 @@ class _Torch(dtensor.Distributed):
     def write(self, array: Array, function: Callable[..., Array], *operands: Array) -> None:
         with torch.no_grad():
             if is_dtensor(array):  # a function of the whole tensor
-                self.write(array.to_local(), function, *[dtensor.own_operand(array, one) for one in operands])
+                self.write(array.to_local(), function, *[dtensor.own_operand(array, operand) for operand in operands])
                 return
             pieces = self.pieces(array)
             if pieces is not None and not any(operand.ndim for operand in operands):
                 for piece in pieces:
                     piece.copy_(function(piece, *operands))
             else:
-                operands = tuple(_copied_if_shared(operand, array).expand(array.shape) for operand in operands)
+                operands = tuple(_copy_if_shared(operand, array).expand(array.shape) for operand in operands)
                 for rows in row_slices(array.shape) if pieces is not None else [...]:
                     array[rows].copy_(function(array[rows], *(operand[rows] for operand in operands)))
 
-    def apart(self, array: Array) -> list[Array]:
+    def unstack(self, array: Array) -> list[Array]:
         return list(array.unbind())
 
     def cond(self, ok: Array, usual: Callable[[], list[Array]], rare: Callable[[], list[Array]]) -> list[Array]:
@@ -445,17 +447,17 @@ class _Torch(dtensor.Distributed):
             return list(torch.cond(ok, lambda: tuple(usual()), lambda: tuple(rare())))
         return super().cond(ok, usual, rare)
 
-    def detached(self, array: Array) -> Array:
+    def detach(self, array: Array) -> Array:
         return array.detach()
 
     def quiet(self, first: Array | None = None) -> AbstractContextManager[Any]:
         home = at_home(first)
         if torch.compiler.is_compiling():
             return home or nullcontext()
-        return super().quiet(first) if home is None else both(super().quiet(first), home)
+        return super().quiet(first) if home is None else enter_both(super().quiet(first), home)
 
 
-def _kind(leaf: Any) -> Any:
+def _kind_of_other(leaf: Any) -> Any:
     """Return the kind of what is not just a tensor."""
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, torch.nn.parameter.UninitializedTensorMixin):
         return type(leaf), None
@@ -473,10 +475,10 @@ def _kind(leaf: Any) -> Any:
 
 def _by_device(arrays: list[Array]) -> list[list[int]]:
     """Return the numbers of the arrays by device and dtype."""
-    found: dict[Any, list[int]] = {}
+    numbers: dict[Any, list[int]] = {}
     for number, array in enumerate(arrays):
-        found.setdefault((array.device, array.dtype), []).append(number)
-    return list(found.values())
+        numbers.setdefault((array.device, array.dtype), []).append(number)
+    return list(numbers.values())
 
 
 BACKEND = _Torch(namespace)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, Lane, numbers_in_lane, put_back
+from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, Lane, fill_places, numbers_in_lane
 from uniclip.backends.numpy import all_zero
 from uniclip.backends.torch_modes import in_forward_mode, tracing
 
@@ -64,7 +64,7 @@ def lane(leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         return None
     # A 0-d tensor takes half the time of a number; one of float32 would be narrowed beside half precision.
     by = torch.scalar_tensor(factor, dtype=_FLOAT32 if single else torch.float64, device=_CPU)
-    return Lane(norm, limit, factor, _scaled(leaves, arrays, by, in_place=in_place), _CPU)
+    return Lane(norm, limit, factor, _scale(leaves, arrays, by, in_place=in_place), _CPU)
 
 
 def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_place: bool) -> Lane | None:
@@ -81,7 +81,7 @@ def _lane_of_device(leaves: list[Any], arrays: list[Any], limit: float, *, in_pl
     # Exactly 1 within the limit. A number divided by a tensor would be two kernels.
     ratio = torch.div(torch.scalar_tensor(most, dtype=_FLOAT32, device=_CPU), norm.clamp(min=most))
     factor = torch.add(ratio, norm, alpha=0)  # NaN if the norm is not finite
-    return Lane(norm, most, factor, _scaled(leaves, arrays, factor, in_place=in_place), device)
+    return Lane(norm, most, factor, _scale(leaves, arrays, factor, in_place=in_place), device)
 
 
 def norm_of(arrays: Sequence[Any]) -> float | None:
@@ -96,13 +96,13 @@ def norm_of(arrays: Sequence[Any]) -> float | None:
     return norm if _LOW < norm < _HIGH else None  # also NaN is not
 
 
-def _scaled(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Any]:
+def _scale(leaves: list[Any], arrays: list[Tensor], factor: Tensor, *, in_place: bool) -> list[Any]:
     """Return the leaves with the arrays among them multiplied by a factor."""
     if in_place:
         torch._foreach_mul_(arrays, factor)
         return leaves
     new = torch._foreach_mul(arrays, factor)
-    return list(new) if len(arrays) == len(leaves) else put_back(leaves, new)
+    return list(new) if len(arrays) == len(leaves) else fill_places(leaves, new)
 
 
 def _are_plain(arrays: Sequence[Any]) -> bool:

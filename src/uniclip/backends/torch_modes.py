@@ -73,7 +73,7 @@ def in_forward_mode() -> bool:
     return bool(forward_ad._current_level >= 0)
 
 
-def recorded(array: torch.Tensor) -> bool:
+def is_recorded(array: torch.Tensor) -> bool:
     """Whether derivatives with respect to the array are recorded."""
     return in_forward_mode() or (array.requires_grad and torch.is_grad_enabled())
 

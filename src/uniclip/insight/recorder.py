@@ -18,7 +18,7 @@ from uniclip._errors import check, real, short, whole
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import compiling
-from uniclip.backends.base import stacked
+from uniclip.backends.base import stack_arrays
 from uniclip.insight.lines import File
 from uniclip.insight.record import LOGGED, OWN
 from uniclip.insight.spikes import WINDOW, compared
@@ -377,4 +377,4 @@ def leaf_norms(grads: Any, norm: Norm = L2) -> Any:
     if not rows:
         return plan.math.to_library(np.zeros(0))
     zero = plan.math.to_library(np.zeros((), plan.math.dtypes[1]))
-    return stacked(plan.math.library, [zero if row is None else row for row in rows])
+    return stack_arrays(plan.math.library, [zero if row is None else row for row in rows])

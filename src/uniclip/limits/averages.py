@@ -12,7 +12,7 @@ from uniclip.limits.base import (
     Array,
     Context,
     Remembers,
-    aligned,
+    align,
     at_most,
     squarable,
     unit_of,
@@ -85,7 +85,7 @@ class Ema(Remembers):
         warm, unknown = state.count < self.warmup, averages < 0
         free, limits = unknown, self.ratio * averages
         if self.warmup:
-            within, together = self._together(norms, context)
+            within, together = self._norm_of_all(norms, context)
             free, limits = xp.where(warm, within, unknown), xp.where(warm, together, limits)
         limits = xp.where(free, unlimited(xp, norms), limits)
         left, first = xp.minimum(norms, limits), warm | unknown
@@ -93,20 +93,20 @@ class Ema(Remembers):
         moved = xp.where(first, least, self.decay * averages + (1 - self.decay) * left)
         return limits, Averages(xp.where(first & (norms <= 0), averages, moved), state.count + 1)
 
-    def _together(self, norms: Array, context: Context) -> tuple[Array, Array]:
+    def _norm_of_all(self, norms: Array, context: Context) -> tuple[Array, Array]:
         """Return whether the joint norm is within ``warmup_norm``, and the limits that scale all norms to it."""
-        xp, unit, most = context.xp, unit_of(context.xp, context.largest(lambda one: one.norms)), self.warmup_norm
+        xp, unit, most = context.xp, unit_of(context.xp, context.largest(lambda block: block.norms)), self.warmup_norm
         dtype = unit.dtype  # the joint norm may overflow the dtype of these norms
-        total = context.total(lambda one: (cast(xp, one.norms, dtype) / one.asarray(unit, dtype)) ** 2)
+        total = context.total(lambda block: (cast(xp, block.norms, dtype) / block.asarray(unit, dtype)) ** 2)
         # The joint norm is root * unit; neither overflows or underflows.
         # A root has no derivative at 0.
         total = xp.where(total <= 0, 1.0, xp.clip(total, 0.0, unlimited(xp, unit)))
         root = context.asarray(xp.sqrt(total), dtype)
-        unit, own = context.asarray(unit, dtype), cast(xp, norms, dtype)
+        unit, wide = context.asarray(unit, dtype), cast(xp, norms, dtype)
         within = xp.logical_not(unit * root > most)  # true for NaN: other leaves are not limited
         # own * most / joint in two parts, since the joint norm and own * most may overflow.
-        high = xp.where(within, unit, xp.clip(own, most, unlimited(xp, unit))) / unit
-        low = xp.clip(own, 0.0, most) / xp.where(within, 1.0, root)
+        high = xp.where(within, unit, xp.clip(wide, most, unlimited(xp, unit))) / unit
+        low = xp.clip(wide, 0.0, most) / xp.where(within, 1.0, root)
         return within, cast(xp, high * low, norms.dtype)
 
 
@@ -152,7 +152,7 @@ class SecondMoment(Remembers):
     def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
         """Compare with the mean square, then update it with the clipped norms."""
         xp, v = context.xp, state.averages
-        free = (aligned(xp, state.count, norms) < self.warmup) | (v <= 0)
+        free = (align(xp, state.count, norms) < self.warmup) | (v <= 0)
         limits = xp.where(free, unlimited(xp, norms), L2.root(xp, self.factor * v))
         left = squarable(xp, at_most(xp, norms, limits))
         return limits, Averages(self.decay * v + (1 - self.decay) * left * left, state.count + 1)
@@ -199,7 +199,7 @@ class MeanOverRms(Remembers):
         xp, count, n = context.xp, state.count + 1, squarable(context.xp, norms)
         means = self.mean_decay * state.means + (1 - self.mean_decay) * n
         squares = self.square_decay * state.squares + (1 - self.square_decay) * n * n
-        steps = aligned(xp, xp.astype(count, n.dtype), n)
+        steps = align(xp, xp.astype(count, n.dtype), n)
         m = means / (1 - self.mean_decay**steps)
         v = squares / (1 - self.square_decay**steps)
         return m / (L2.root(xp, v) + self.eps), MeansAndSquares(means, squares, count)

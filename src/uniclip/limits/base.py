@@ -109,8 +109,8 @@ class Context:
         """How many groups have gradients, in all blocks and processes; a 0-d array where these are joined."""
         self._refuse_if_apart("count")
         known = sum(len(block.labels) - sum(block.absent) for block in self._blocks if block.present is None)
-        there = [self.xp.sum(self.xp.astype(b.present, b.norms.dtype)) for b in self._blocks if b.present is not None]
-        return sum(there, known) if there else known
+        present = [self.xp.sum(self.xp.astype(b.present, b.norms.dtype)) for b in self._blocks if b.present is not None]
+        return sum(present, known) if present else known
 
     @property
     def params(self) -> Array:
@@ -133,12 +133,12 @@ class Context:
     def total(self, function: Callable[[Context], Array]) -> Array:
         """Return the sum of all entries of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
         self._refuse_if_apart("total")
-        return self._reduced(self.xp.sum, function)
+        return self._reduce_blocks(self.xp.sum, function)
 
     def largest(self, function: Callable[[Context], Array]) -> Array:
         """Return the largest entry of ``function(context)`` over all blocks: 0-d, in the widest dtype."""
         self._refuse_if_apart("largest")
-        return self._reduced(self.xp.max, function)
+        return self._reduce_blocks(self.xp.max, function)
 
     def asarray(self, value: Any, dtype: Any = None) -> Array:
         """Return a value as an array on the device of the norms, in their dtype unless ``dtype`` is given."""
@@ -147,13 +147,13 @@ class Context:
 
     def row(self, number: int) -> Context:
         """Return the context of one row of this block."""
-        block, here = self._blocks[self._number], slice(number, number + 1)
-        params, sizes = (one if one is None else one[here, ...] for one in (block.params, block.sizes))
-        there = None if block.present is None else block.present[here]
-        alone = Rows(block.norms[here, ...], block.labels[here], params, sizes, block.absent[here], there)
+        block, rows = self._blocks[self._number], slice(number, number + 1)
+        params, sizes = (values if values is None else values[rows, ...] for values in (block.params, block.sizes))
+        present = None if block.present is None else block.present[rows]
+        alone = Rows(block.norms[rows, ...], block.labels[rows], params, sizes, block.absent[rows], present)
         return Context(self._backend, [alone], 0, self._needs, self._loss, apart=self._apart)
 
-    def _reduced(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
+    def _reduce_blocks(self, reduce: Callable[[Array], Array], function: Callable[[Context], Array]) -> Array:
         each = [Context(self._backend, self._blocks, n, self._needs, self._loss) for n in range(len(self._blocks))]
         values = [reduce(value) for value in map(function, each) if 0 not in value.shape] or [self.asarray(0)]
         if len(values) == 1:
@@ -270,12 +270,12 @@ def zeros(context: Context, length: int, dtype: Any = None) -> Array:
     return context.asarray(zeros, dtype) + xp.astype(like, dtype)
 
 
-def pushed(xp: Any, histories: Array, newest: Array) -> Array:
+def push(xp: Any, histories: Array, newest: Array) -> Array:
     """Return histories, newest first along axis 1, with a new first entry and without the last."""
     return xp.concat([xp.expand_dims(newest, axis=1), histories[:, :-1, ...]], axis=1)
 
 
-def aligned(xp: Any, rows: Array, norms: Array) -> Array:
+def align(xp: Any, rows: Array, norms: Array) -> Array:
     """Return one value for each row with as many axes as the norms, so that they broadcast."""
     return xp.reshape(rows, tuple(rows.shape) + (1,) * (len(norms.shape) - len(rows.shape)))
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from uniclip._errors import LIMIT, Printed, check, flag, nonnegative, nonnegatives, settle, short
 from uniclip._types import Number
-from uniclip.limits.base import Array, BuiltIn, Context, Limit, NoState, Remembers, State, aligned, unlimited
+from uniclip.limits.base import Array, BuiltIn, Context, Limit, NoState, Remembers, State, align, unlimited
 
 _NAMED = 10
 """The number of labels listed in an error."""
@@ -269,7 +269,7 @@ class PerGroup(Printed, Limit):
         top = float(context.xp.finfo(norms.dtype).max)
         if all([type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]):
             values = context.asarray([float(min(limit.value, top)) for limit in limits])
-            return aligned(context.xp, values, norms), state
+            return align(context.xp, values, norms), state
         states = state if self.memory else [NoState()] * len(limits)
         rows = self._rows(limits, context)
         answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]

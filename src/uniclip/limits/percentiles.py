@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from uniclip._errors import flag, nonnegative, positive, settle, whole, within
-from uniclip.limits.base import Array, Context, Remembers, aligned, pushed, zero_counts, zeros
+from uniclip.limits.base import Array, Context, Remembers, align, push, zero_counts, zeros
 
 
 class History(NamedTuple):
@@ -68,15 +68,15 @@ class Percentile(Remembers):
 
     def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
         """Add the norms to the windows, and compute the percentiles."""
-        xp, history = context.xp, pushed(context.xp, state.norms, norms)
+        xp, history = context.xp, push(context.xp, state.norms, norms)
         count = xp.where(state.count < self.window, state.count + 1, self.window)
         if self.filled:
-            begins = aligned(xp, state.count, history) < 1
+            begins = align(xp, state.count, history) < 1
             history, count = xp.where(begins, xp.expand_dims(norms, axis=1), history), 0 * count + self.window
         low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
-        select = _selected_on_host if isinstance(history, np.ndarray) else _selected
+        select = _select_on_host if isinstance(history, np.ndarray) else _select
         lower, upper = select(context, history, count, low, high)
-        return lower + aligned(xp, share, lower) * (upper - lower), History(history, count)
+        return lower + align(xp, share, lower) * (upper - lower), History(history, count)
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,18 +124,18 @@ class PercentileOfAll(Remembers):
     def __call__(self, norms: Array, state: Histogram, context: Context) -> tuple[Array, Histogram]:
         """Count the norms, and compute the percentiles."""
         xp, count, (first, bins) = context.xp, state.count + 1, self._range(context.xp, norms)
-        numbers = aligned(xp, context.asarray(xp.reshape(xp.arange(bins), (1, bins))), state.below)
+        numbers = align(xp, context.asarray(xp.reshape(xp.arange(bins), (1, bins))), state.below)
         positive = norms > 0
         log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)
         within_bin = xp.expand_dims(log, axis=1) <= first + self.step * numbers
         below = state.below + xp.astype(within_bin, xp.int32)
         low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
         lower, upper = (self._value(xp, below, rank, first, norms.dtype) for rank in (low, high))
-        return lower + aligned(xp, share, lower) * (upper - lower), Histogram(below, count)
+        return lower + align(xp, share, lower) * (upper - lower), Histogram(below, count)
 
     def _value(self, xp: Any, below: Array, rank: Array, first: float, dtype: Any) -> Array:
         """Return the norm at a rank."""
-        bin_ = xp.sum(xp.astype(below <= aligned(xp, rank, below), xp.int32), axis=1)
+        bin_ = xp.sum(xp.astype(below <= align(xp, rank, below), xp.int32), axis=1)
         log = first + self.step * (xp.astype(bin_, dtype) - 0.5)
         most = math.log(float(xp.finfo(dtype).max)) - 1e-4  # above it the exponential may overflow
         root = xp.exp(xp.where(log > most, most, log) / 2)  # some implementations overflow a little earlier
@@ -200,7 +200,7 @@ class TrackedQuantile(Remembers):
     def __call__(self, norms: Array, state: Thresholds, context: Context) -> tuple[Array, Thresholds]:
         """Count the norms within the limit."""
         xp, limits = context.xp, state.limits
-        rows = aligned(xp, limits, norms)
+        rows = align(xp, limits, norms)
         count = _over_kept(xp, xp.ones_like(norms))
         share = _over_kept(xp, xp.astype(norms <= rows, norms.dtype)) / xp.where(count > 0, count, 1.0)
         moved = xp.where(count > 0, limits * xp.exp(-self.rate * (share - self.quantile)), limits)
@@ -227,25 +227,25 @@ def _ranks(xp: Any, q: float, count: Array, dtype: Any) -> tuple[Array, Array, A
     return low, xp.where(low + 1 < count, low + 1, low), position - floor
 
 
-def _selected(context: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
+def _select(context: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
     """Return the norms of each row at two ranks."""
     xp, window = context.xp, history.shape[1]
     in_order, none_yet = xp.sort(history, axis=1), window - count  # missing entries come first
     numbers = context.asarray(xp.reshape(xp.arange(window), (1, window)), xp.int32)
 
     def at(rank: Array) -> Array:
-        here = aligned(xp, xp.equal(numbers, xp.reshape(none_yet + rank, (-1, 1))), in_order)
-        return xp.sum(xp.where(here, in_order, 0.0), axis=1)
+        chosen = align(xp, xp.equal(numbers, xp.reshape(none_yet + rank, (-1, 1))), in_order)
+        return xp.sum(xp.where(chosen, in_order, 0.0), axis=1)
 
     return at(low), at(high)
 
 
-def _selected_on_host(_: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
+def _select_on_host(_: Context, history: Array, count: Array, low: Array, high: Array) -> tuple[Array, Array]:
     """Return the norms of each row at two neighboring ranks, computed by NumPy."""
     most = count.max(initial=1)
-    there = history[:, :most]
+    kept = history[:, :most]
     if len(set(count.tolist())) == 1:  # partitioning at one rank is faster than sorting
-        parts = np.partition(there, high[0], axis=1)
+        parts = np.partition(kept, high[0], axis=1)
         return parts[:, : low[0] + 1].max(axis=1), parts[:, high[0]]
-    rows, none_yet, in_order = np.arange(len(count)), most - count, np.sort(there, axis=1)
+    rows, none_yet, in_order = np.arange(len(count)), most - count, np.sort(kept, axis=1)
     return in_order[rows, none_yet + low], in_order[rows, none_yet + high]

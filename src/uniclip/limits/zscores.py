@@ -12,9 +12,9 @@ from uniclip.limits.base import (
     Array,
     Context,
     Remembers,
-    aligned,
+    align,
     at_most,
-    pushed,
+    push,
     squarable,
     unit_of,
     unlimited,
@@ -100,7 +100,7 @@ class ZScore(Remembers):
         """Compare with mean and deviation, then update them with the clipped norms."""
         xp, n, (mean, variance, count) = context.xp, squarable(context.xp, norms), state
         count, std, excess = count + 1, xp.sqrt(variance), n - mean
-        steps, far = aligned(xp, count, n), self.z * (std + self.eps)
+        steps, far = align(xp, count, n), self.z * (std + self.eps)
         known = steps > self.warmup
         context.threshold = xp.where(known, mean + far, unlimited(xp, n))
         spike = known & (excess > far)
@@ -232,18 +232,18 @@ class RollingZScore(Remembers):
             bound = self._threshold(xp, losses, losses < top)
             calm = (loss <= bound) | (bound >= top)  # NaN and ∞ too, during the warm-up
             limits = xp.where(calm, limits, 0.0)
-            losses = xp.where(xp.isfinite(loss), pushed(xp, losses, loss), losses)
-        return limits, NormsAndLosses(pushed(xp, state.norms, norms), losses)
+            losses = xp.where(xp.isfinite(loss), push(xp, losses, loss), losses)
+        return limits, NormsAndLosses(push(xp, state.norms, norms), losses)
 
-    def _threshold(self, xp: Any, history: Array, there: Array) -> Array:
-        count = xp.sum(xp.astype(there, history.dtype), axis=1, keepdims=True)
+    def _threshold(self, xp: Any, history: Array, known: Array) -> Array:
+        count = xp.sum(xp.astype(known, history.dtype), axis=1, keepdims=True)
         enough = count >= self.warmup
         count = xp.where(enough, count, 2.0)
-        values = xp.where(there, history, 0.0)
+        values = xp.where(known, history, 0.0)
         unit = unit_of(xp, xp.max(xp.abs(values), axis=1, keepdims=True))  # keeps squares in range
         values = values / unit
         mean = xp.sum(values, axis=1, keepdims=True) / count
-        change = xp.where(there, values - mean, 0.0)
+        change = xp.where(known, values - mean, 0.0)
         std = L2.root(xp, xp.sum(change**2, axis=1, keepdims=True) / (count - 1))
         rounding = count * float(xp.finfo(history.dtype).eps) * xp.abs(mean)  # or equal norms would be spikes
         return xp.where(enough, unit * (mean + self.z * std + rounding), unlimited(xp, mean))[:, 0, ...]

@@ -19,10 +19,10 @@ from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.integrations.torch.processes import refuse_parts
+from uniclip.joins import AllReduce, Shared
 from uniclip.limits import NoState
 from uniclip.nonfinite import NonFinite
 from uniclip.presets.fixed import by_global_norm, by_value
-from uniclip.processes import AllReduce, Shared
 from uniclip.rules import Rule
 from uniclip.step import decide
 from uniclip.verbs import clip_
@@ -138,7 +138,7 @@ def _clipped_in_lane(parameters: Any, max_norm: Any, error_if_nonfinite: bool) -
 def _clipped(rule: Rule, grads: list[Any], step: Step, limit: Any) -> Any:
     """Clip in place, and return the norm."""
     decision = decide(rule, grads, NOTHING, step, limit)
-    decision.clipped()
+    decision.clip_leaves()
     return decision.norms()
 
 
@@ -260,7 +260,7 @@ def clip_grads_with_norm_(
     tensor([0.3000, 0.4000])
     """
     rule, norm = by_global_norm(_limit("max_norm", max_norm)), _known(total_norm)
-    decide(rule, _grads_of(_tensors(parameters, "parameters")), NOTHING, Step(norm=norm, in_place=True)).clipped()
+    decide(rule, _grads_of(_tensors(parameters, "parameters")), NOTHING, Step(norm=norm, in_place=True)).clip_leaves()
 
 
 NOTHING, _IN_PLACE = NoState(), Step(in_place=True)

@@ -27,8 +27,8 @@ from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, 
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
+from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
 from uniclip.labels import labels_of, shown
-from uniclip.processes import AllReduce, Shared, given_back, held, reducer_of, refuse_shared
 from uniclip.report import Report
 from uniclip.rules import BaseRule, Rule
 from uniclip.saved import renamed
@@ -190,7 +190,7 @@ class Attached:
         self, optimizer: Any, clipper: Clipper, all_reduce: Any, shared: Any, names: WeakTensorKeyDictionary
     ) -> None:
         self.optimizer, self._clipper = optimizer, clipper
-        self._join, self._shared = held(all_reduce), shared
+        self._join, self._shared = keep_reference(all_reduce), shared
         self._names = names
         """The names of parameters; those of the first time, as a file that is loaded may bring others."""
         self._leaves: dict[str, Any] = {}
@@ -422,7 +422,7 @@ class Attached:
         rates = [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
         if any([rate is None or float(rate) != 0 for rate in rates]):
             return False
-        params, all_reduce = self._params(), given_back(self._join)
+        params, all_reduce = self._params(), follow_reference(self._join)
         norm = get_total_norm([p.grad for p in params])  # NaN is no 0
         real = bool(norm != 0) or any([p.grad is None and p.requires_grad for p in params])
         flag = of_any(torch.tensor(float(real)), all_reduce, params[0].device if params else None)
@@ -491,7 +491,7 @@ class Attached:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _clip(self, loss: Any) -> None:
         """Gather the gradients, agree with other processes, and clip."""
-        params, all_reduce = self._look_up_leaves(), given_back(self._join)
+        params, all_reduce = self._look_up_leaves(), follow_reference(self._join)
         grads = grads_of(params)
         loss, found_inf = self._agree(loss, all_reduce, params[0].device if params else None)
         absent = sum([grad is None for grad in grads])

@@ -15,7 +15,7 @@ from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.combine import Chain
 from uniclip.integrations import inside
-from uniclip.processes import Loss, reducer_of
+from uniclip.joins import Loss, reducer_of
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, everything
 
