@@ -824,3 +824,17 @@ def test_jax_finds_neither_nan_nor_infinity() -> None:
         return found
 
     train_healthily(fw, some, step)
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("given", [False, True])
+def test_torch_compiles_float64(given: bool) -> None:
+    """Without a graph break, where sums may be made again, and where the norm is given."""
+    import torch
+
+    grads = torch.tensor([3e200, 4e200], dtype=torch.float64)
+    norm = torch.tensor(5e200, dtype=torch.float64) if given else None
+    clip = torch.compile(lambda x: uc.clip_by_global_norm([x], 1.0, norm=norm), fullgraph=True, backend="aot_eager")
+    [clipped], found = clip(grads)
+    torch.testing.assert_close([clipped, found], [grads / 5e200, torch.tensor(5e200, dtype=torch.float64)])

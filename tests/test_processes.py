@@ -56,6 +56,7 @@ def test_placements(pool: Pool, spoilt: float | None) -> None:
     [
         "other_values",
         "odd_parts",
+        "sums_of_examples",
         "drop_ins",
         "drop_in_of_parts",
         "drop_in_without_a_gradient",

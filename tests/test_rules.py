@@ -556,3 +556,34 @@ def test_one_norm_has_one_value() -> None:
                 copied = leaf.clone()
                 there = [copied for _ in grads]
                 assert float(uc.clip_(there, uc.by_global_norm(limit)).norms) == wanted
+
+
+class Doubled(uc.limits.Ema):
+    """A limit of uniclip's with a state of its own form."""
+
+    def init(self, norms: Any, context: uc.limits.Context) -> Any:
+        return {"inner": super().init(norms, context)}
+
+    def __call__(self, norms: Any, state: Any, context: uc.limits.Context) -> Any:
+        limits, inner = super().__call__(norms, state["inner"], context)
+        return 2 * limits, {"inner": inner}
+
+
+def test_a_subclass_of_a_limit(framework: Framework) -> None:
+    """What somebody makes of one of uniclip's limits may remember what it likes."""
+    clipper = uc.Clipper(uc.Rule(Doubled(1.0, 0.9)))
+    for size in (1.0, 1.0, 8.0):
+        clipper(framework.array([size]))
+    np.testing.assert_allclose(framework.numpy(clipper.report.limits), 2.0, rtol=1e-6)
+
+
+@pytest.mark.needs("torch")
+def test_bounds_on_another_device() -> None:
+    """Bounds on the CPU go to the gradients, wherever these are."""
+    import torch
+
+    bounds = torch.tensor([-1.0, -2.0])
+    [clipped], _ = uc.clip([torch.ones(2, device="meta")], uc.by_value(bounds, 1.0))
+    assert clipped.device.type == "meta"
+    with pytest.raises(ValueError, match="min"):
+        uc.clip([torch.ones(2)], uc.by_value(bounds, -1.5))

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from uniclip._errors import describe, holds_arrays, home_of, real, settle, short
 from uniclip._types import Array, Number, Step
 from uniclip.backends import Backend, backend_of
-from uniclip.backends.arrays import broadcasts, same_shape, surely
+from uniclip.backends.arrays import broadcasts, same_shape, surely_ordered
 from uniclip.backends.base import cast
 from uniclip.limits import NoState
 from uniclip.report import Report
@@ -136,7 +136,7 @@ class ByValue(EachArray):
             if not broadcasts(bound.shape, array.shape):
                 msg = f"{name} of shape {tuple(bound.shape)} does not fit an array of shape {tuple(array.shape)}"
                 raise ValueError(msg)
-        if surely(backend, xp.logical_not(xp.all(low <= high))):
+        if not surely_ordered(backend, low, high):
             raise ValueError(self._wrong_way())
         low, high = (backend.to_device_of(array, bound) for bound in (low, high))
         return lambda x, low, high: cast(xp, xp.clip(x, low, high), x.dtype), low, high

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import optree
 
 from uniclip._errors import check, holds_arrays, settle
 from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import DEFAULT, backend_of
+from uniclip.backends.arrays import from_numpy
 from uniclip.limits import NoState
 from uniclip.plan import is_new, refuse_one_answer
 from uniclip.report import Report, Reports
@@ -152,7 +152,7 @@ class Masked(BaseRule):
         if first is None or any([leaf is not None for leaf in chosen]):
             return state
         backend = backend_for(leaves, "params", spec)  # those that are chosen are absent
-        return optree.tree_map(lambda a: backend.to_device_of(first, backend.xp.asarray(np.asarray(a))), state)
+        return optree.tree_map(lambda a: from_numpy(backend, a, first), state)
 
     def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
         """Run the rule on the chosen leaves; see `Rule.update`."""

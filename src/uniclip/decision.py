@@ -90,7 +90,7 @@ class Decision(NamedTuple):
                 total = xp.sum(product, axis=0)
                 total = cast(xp, total, array.dtype if xp.isdtype(leaf.dtype, "integral") else leaf.dtype)
                 part = given.part(number)
-                leaves[number] = total if part is None else part.summed(leaf, total)
+                leaves[number] = total if part is None else part.sum_examples(leaf, total)
             return given.spec.unflatten(leaves)
 
     def norms(self) -> Any:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The processes of a run: which of them hold parts of what is measured, and how their sums are joined.
 
-All of it is at one line, between the sums of leaves and their roots: one packet for each owner of distributed arrays,
-and one for ``all_reduce``. Only sums in float64 are joined, so that nothing overflows; of a copy that n processes hold,
-each contributes 1/n. What differs between processes is a number in the packet, or agreed on at the first step.
+A step joins at one line, between the sums of leaves and their roots: one packet for each group of owners of distributed
+arrays, and one for ``all_reduce``. Sums are joined in float64, where there is one, so that nothing overflows; of a copy
+that n processes hold, each contributes 1/n. What differs between processes is a number in the packet, or agreed on at
+the first step, by `Joins.compare`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import accumulate
 from numbers import Number
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -73,11 +75,6 @@ class Join:
     def all_reduce(self) -> Any:
         """The user's ``all_reduce``."""
         return follow_reference(self._held)
-
-    @property
-    def named(self) -> bool:
-        """Whether named axes are joined."""
-        return isinstance(self.all_reduce, (str, tuple))
 
     def reduce(self, backend: Backend, array: Any, op: Op) -> Any:
         """Reduce an array over the processes."""
@@ -188,7 +185,11 @@ class Joins:
         arrays = join_packet(self._plan.math, [*rows, *packet.arrays], op, self.join)
         return arrays[: len(rows)], packet.fill(arrays[len(rows) :])
 
-    def weigh(self, tree: Opened, p: float, sums: list[Any]) -> list[Any]:
+    def weigher(self, tree: Opened, p: float) -> Callable[[list[Any]], list[Any]] | None:
+        """Return what weighs the sums of a tree's leaves, ``None`` if none is held by several processes."""
+        return partial(self._weigh, tree, p) if self.copies is not None or tree.parts else None
+
+    def _weigh(self, tree: Opened, p: float, sums: list[Any]) -> list[Any]:
         """Return the sums of leaves, those of copies divided by their number, so that together they count once."""
         parts, weighed = tree.parts, []
         for number, total in zip(self._plan.order, sums, strict=True):
@@ -288,9 +289,8 @@ class Joins:
             sent = np.asarray([1.0, not plan.kinds.narrow, *words, *[word * word for word in words]])
             [total] = join_packet(plan.math, [sent], "sum", join)
         values = np.asarray(plan.math.read(total), np.float64)
-        count, wide, sums, squares = values[0], values[1], values[2:4], values[4:]
-        # Some functions of the user's reduce in float32.
-        if not np.allclose(count * squares, sums**2, rtol=1e-6):
+        count, wide, sums, squares = values[0], values[1], values[2:6], values[6:]
+        if not np.allclose(count * squares, sums**2, rtol=1e-12):
             msg = (
                 "the processes that all_reduce joins use different rules or have different leaves or groups, and this "
                 f"one {short(rule)}: use one rule in all of them, on the same tree, with None for what is absent; "
@@ -303,9 +303,8 @@ class Joins:
 
 
 def _digest(text: str) -> list[float]:
-    """Return two numbers of 16 bits each."""
-    code = crc32(text.encode())
-    return [float(code >> 16), float(code & 0xFFFF)]
+    """Return four numbers of 8 bits each: their squares are exact in float32, in which some of the user's reduce."""
+    return [float(byte) for byte in crc32(text.encode()).to_bytes(4, "big")]
 
 
 def _describe_choice(value: Any) -> str:
@@ -316,9 +315,14 @@ def _describe_choice(value: Any) -> str:
         return f"({', '.join(map(_describe_choice, value))})"
     if hasattr(value, "dtype"):
         return f"array {tuple(value.shape)}"
-    kind = value if hasattr(value, "__qualname__") else type(value)
-    held = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) and kind is not value else []
-    return f"{kind.__module__}.{kind.__qualname__}({', '.join(map(_describe_choice, held))})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    held: Any = [one for one in getattr(value, "__dict__", {}).values() if isinstance(one, (str, Number))]
+    if is_dataclass(value):
+        held = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, partial):
+        held = [value.func, *value.args]
+    return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(map(_describe_choice, held))})"
 
 
 def _copies_of(plan: Layout, given: Any, join: Join) -> list[int] | None:

@@ -69,7 +69,7 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
         return [[stable(place("", path)) for path in paths]]
     label = rule.scope.label
     labels = [label_of(label, *pair, place("grads", pair[0])) for pair in zip(paths, leaves, strict=True)]
-    return [sorted({stable(repr(inner)) for inner in [*rule.limit.groups, *labels]})]
+    return [sorted({stable(repr(name)) for name in [*rule.limit.groups, *labels]})]
 
 
 def memories_of(rule: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

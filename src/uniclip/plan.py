@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """The groups or leaves of all norms by name, for processes that compare params."""
+        """The groups or leaves of all norms by name, for processes that compare them."""
         if self.scope.label is not None:
             return list(map(_text, self.labels))
         return [stable(place("", path)) for path in self.spec.paths()]

@@ -244,9 +244,7 @@ def by_name(saved: Saved, rule: Any, leaves: Leaves, like: Any) -> tuple[Any, Sa
     theirs, ours = _memories(rule, saved), _memories(rule, Saved(leaves, values_of(like)))
     joined, left, new = [], [], []
     for old, new_memory in zip(theirs, ours, strict=True):
-        common = {
-            name for memory in (old, new_memory) for name in memory.in_common
-        }  # a single row does not tell that it is of all
+        common = {*old.in_common, *new_memory.in_common}  # a single row does not tell that it is of all
         once = {name: value[None] for row in old.rows.values() for name, value in row.items() if name in common}
         rows = {label: old.rows.get(label, row) for label, row in new_memory.rows.items()}
         for label in [label for label in rows if label in old.rows]:
@@ -275,10 +273,10 @@ def values_of(state: Any) -> dict[str, Any]:
 
 def _refuse_format(saved: Any) -> None:
     """Refuse a state in an unknown format."""
-    known = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
-    if isinstance(known, bool) or known != FORMAT:
+    name = saved.get("format", FORMAT) if isinstance(saved, dict) else FORMAT
+    if isinstance(name, bool) or name != FORMAT:
         msg = (
-            f"the saved state has the format {short(known)}, and uniclip {version()} knows the format "
+            f"the saved state has the format {short(name)}, and uniclip {version()} knows the format "
             f"{FORMAT}: load it with the uniclip that saved it, or a later one, or {_ANEW}"
         )
         raise ValueError(msg)
@@ -299,7 +297,7 @@ def _fill_state(rule: Any, numbers: dict[str, Any], like: Any) -> Any:
 def _memories(rule: Any, saved: Saved) -> list[Memory]:
     """Return what each rule with memory remembers, row by row."""
     parts = zip(memories_of(rule), saved.leaves or (), strict=True)
-    return [_memory(part, way, labels or [], saved.values) for (way, part), labels in parts]
+    return [_memory(rule_part, way, labels or [], saved.values) for (way, rule_part), labels in parts]
 
 
 def _memory(rule: Any, way: str, labels: list[str], values: dict[str, Any]) -> Memory:
@@ -317,11 +315,11 @@ def _save_memories(rule: Any, memories: list[Memory]) -> Saved:
     """Return what rules remember as a saved state."""
     leaves: Leaves = []
     values: dict[str, Any] = {}
-    for (way, part), (rows, in_common) in zip(memories_of(rule), memories, strict=True):
-        leaves.append(list(rows) if labelled(part) else None)
-        if _has_separate_states(part):
+    for (way, rule_part), (rows, in_common) in zip(memories_of(rule), memories, strict=True):
+        leaves.append(list(rows) if labelled(rule_part) else None)
+        if _has_separate_states(rule_part):
             for number, row in enumerate(rows.values()):
-                front = way + _front(part, number, len(rows))
+                front = way + _front(rule_part, number, len(rows))
                 values |= {front + name: array for name, array in row.items()}
             continue
         names = dict.fromkeys([name for row in rows.values() for name in row if name not in in_common])

@@ -26,7 +26,7 @@ from uniclip.curves import RejectAbove, hard, rejects, within
 from uniclip.decision import Decision, LaneDecision, write_products
 from uniclip.joins import Loss, Packet, join_of, mean_loss, of_joined_library, refuse_kept_axes
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
-from uniclip.limits.base import BuiltIn, Rows
+from uniclip.limits.base import Rows
 from uniclip.nonfinite import NonFiniteError
 from uniclip.params import with_params
 from uniclip.plan import Block, Plan, plan_of, refuse_rows
@@ -431,7 +431,7 @@ def _restore_absent_rows(plan: Plan, new: Any, old: Any, absent: Any) -> Any:
 def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
     """Validate a state: it must be of this rule, and for this number of norms."""
     limit, blocks = rule.limit, plan.blocks
-    known = isinstance(limit, (BuiltIn, PerGroup))  # whose states are all of one kind
+    known = type(limit).__module__.startswith("uniclip.limits.")  # whose states are all of one kind
     parts = [state] if len(blocks) == 1 else state
     count = isinstance(parts, (list, tuple)) and len(parts) == len(blocks)
     kind = isinstance(limit, PerGroup) or (count and all(hasattr(part, "_fields") for part in parts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,34 +29,31 @@ def norms_of(plan: Plan, trees: list[Opened], norm: Norm, packet: Packet) -> tup
     may have overflowed or underflowed are made again in units of the largest modulus of each norm.
     """
     p = math.inf if plan.entries else norm.ord
-    waits = any(packet)
-
-    def rows(p: float, units: list[Any] | None = None) -> list[Any]:
-        nonlocal packet, waits
-        goes = waits and p < math.inf
-        sums, joined = _join_sums(plan, trees, p, units, packet if goes else Packet())
-        packet, waits = (joined, False) if goes else (packet, waits)
-        return sums
 
     def roots(totals: list[Any]) -> list[Any]:
         return [plan.math.round_to_norms(_root(plan, norm, total)) for total in totals]
 
-    def in_units() -> list[Any]:
-        units = [_measure_unit(plan, top) for top in rows(math.inf)]
-        return [plan.math.round_to_norms(u * _root(plan, norm, s)) for u, s in zip(units, rows(p, units), strict=True)]
+    def in_units(packet: Packet) -> tuple[list[Any], Packet]:
+        tops, _ = _join_sums(plan, trees, math.inf, None, Packet())
+        units = [_measure_unit(plan, top) for top in tops]
+        totals, packet = _join_sums(plan, trees, p, units, packet)
+        pairs = zip(units, totals, strict=True)
+        return [plan.math.round_to_norms(unit * _root(plan, norm, total)) for unit, total in pairs], packet
 
-    low = plan.math.narrow and plan.math.double and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
-    if p in {1, math.inf}:
-        norms = [plan.math.round_to_norms(total) for total in rows(p)]
-    elif low and p <= _EXACT_POWER:
-        norms = roots(rows(p))
+    exact = plan.math.narrow and plan.math.double and all([tree.kinds.narrow and tree.kinds.double for tree in trees])
+    if p == math.inf or not trees:
+        totals, _ = _join_sums(plan, trees, p, None, Packet())
+        norms = list(map(plan.math.round_to_norms, totals))
+        packet = _join_sums(plan, [], 1, None, packet)[1] if any(packet) else packet
+    elif p == 1 or (exact and p <= _EXACT_POWER):
+        totals, packet = _join_sums(plan, trees, p, None, packet)
+        norms = list(map(plan.math.round_to_norms, totals)) if p == 1 else roots(totals)
     elif p != 2 or plan.math.library.debug_infs():
-        norms = in_units()
+        norms, packet = in_units(packet)
     else:
-        totals = rows(2)
-        norms = plan.math.choose(_are_in_range(plan, totals), lambda: roots(totals), in_units)
-    if waits:
-        packet = _join_sums(plan, [], 1, None, packet)[1]
+        totals, packet = _join_sums(plan, trees, 2, None, packet)
+        in_range = _are_in_range(plan, totals)
+        norms = plan.math.choose(in_range, lambda: roots(totals), lambda: in_units(Packet())[0])
     count = len(plan.blocks)
     return [norms[number * count : (number + 1) * count] for number in range(len(trees))], packet
 
@@ -115,7 +111,7 @@ def _terms(plan: Plan, tree: Opened, p: float, units: Sequence[Any] | None) -> T
         each = [row for row, count in zip(rows, plan.counts, strict=True) for _ in range(count)]
         every = zip(each, arrays, axes or [None] * len(arrays), strict=True)
         units = [spread(plan.math.library, *arguments) for arguments in every]
-    weigh = None if plan.joins is None else partial(plan.joins.weigh, tree, p)
+    weigh = None if plan.joins is None else plan.joins.weigher(tree, p)
     return Terms(arrays, plan.counts, plan.heights, axes, p, units, weigh)
 
 

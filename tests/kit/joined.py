@@ -153,6 +153,18 @@ def odd_parts() -> None:
             same(uc.clip([leaf], rule)[1].norms, uc.clip([floats], rule)[1].norms)
 
 
+def sums_of_examples() -> None:
+    """Add the clipped gradients of examples that are divided, and remember norms beside leaves that are."""
+    mesh = init_device_mesh("cpu", (2,))
+    [full] = drawn((4, 3))
+    divided = distribute_tensor(full, mesh, [Shard(0)])
+    rule = uc.by_example_norm(0.5)
+    same(uc.clip_and_sum([divided], rule)[0][0].full_tensor(), uc.clip_and_sum([full], rule)[0][0])
+    beside = uc.masked(uc.zclip(warmup=2), lambda path, leaf: path[0] == "a")
+    state = beside.init({"a": None, "b": divided})
+    assert all(type(array) is torch.Tensor for array in leaves(state))
+
+
 def with_grads(full: list[torch.Tensor]) -> list[Any]:
     """Return parameters with gradients in every layout."""
     params = [nn.Parameter(value) for value in laid_out([torch.ones_like(one) for one in full])]

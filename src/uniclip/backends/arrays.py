@@ -31,9 +31,19 @@ def spread(backend: Backend, value: Array, array: Array, axes: tuple[int, ...] |
     return value
 
 
-def surely(backend: Backend, flags: Array) -> bool:
-    """Whether flags can be read, and all are true."""
-    return backend.readable(flags) and bool(backend.xp.all(flags))
+def from_numpy(backend: Backend, array: Any, like: Array) -> Array:
+    """Return values of NumPy as a plain array of a library, on the device of another one."""
+    return backend.from_host(np.asarray(array), backend.device(like))
+
+
+def surely(backend: Backend, flag: Array) -> bool:
+    """Whether a flag can be read, and is true."""
+    return backend.readable(flag) and bool(flag)
+
+
+def surely_ordered(backend: Backend, low: Array, high: Array) -> bool:
+    """Whether arrays are in order, as far as both can be read."""
+    return not (backend.readable(low) and backend.readable(high)) or bool(backend.xp.all(low <= high))
 
 
 def broadcasts(shape: Any, to: Any, *, one: bool = True) -> bool:

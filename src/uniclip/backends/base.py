@@ -325,7 +325,7 @@ class Backend:
         """Return each array multiplied by its factor, in its own dtype.
 
         The factors are Python numbers, arrays of this library, or NumPy arrays, that broadcast against their array.
-        With ``zero`` the product by 0 is 0, also that of NaN and ∞. It may be left out where one factor for all is 1.
+        With ``zero`` the product by 0 is 0, also that of NaN and ∞. A single factor of 1 may do nothing.
         """
         if in_place:
             for array, factor in zip(arrays, factors, strict=True):

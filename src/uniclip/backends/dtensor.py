@@ -126,7 +126,7 @@ class Part:
             return value
         return _Weighted.apply(value, 1, by)
 
-    def sum_partials(self, like: Any, local: Any) -> Any:
+    def sum_examples(self, like: Any, local: Any) -> Any:
         """Return the sum of a distributed tensor along its first axis, given the sum of the local tensor."""
         from torch.distributed.tensor import DTensor, Partial, Shard
 

@@ -136,7 +136,7 @@ def _sort(x: Array, /, *, axis: int = -1) -> Array:
     order = list(range(x.shape.rank))
     order.append(order.pop(axis))
     last = -tf.nn.top_k(-tf.transpose(x, order), x.shape[axis]).values
-    return tf.transpose(last, [order.index(axis_number) for axis_number in range(x.shape.rank)])
+    return tf.transpose(last, [order.index(place) for place in range(x.shape.rank)])
 
 
 namespace = SimpleNamespace(
