@@ -93,9 +93,9 @@ class Arithmetic:
 
     # With values of the norms.
 
-    def zeros(self) -> Any:
-        """Return a sum of nothing."""
-        zero = np.zeros((), np.float64 if self.double else np.float32)
+    def zeros(self, shape: tuple[int, ...] = ()) -> Any:
+        """Return sums of nothing."""
+        zero = np.zeros(shape, np.float64 if self.double else np.float32)
         return zero if self.host else self.to_library(zero)
 
     def zero_like(self, first: Any) -> Any:

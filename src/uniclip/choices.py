@@ -88,13 +88,9 @@ class Choices(Printed):
     def _find_out(self) -> None:
         limit, scope = self.limit, self.scope
         constant = limit.value if type(limit) is Constant else None
-        limits = [limit_of_group for _, limit_of_group in limit.limits] if isinstance(limit, PerGroup) else [limit]
-        held = [
-            x
-            for limit_of_group in limits
-            if type(limit_of_group) is not Constant
-            for x in getattr(limit_of_group, "__dict__", {}).values()
-        ]
+        limits = [inner for _, inner in limit.limits] if isinstance(limit, PerGroup) else [limit]
+        others = [inner for inner in limits if type(inner) is not Constant]
+        held = [value for inner in others for value in getattr(inner, "__dict__", {}).values()]
         held += getattr(self.curve, "__dict__", {}).values()
         held += [value for function in (self.curve, *held) for value in held_by(function)]
         holds_arrays = any([hasattr(value, "shape") for value in held])
@@ -107,12 +103,7 @@ class Choices(Printed):
             and self.curve is hard,
             holds_arrays=holds_arrays,
             limits_checked=not holds_arrays
-            and all(
-                [
-                    isinstance(limit_of_group, BuiltIn) and not isinstance(limit_of_group, Schedule)
-                    for limit_of_group in limits
-                ]
-            ),
+            and all([isinstance(inner, BuiltIn) and not isinstance(inner, Schedule) for inner in limits]),
             decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
             zeroes=self.nonfinite in {"skip", "zero"},
             by_shape=scope.axes is not None

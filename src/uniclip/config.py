@@ -114,9 +114,8 @@ def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Cal
             case {"array": [*_] as items, "dtype": str(dtype)}:
                 result = np.asarray(_numbers_of_data(items), dtype=dtype)
             case {"class": str(name), "fields": {**parts}}:
-                result = _look_up(names, name, kind=True)(
-                    **{str(field): again(value) for field, value in parts.items()}
-                )
+                held = {str(field): again(value) for field, value in parts.items()}
+                result = _look_up(names, name, kind=True)(**held)
             case {"name": str(name)}:
                 result = _look_up(names, name)
             case {"other": value} if other is not None:

@@ -240,8 +240,7 @@ class Joins:
         """Return the sums of an absent part of a distributed leaf, or how many gradients that is."""
         plan = self._plan
         axes, shape = plan.axes[number], tree.part(number).local if tree else ()
-        kept = () if axes is None else [n for axis, n in enumerate(shape) if axis not in axes]
-        return plan.math.to_library(np.zeros(kept, np.float64 if plan.math.double else np.float32))
+        return plan.math.zeros(() if axes is None else tuple([n for axis, n in enumerate(shape) if axis not in axes]))
 
     def in_all_owners(self, flags: list[Any]) -> list[Any]:
         """Return flags of the norms, each true only if it is in all processes that have norms of their own."""

@@ -510,9 +510,8 @@ def sum_long_squares(backend: Backend, terms: Terms, short: Callable[[Array], Ar
         if not repeated:
             continue
         groups = [group for group in block if long & {*group}]
-        totals = [
-            _combine(backend, [xp.astype(sums_of_arrays[n], xp.float32) for n in group], "sum") for group in groups
-        ]
+        short_sums = [[xp.astype(sums_of_arrays[n], xp.float32) for n in group] for group in groups]
+        totals = [_combine(backend, addends, "sum") for addends in short_sums]
         fits = [(total > low) & (total < high) for total in totals]
         sums = [sums_of_arrays[number] for number in repeated]
 

@@ -106,11 +106,7 @@ class Part:
         """Return the mesh and those of its dimensions that divide an axis which norms along ``axes`` keep."""
         if axes is None:
             return None
-        places = {
-            n: placement
-            for n, placement in enumerate(self.placements)
-            if not placement.is_replicate() and placement.dim not in axes
-        }
+        places = {n: p for n, p in enumerate(self.placements) if not p.is_replicate() and p.dim not in axes}
         return (self.mesh, places) if places else None
 
     def owners(self, axes: tuple[int, ...] | None = None) -> Owners | None:
@@ -201,11 +197,8 @@ def _groups_of(all_reduce: Any) -> list[Any] | None:
 def _all_reduce(groups: Sequence[Any], array: Any, op: Op) -> Any:
     """Return a new array, reduced over process groups one after the other."""
     for group in groups:
-        array = (
-            _Reduced.apply(array, op, group)
-            if tracing() or is_recorded(array)
-            else _reduce_over_group(array, op, group)
-        )
+        reduce = _Reduced.apply if tracing() or is_recorded(array) else _reduce_over_group
+        array = reduce(array, op, group)
     return array
 
 
