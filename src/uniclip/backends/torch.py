@@ -303,7 +303,7 @@ class _Torch(dtensor.Distributed):
         return _CPU if array is None else array.device
 
     def from_host(self, array: np.ndarray[Any, Any], device: Any) -> Array:
-        here = torch.as_tensor(np.array(array))  # a copy, as some arrays cannot be written
+        here = torch.as_tensor(np.array(array), device=_CPU)  # a copy, as some arrays cannot be written
         return here if device == _CPU else here.to(device)
 
     def to_keep(self, arrays: list[Array]) -> list[Array]:
