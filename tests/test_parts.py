@@ -183,6 +183,16 @@ def test_a_copy_that_is_not_said_counts_twice(framework: Framework) -> None:
 
 
 @pytest.mark.only("numpy", "torch", "tensorflow", "array-api-strict")
+def test_a_copy_whose_squares_underflow(framework: Framework) -> None:
+    """Half of a sum that is too small is not 0."""
+    run = lambda part, join: (
+        uc.clip({"a": framework.array([3e-200, 4e-200], "float64")}, JOINT["global"], None, join, shared=is_a)[1].norms
+    )
+    for norm in together(framework, range(2), run):
+        np.testing.assert_allclose(norm, 5e-200, rtol=1e-12)
+
+
+@pytest.mark.only("numpy", "torch", "tensorflow", "array-api-strict")
 def test_one_has_float64(framework: Framework) -> None:
     """Where one process has float64 gradients, both add in what float64 needs, and find one norm, the same bits."""
     for factor in (1.0, 1e-200):

@@ -55,8 +55,8 @@ _FEW_ROWS = 16
 """How many squares are added sequentially: the errors of so few are small, even with one sign."""
 LOW, HIGH = FITS
 _FLOAT32 = np.dtype(np.float32)
-UNDERFLOWN = 5e-324
-"""The sum of squares of float64 entries that are not 0 and whose squares are."""
+UNDERFLOWN = 1e-300
+"""The sum of squares of float64 entries that are not 0 and whose squares are: out of range, and not 0 if divided."""
 
 
 def few(arrays: Sequence[Any], size: int) -> bool:
