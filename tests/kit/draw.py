@@ -532,6 +532,7 @@ def drawn_case(
         named = {case.plan.scope.label(path, slot) for path, slot in walk(tree)}
         limits = {name: limit for name, limit in rule.limit.limits if name in named}
         case.rule = replace(rule, limit=uc.limits.PerGroup(limits))
+        case.aside = None  # whose groups may have other names
     if case.way == "parts":
         case.processes = [-2 if slot.shape and chance(rng, 0.8) else -1 for slot in slots]
         if plan.scope.kind == "all" and len(slots) > 1:

@@ -894,6 +894,7 @@ def summed(plan: Plan, leaves: list[Leaf], given: Step) -> Outcome:
         slack = (len(leaf.bad) + 2) * sizes * LONG(added.eps)
         unit = parts.precision._replace(largest=math.inf)
         ends = Span(parts.lo.sum(axis=0) - slack, parts.hi.sum(axis=0) + slack, unit).rounded()
+        ends = Span(ends.lo, ends.hi, parts.precision)  # what is beyond its range is ∞
         new.append(replace(leaf, parts=ends, bad=leaf.bad.any(axis=0), same=np.bool_(False)))
     return replace(out, leaves=new)
 
