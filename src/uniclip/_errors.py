@@ -72,7 +72,7 @@ def real(name: str, value: Any, wanted: str) -> Any:
 
 
 def holds_reals(array: Any) -> bool:
-    """Whether an array holds floating-point numbers or integers, by the name of its dtype."""
+    """Whether an array holds real numbers: floating-point ones or integers."""
     backend = backend_of(array)
     return backend is not None and not backend.xp.isdtype(array.dtype, "complex floating")
 

@@ -120,9 +120,7 @@ class Arithmetic:
         if len(values) < 2:
             return values[0] if values else self.zeros()
         rows = self.stack(values)
-        if isinstance(rows, np.ndarray):
-            return rows.sum(axis=0) if op == "sum" else rows.max(axis=0)
-        return self.library.reduce_rows(rows, op)
+        return (DEFAULT if isinstance(rows, np.ndarray) else self.library).reduce_rows(rows, op)
 
     def all(self, flags: list[Any]) -> Any:
         """Return whether all of some flags are true."""

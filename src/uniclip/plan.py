@@ -89,7 +89,7 @@ class Plan:
             raise ValueError(msg)
         self.sizes: tuple[list[Any], list[Any]] | None = None
         """The numbers of entries of its norms, and what these are divided by, once a step has counted them."""
-        if join is None and mode == TRACED and scope.axes is None:  # parts without a reduction are refused
+        if join is None and self.math.compiled and scope.axes is None:  # parts without a reduction are refused
             present = kinds.present
             given.backend.copies([given.arrays[n] for n in present], None, None, lambda n: given.place(present[n]))
 
@@ -151,10 +151,10 @@ class Plan:
             if apart:
                 kind = number
             elif self.scope.axes is not None:
-                stacked = len(group) == 1 and not everywhere and self.math.mode != TRACED
+                stacked = len(group) == 1 and not everywhere and not self.math.compiled
                 kind = _stacking_key(given, group[0], self.axes[group[0]]) if stacked else None
                 kind = number if kind is None else kind
-            elif not everywhere and self.math.mode == TRACED:
+            elif not everywhere and self.math.compiled:
                 kind = self.math.library.layout([given.arrays[n] for n in group])
             alike.setdefault(kind, []).append(label)
         return [

@@ -14,7 +14,7 @@ import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
 from uniclip.backends import DEFAULT, Backend, backend_of
-from uniclip.backends.base import NODES, NUMPY, TRACED, stack_arrays
+from uniclip.backends.base import NODES, NUMPY, stack_arrays
 from uniclip.plan import Plan
 from uniclip.tree import flatten
 
@@ -377,7 +377,7 @@ def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[
 
 def report_of(raw: Raw) -> Report:
     """Return the report of its data, with its fields in traced code, else arranged on first access."""
-    return Made(*[raw.field(name) for name in Made._fields]) if raw.plan.math.mode == TRACED else Late(raw)
+    return Made(*[raw.field(name) for name in Made._fields]) if raw.plan.math.compiled else Late(raw)
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report
