@@ -67,6 +67,13 @@ CASES = {
     "nothing is saved and loaded": Found(
         per_entry(uc.limits.LogZScore(2.0, 0.9), "log z-score", 2.0, 0.9),
         [[np.ones((2, 0, 3)), [1.0]]] * 3, more=SAVED),
+    "complex numbers whose moduli are subnormal": Found(
+        plain(uc.Rule(1e-320, norm=uc.Norm(ord=1.5)), limit=("constant", 1e-320), p=1.5),
+        [[[complex(5e-324, 5e-324)] * 500]], ("complex128", "complex128")),
+    "factors whose product is beyond their dtype before the last": Found(
+        (uc.chain(*map(uc.to_global_norm, (1.0, 1e100, 1e-10))),
+         Plan("chain", parts=tuple([Plan(curve="normalize", limit=("constant", n)) for n in (1.0, 1e100, 1e-10)]))),
+        [[[1e-300]]], ("float64", "float64")),
     "a batch of no examples": Found(
         plain(uc.by_example_norm(1.0), "example", limit=("constant", 1.0)),
         [[np.zeros((0, 3))]], more={"way": "summed"}),

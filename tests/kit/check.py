@@ -207,11 +207,12 @@ def _check_scalars(views: list[View], report: Any, fw: Framework) -> None:
         flat = [None if some is None else [np.ravel(one).astype(LONG) for one in some if one.size] for some in view]
         norms, limits, factors, thresholds = (np.concatenate(some) if some else None for some in flat)
         if norms is not None:
-            row = {"norm": np.max(norms), "limit": np.min(limits), "factor": np.min(factors)}
+            dtype = np.result_type(*view.factors or [])  # in which their product may go beyond its range
+            row = {"norm": np.max(norms), "limit": np.min(limits), "factor": np.min(factors).astype(dtype)}
             row |= {"share": np.mean(factors != 1)} | ({} if thresholds is None else {"threshold": np.min(thresholds)})
             for name, value in row.items():
                 columns.setdefault(name, []).append(value)
-    join = {"norm": np.max, "limit": np.min, "factor": np.prod, "share": np.max, "threshold": np.min}
+    join = {"norm": np.max, "limit": np.min, "factor": np.multiply.reduce, "share": np.max, "threshold": np.min}
     wanted = {f"clip/{name}": join[name](values) for name, values in columns.items()}
     if wanted and report.skipped is not None:
         wanted["clip/skipped"] = float(bool(numpy_of(report.skipped, fw)))

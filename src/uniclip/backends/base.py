@@ -432,7 +432,7 @@ def power_sum(backend: Backend, array: Array, p: float, axes: Axes, unit: Any = 
     """Return ``Σ|x/unit|ᵖ``, the largest modulus for p = ∞, of one array, large ones piece by piece."""
 
     def of(piece: Array, unit: Any) -> Array:
-        return _powers(backend, piece if unit is None else _modulus(backend, piece) / unit, p, axes)
+        return _powers(backend, piece if unit is None else _modulus(backend, piece, unit), p, axes)
 
     pieces = backend.pieces(array)
     if pieces is None:
@@ -467,13 +467,15 @@ def _powers(backend: Backend, x: Array, p: float, axes: Axes) -> Array:
     return xp.sum(_wide(backend, size) if p == 1 else _power(xp, size, p), axis=axes)
 
 
-def _modulus(backend: Backend, x: Array) -> Array:
-    """Return ``|x|`` in the precision in which it is added, of complex numbers without a square out of range."""
+def _modulus(backend: Backend, x: Array, unit: Any = None) -> Array:
+    """Return ``|x/unit|`` in the precision in which it is added, of complex numbers without a square out of range."""
     xp = backend.xp
-    if not xp.isdtype(x.dtype, "complex floating"):
-        return xp.abs(_wide(backend, x))
-    real, imag = (xp.abs(_wide(backend, part)) for part in (xp.real(x), xp.imag(x)))
-    top, low = xp.where(real > imag, real, imag), xp.where(real > imag, imag, real)
+    parts = [xp.real(x), xp.imag(x)] if xp.isdtype(x.dtype, "complex floating") else [x]
+    sizes = [xp.abs(_wide(backend, part)) for part in parts]
+    one, *other = sizes if unit is None else [size / unit for size in sizes]
+    if not other:
+        return one
+    top, low = xp.where(one > other[0], one, other[0]), xp.where(one > other[0], other[0], one)
     ratio = low / xp.where(top > 0, top, xp.ones_like(top))
     return top * xp.sqrt(1 + ratio * ratio)
 
