@@ -74,6 +74,15 @@ CASES = {
         (uc.chain(*map(uc.to_global_norm, (1.0, 1e100, 1e-10))),
          Plan("chain", parts=tuple([Plan(curve="normalize", limit=("constant", n)) for n in (1.0, 1e100, 1e-10)]))),
         [[[1e-300]]], ("float64", "float64")),
+    "thresholds beyond the dtype": Found(
+        per_entry(uc.limits.RollingZScore(9.0, 3, 2), "rolling z-score", 9.0, 3, 2), HUGE),
+    "limits of a chain in two dtypes": Found(
+        (uc.chain(uc.Rule(uc.limits.Schedule(lambda step: 2.0 + 0.0 * step)), uc.by_norm(1.0)),
+         Plan("chain", parts=(Plan(limit=("schedule", 2.0, 0.0, 1.0)), Plan(scope=Scope("leaf"), limit=("constant", 1.0))))),
+        [[[3.0, 4.0]]] * 2, ("float64", "float64")),
+    "no gradient, and parameters of another precision": Found(
+        (uc.Rule(uc.limits.Relative(2.0)), Plan(limit=("relative", 2.0, 1e-3))),
+        [[None]], ("float64", "float64"), {"params": [np.ones(2)]}),
     "a batch of no examples": Found(
         plain(uc.by_example_norm(1.0), "example", limit=("constant", 1.0)),
         [[np.zeros((0, 3))]], more={"way": "summed"}),
@@ -87,7 +96,7 @@ CASES = {
 def test_found(framework: Framework, name: str) -> None:
     """What comes out is what the oracle says, at each step."""
     found = CASES[name]
-    steps: Any = [[np.asarray(leaf) for leaf in step] for step in found.steps]
+    steps: Any = [[leaf if leaf is None else np.asarray(leaf) for leaf in step] for step in found.steps]
     slots = [Slot(number, np.shape(leaf), found.dtypes[number]) for number, leaf in enumerate(steps[0])]
     fields: dict[str, Any] = {"steps": steps, "params": steps[0], "losses": [None] * len(steps), **found.more}
     with np.errstate(all="ignore"):

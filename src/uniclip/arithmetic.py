@@ -109,6 +109,12 @@ class Arithmetic:
             return np.asarray(array, self.dtypes[1])
         return cast(self.library.xp, array, self.dtypes[0])
 
+    def like_norms(self, value: Any, norms: Any) -> Any:
+        """Return a limit in the dtype of norms, as an array that broadcasts against them."""
+        return (
+            cast(self.xp, value, norms.dtype) if hasattr(value, "shape") else self.xp.asarray(value, dtype=norms.dtype)
+        )
+
     def stack(self, values: list[Any]) -> Any:
         """Return sums as the rows of one array."""
         if self.host and all([isinstance(value, NUMPY) for value in values]):

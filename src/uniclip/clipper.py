@@ -22,7 +22,7 @@ from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives
 from uniclip.joins import AllReduce, Loss, Shared
 from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Late, Report, read_arrays
+from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, has_values, read_arrays
 from uniclip.rules import take_step
 from uniclip.saved import Saved, by_name, from_saved, merge_states, restore_state, to_saved, values_of
 from uniclip.tree import flatten, place
@@ -366,9 +366,7 @@ class _Window:
 
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
-        parts: Any = report
-        arrays = optree.tree_leaves(parts, is_leaf=lambda part: isinstance(part, Late))
-        if not outlives(arrays):
+        if not has_values(report):
             return
         with self._lock:
             self._waiting.append(report)

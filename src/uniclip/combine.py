@@ -16,7 +16,7 @@ from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arrays import from_numpy
 from uniclip.limits import NoState
 from uniclip.plan import is_new, refuse_one_answer
-from uniclip.report import Report, Reports
+from uniclip.report import ChainReport, Report, without_skip
 from uniclip.rules import BaseRule, take_step
 from uniclip.scopes import Path
 from uniclip.step import state_where
@@ -109,12 +109,12 @@ class Chain(BaseRule):
         fits = isinstance(state, (tuple, list)) and len(state) == len(self.rules)
         check("state", state, fits or not self.memory, f"what init returned, a tuple of {len(self.rules)} states")
         states, new = state if self.memory else [NoState()] * len(self.rules), []
-        report = Reports(())
+        report = ChainReport(())
         for rule, old in zip(self.rules, states, strict=True):
             skipped = report.skipped
             grads, after, of_rule = take_step(rule, grads, old, step)
             new.append(after if skipped is None else state_where(skipped, old, after))  # its zeros must not be learned
-            report = Reports((*report.rules, of_rule))
+            report = ChainReport((*report.rules, of_rule))
         if not self.memory:
             return grads, state, report
         finite = report.finite
@@ -167,7 +167,7 @@ class Masked(BaseRule):
         if all([leaf is None for leaf in chosen]) and step.alone:
             return spec.unflatten(leaves), state, Report()
         clipped, state, report = take_step(self.rule, spec.unflatten(chosen), state, step)
-        report = report.without_skip()  # the other leaves are not skipped
+        report = without_skip(report)  # the other leaves are not skipped
         if not step.in_place:
             leaves = [
                 leaf if old is None else new for leaf, old, new in zip(leaves, chosen, flatten(clipped)[0], strict=True)

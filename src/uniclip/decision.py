@@ -15,7 +15,7 @@ from uniclip.backends.arrays import spread
 from uniclip.backends.base import HOST, LIBRARY, Lane, cast
 from uniclip.choices import Choices
 from uniclip.plan import Plan, plan_of
-from uniclip.report import Late, Raw, Report, report_of
+from uniclip.report import LazyReport, Report, StepValues, report_of
 from uniclip.tree import Opened, open_tree, same_memory
 
 
@@ -25,7 +25,7 @@ class Decision(NamedTuple):
     rule: Choices
     given: Opened
     plan: Plan
-    raw: Raw
+    values: StepValues
     """The norms, limits and factors of each block."""
     state: Any
 
@@ -50,7 +50,7 @@ class Decision(NamedTuple):
     def _factor_of_each_leaf(self) -> dict[int, Any]:
         """Return the factor of each leaf; those known to be 1 change nothing."""
         by: dict[int, Any] = {}
-        for block, factors in zip(self.plan.blocks, self.raw.factors, strict=True):
+        for block, factors in zip(self.plan.blocks, self.values.factors, strict=True):
             host = isinstance(factors, np.ndarray)
             if host and (factors == 1).all():
                 continue
@@ -79,7 +79,7 @@ class Decision(NamedTuple):
         _refuse_summed(given, plan)
         xp, zero = backend.xp, self.rule.zeroes
         with backend.quiet(given.first):
-            factors = [plan.math.to_library(rows) for rows in self.raw.factors]
+            factors = [plan.math.to_library(rows) for rows in self.values.factors]
             leaves: list[Any] = [None] * len(given.leaves)
             for number in given.kinds.present:
                 block, row = plan.places[number]
@@ -95,11 +95,11 @@ class Decision(NamedTuple):
 
     def norms(self) -> Any:
         """Return the norms of the report."""
-        return self.plan.arrange([self.plan.math.to_library(norms) for norms in self.raw.norms])
+        return self.plan.arrange([self.plan.math.to_library(norms) for norms in self.values.norms])
 
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
-        return report_of(self.raw)
+        return report_of(self.values)
 
 
 def write_products(given: Opened, factors: dict[int, Any], *, zero: bool) -> None:
@@ -165,13 +165,13 @@ class LaneDecision(NamedTuple):
 
     def report(self) -> Report:
         """Return the report, which holds no gradient, and is arranged on first access."""
-        return Late(self._replace(lane=self.lane._replace(leaves=[]), close=list, state=None).raw)
+        return LazyReport(self._replace(lane=self.lane._replace(leaves=[]), close=list, state=None).values)
 
-    def raw(self) -> Raw:
+    def values(self) -> StepValues:
         """Return the data of the report."""
         lane, norm, read = self.lane, self.norms(), isinstance(self.lane.norm, float)
         plan = plan_of(self.rule, open_tree(norm), HOST if read else LIBRARY)  # of one norm, whatever the leaves
         if read:
-            return Raw(plan, *[[np.array([number], np.float32)] for number in lane[:3]])
+            return StepValues(plan, *[[np.array([number], np.float32)] for number in lane[:3]])
         norms, factors = (self.backend.xp.reshape(value, (1,)) for value in (norm, lane.factor))
-        return Raw(plan, [norms], [lane.limit], [factors])
+        return StepValues(plan, [norms], [lane.limit], [factors])

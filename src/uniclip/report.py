@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
-from operator import and_, mul, or_
+from operator import and_, or_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
-from uniclip.backends import DEFAULT, Backend, backend_of
+from uniclip.backends import DEFAULT, Backend, backend_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
 from uniclip.plan import Plan
 from uniclip.tree import flatten
@@ -29,8 +29,8 @@ UNLIMITED = 3e38
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
 
-class Raw(NamedTuple):
-    """The data of a report: small arrays in the world of the norms, and no gradient."""
+class StepValues(NamedTuple):
+    """What a step made of small arrays, where the norms are: a report arranges them. It holds no gradient."""
 
     plan: Plan
     norms: list[Any]
@@ -42,40 +42,6 @@ class Raw(NamedTuple):
     """Whether all entries were finite, where that was checked."""
     skipped: Any = None
     """Whether the step is skipped, ``None`` if the rule skips none."""
-
-    def field(self, name: str) -> Any:
-        """Return a field of the report, in arrays of the gradients' library."""
-        plan, xp = self.plan, self.plan.math.xp
-        if name in {"skipped", "thresholds"} and getattr(self, name) is None:
-            return None
-        with plan.math.library.quiet():
-            if name == "clipped":
-                same = plan.math.all([xp.equal(factors, xp.ones_like(factors)) for factors in self.factors])
-                return plan.math.to_library(xp.logical_not(same))
-            if name == "finite":
-                return plan.math.to_library(plan.math.finite(self.norms, self.entries_finite))
-            if name == "skipped":
-                return plan.math.to_library(self.skipped)
-            blocks = getattr(self, name)
-            if name in {"limits", "thresholds"}:
-                blocks = [xp.zeros_like(n) + value for n, value in zip(self.norms, blocks, strict=True)]
-            return plan.arrange(list(map(plan.math.to_library, blocks)))
-
-    def scalars(self) -> dict[str, Any] | None:
-        """Return the scalars, in NumPy where possible; ``None`` if some rows belong to absent gradients."""
-        plan = self.plan
-        some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
-        if not self.norms or some_absent or any([0 in n.shape for n in self.norms]):
-            return None
-        with plan.math.library.quiet():
-            given = (self.limits, self.thresholds or [])
-            limits, thresholds = (list(map(self._as_array, values, self.norms)) for values in given)
-            scalars = scalars_of(plan.math.backend, self.norms, limits, self.factors, self.skipped, thresholds)
-            return {name: plan.math.to_library(value) for name, value in scalars.items()} if plan.math.host else scalars
-
-    def _as_array(self, value: Any, norms: Any) -> Any:
-        """Return a limit as an array, which broadcasts against the norms."""
-        return value if hasattr(value, "shape") else self.plan.math.xp.asarray(value, dtype=norms.dtype)
 
 
 class Report:
@@ -115,9 +81,9 @@ class Report:
 
     __slots__ = ()
 
-    def __new__(cls, *fields: Any, **named: Any) -> Report:  # noqa: PYI034 - a subclass
-        """Make a report from its fields."""
-        return Made(*fields, **named) if cls is Report else object.__new__(cls)
+    def __new__(cls, *fields: Any) -> Report:  # noqa: PYI034 - a subclass
+        """Return a report of its fields; none for a rule that measures no norm."""
+        return FilledReport(*fields or [None] * len(FIELDS)) if cls is Report else object.__new__(cls)
 
     norms: Any
     limits: Any
@@ -178,94 +144,89 @@ class Report:
         """Return the report in one line."""
         return f"<Report: {self}>"
 
-    def without_skip(self) -> Report:
-        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
-        raise NotImplementedError
-
     def __iter__(self) -> Iterator[Any]:
         """Yield the fields."""
         return iter([getattr(self, name) for name in FIELDS])
 
 
-class _Fields(NamedTuple):
-    norms: Any = None
-    limits: Any = None
-    factors: Any = None
-    clipped: Any = None
-    finite: Any = None
-    skipped: Any = None
-    thresholds: Any = None
-
-
-class Made(_Fields, Report):
-    """A report with its fields computed, which can be returned from traced code."""
+class FilledReport(NamedTuple("Fields", [(name, Any) for name in FIELDS]), Report):  # type: ignore[misc]
+    """A report of fields, which every framework's functions on trees can open and return."""
 
     __slots__ = ()
     __repr__, __str__ = Report.__repr__, Report.__str__
 
-    def without_skip(self) -> Report:
-        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
-        return self._replace(skipped=None)
 
+class LazyReport(Report):
+    """A report whose fields are arranged when they are asked for."""
 
-class Late(Report):
-    """A report whose fields are arranged on first access."""
+    __slots__ = ("_fields", "_values")
 
-    __slots__ = ("_fields", "_record")
-
-    def __init__(self, record: Raw | Callable[[], Raw]) -> None:
-        self._record = record
+    def __init__(self, values: StepValues | Callable[[], StepValues]) -> None:
+        self._values = values
         self._fields: dict[str, Any] = {}
 
     @property
-    def record(self) -> Raw:
-        """The data, made when they are first asked for."""
-        if not isinstance(self._record, Raw):
-            self._record = self._record()
-        return self._record
+    def values(self) -> StepValues:
+        """What the step made, asked for once."""
+        if not isinstance(self._values, StepValues):
+            self._values = self._values()
+        return self._values
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is of code that is compiled."""
+        return isinstance(self._values, StepValues) and self._values.plan.math.compiled
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars for a logger, under the same names for every rule."""
-        scalars = self.record.scalars()
-        return super().scalars() if scalars is None else scalars
+        """Return the scalars for a logger, under the same names for every rule; in NumPy's arrays where it can be."""
+        plan, norms, limits, factors, thresholds, _, skipped = self.values
+        some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
+        if not norms or some_absent or any([0 in n.shape for n in norms]):
+            return super().scalars()
+        with plan.math.library.quiet():
+            limits, thresholds = (list(map(plan.math.like_norms, some, norms)) for some in (limits, thresholds or []))
+            scalars = scalars_of(plan.math.backend, norms, limits, factors, skipped, thresholds)
+            return {name: plan.math.to_library(value) for name, value in scalars.items()}
 
-    def without_skip(self) -> Report:
-        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
-        return Late(self.record._replace(skipped=None))
+    def __getattr__(self, name: str) -> Any:
+        _refuse_name(name)
+        if name in self._fields:
+            return self._fields[name]
+        with self.values.plan.math.library.quiet():
+            field = self._arrange(name)
+        if not self.compiled:  # where it may be of a branch
+            self._fields[name] = field
+        return field
 
-    def __reduce__(self) -> Any:
-        """Return the fields, for a copy or a pickle."""
-        return Made, tuple(self)
+    def _arrange(self, name: str) -> Any:
+        """Return a field in arrays of the gradients' library."""
+        values, plan, xp = self.values, self.values.plan, self.values.plan.math.xp
+        if name == "clipped":
+            same = plan.math.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
+            return plan.math.to_library(xp.logical_not(same))
+        if name == "finite":
+            return plan.math.to_library(plan.math.finite(values.norms, values.entries_finite))
+        arrays = getattr(values, name)
+        if arrays is None or name == "skipped":
+            return arrays if arrays is None else plan.math.to_library(arrays)
+        if name in {"limits", "thresholds"}:
+            arrays = [xp.zeros_like(n) + value for n, value in zip(values.norms, arrays, strict=True)]
+        return plan.arrange(list(map(plan.math.to_library, arrays)))
 
     def __getitem__(self, number: int | slice) -> Any:
         return tuple(self)[number]
 
-    def __getattr__(self, name: str) -> Any:
-        _refuse_name(name)
-        if name not in self._fields:
-            self._fields[name] = self.record.field(name)
-        return self._fields[name]
+    def __reduce__(self) -> Any:
+        """Return the fields, for a copy or a pickle."""
+        return FilledReport, tuple(self)
 
 
-def _opened(late: Late) -> tuple[tuple[Any, ...], None]:
-    """Return the fields of a report, the children of its node in pytree libraries."""
-    return tuple(late), None
+_WAYS: Any = lambda report: (tuple(report), None), lambda _, fields: FilledReport(*fields)
+optree.register_pytree_node(LazyReport, *_WAYS, namespace=EVERYWHERE)
+NODES.append((LazyReport, *_WAYS))
 
 
-def _closed(_: None, fields: Iterable[Any]) -> Made:
-    """Return a report from the children of a pytree node."""
-    return Made(*fields)
-
-
-optree.register_pytree_node(Late, _opened, _closed, namespace=EVERYWHERE)  # type: ignore[arg-type]
-NODES.append((Late, _opened, _closed))
-
-
-class _OfRules(NamedTuple):
-    rules: tuple[Report, ...]
-
-
-class Reports(_OfRules, Report):
+class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
     """The report of a chain: those of its rules. A field is a tuple of theirs, or a flag for all of them."""
 
     __slots__ = ()
@@ -282,21 +243,20 @@ class Reports(_OfRules, Report):
     def scalars(self) -> dict[str, Any]:
         """Return the combined scalars of all rules; a step counts as clipped if one of them clipped."""
         each, skipped = [report.scalars() for report in self.rules], self.skipped
-        join = dict(zip(LOGGED, (_larger, _smaller, _smaller, mul, _larger, _larger), strict=True))
-        found = {name: [scalars[name] for scalars in each if name in scalars] for name in LOGGED}
-        joined = {name: reduce(join[name], values) for name, values in found.items() if values}
+        joined: dict[str, Any] = {}
+        for name, function in zip(LOGGED, ("max", "min", "min", "prod", "max", "max"), strict=True):
+            scalars = [of_rule[name] for of_rule in each if name in of_rule]
+            if scalars:
+                backend = backend_of(scalars[0]) or DEFAULT
+                joined[name] = _over(backend, getattr(backend.xp, function), scalars)
         if joined and skipped is not None:  # also by a rule without norms
             share = joined[SHARE]
-            joined[LOGGED[-1]] = _xp_of(share).asarray(skipped, dtype=share.dtype)
+            joined[LOGGED[-1]] = (backend_of(share) or DEFAULT).xp.asarray(skipped, dtype=share.dtype)
         return joined
 
     def __str__(self) -> str:
         """Return the lines of the rules that measure norms, joined."""
         return " | ".join([str(one) for one in self.rules if one.norms is not None]) or str(Report())
-
-    def without_skip(self) -> Report:
-        """Return the report without ``skipped``, as leaves that the rule does not see take their step."""
-        return Reports(tuple([report.without_skip() for report in self.rules]))
 
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {"clipped": or_, "finite": and_, "skipped": or_}
@@ -308,55 +268,64 @@ def _refuse_name(name: str) -> None:
         raise AttributeError(msg)
 
 
-def _xp_of(array: Any) -> Any:
-    return (backend_of(array) or DEFAULT).xp
+def report_of(values: StepValues) -> Report:
+    """Return the report of a step; of compiled code with all of its fields, where its outputs must be tuples."""
+    report, math_ = LazyReport(values), values.plan.math
+    return FilledReport(*report) if math_.compiled and not math_.library.opens_nodes else report
 
 
-def _larger(a: Any, b: Any) -> Any:
-    return _xp_of(a).maximum(a, b)
+def without_skip(report: Any) -> Report:
+    """Return a report without ``skipped``, of a rule whose other leaves take their step."""
+    if isinstance(report, ChainReport):
+        return ChainReport(tuple(map(without_skip, report.rules)))
+    if isinstance(report, LazyReport):
+        return LazyReport(report.values._replace(skipped=None))
+    return FilledReport(*[None if name == "skipped" else getattr(report, name) for name in FIELDS])
 
 
-def _smaller(a: Any, b: Any) -> Any:
-    return _xp_of(a).minimum(a, b)
+def has_values(report: Report) -> bool:
+    """Whether a report may outlive the running code; nothing is arranged."""
+    if isinstance(report, ChainReport):
+        return all(map(has_values, report.rules))
+    fields: Any = tuple(report) if isinstance(report, FilledReport) else ()
+    return outlives(optree.tree_leaves(fields)) and not (isinstance(report, LazyReport) and report.compiled)
 
 
-def to_keep(tree: Any) -> Any:
+def keep_arrays(tree: Any) -> Any:
     """Return a tree of reports and small arrays to read later, copied where they may be overwritten."""
-    arrays, rebuilt = _take_apart(tree)
-    return rebuilt(_by_library(arrays, "to_keep"), lambda plan: plan)
+    return _move_arrays(tree, "to_keep")
 
 
 def read_arrays(tree: Any) -> Any:
     """Return a tree of reports and small arrays with NumPy's in their places, those of a library read together."""
-    arrays, rebuilt = _take_apart(tree)
-    return rebuilt(_by_library(arrays, "to_host"), lambda plan: plan.in_numpy())
+    return _move_arrays(tree, "to_host")
+
+
+def _is_lazy(part: Any) -> bool:
+    return isinstance(part, LazyReport)
+
+
+def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
+    """Return a tree of reports and small arrays with others in their places; no report is arranged."""
+    parts, outer = optree.tree_flatten(tree, is_leaf=_is_lazy)
+    plans = [part.values.plan if _is_lazy(part) else None for part in parts]
+    opened: Any = [part.values._replace(plan=None) if _is_lazy(part) else part for part in parts]
+    arrays, inner = optree.tree_flatten(opened)
+    moved: Any = inner.unflatten(_move_by_library(arrays, hook))
+    for number, plan in enumerate(plans):
+        if plan is not None:
+            moved[number] = LazyReport(moved[number]._replace(plan=plan.in_numpy() if hook == "to_host" else plan))
+    return outer.unflatten(moved)
 
 
 def backend_in(tree: Any) -> Backend | None:
     """Return the backend of the gradients of a report, or that of a tree of arrays; ``None`` if unknown."""
-    parts = optree.tree_leaves(tree, is_leaf=lambda part: isinstance(part, Late))
-    known = [part.record.plan.math.library if isinstance(part, Late) else backend_of(part) for part in parts]
+    parts = optree.tree_leaves(tree, is_leaf=_is_lazy)
+    known = [part.values.plan.math.library if _is_lazy(part) else backend_of(part) for part in parts]
     return next(filter(None, known), None)
 
 
-def _take_apart(tree: Any) -> tuple[list[Any], Callable[[list[Any], Callable[[Plan], Plan]], Any]]:
-    """Return the arrays of a tree with reports in it, and what makes it of others; nothing is arranged."""
-    parts, outer = optree.tree_flatten(tree, is_leaf=lambda part: isinstance(part, Late))
-    plans = {number: part.record.plan for number, part in enumerate(parts) if isinstance(part, Late)}
-    nothing: Any = None
-    records: Any = [part.record._replace(plan=nothing) if isinstance(part, Late) else part for part in parts]
-    arrays, inner = optree.tree_flatten(records)
-
-    def rebuilt(others: list[Any], plan_of: Callable[[Plan], Plan]) -> Any:
-        new: Any = inner.unflatten(others)
-        for number, plan in plans.items():
-            new[number] = Late(new[number]._replace(plan=plan_of(plan)))
-        return outer.unflatten(new)
-
-    return arrays, rebuilt
-
-
-def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
+def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[Any]:
     """Return arrays as their backends make them by a hook, all of one class together; those of the host as copies."""
     made = [np.array(array) if isinstance(array, NUMPY) else array for array in arrays]
     theirs: dict[type, list[int]] = {}
@@ -373,11 +342,6 @@ def _by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> list[
             for number, array in zip(numbers, getattr(backend, hook)(alike), strict=True):
                 made[number] = array
     return made
-
-
-def report_of(raw: Raw) -> Report:
-    """Return the report of its data, with its fields in traced code, else arranged on first access."""
-    return Made(*[raw.field(name) for name in Made._fields]) if raw.plan.math.compiled else Late(raw)
 
 
 def scalars_of(  # noqa: PLR0913, PLR0917 - the parts of a report

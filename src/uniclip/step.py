@@ -30,7 +30,7 @@ from uniclip.limits.base import Rows
 from uniclip.nonfinite import NonFiniteError
 from uniclip.params import with_params
 from uniclip.plan import Block, Plan, plan_of, refuse_rows
-from uniclip.report import Raw
+from uniclip.report import StepValues
 from uniclip.sums import divisors_of, norms_of, sizes_of
 from uniclip.tree import NODES, Opened, open_tree
 
@@ -179,8 +179,8 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     if rule.memory:  # NaN never enters a state
         new = state_where(step_finite, new, state)
     skipped = _is_skipped(inputs, measured, factors, step_finite)
-    raw = Raw(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
-    return Decision(rule, given, plan, raw, new)
+    values = StepValues(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
+    return Decision(rule, given, plan, values, new)
 
 
 # What a step measures.
@@ -316,12 +316,9 @@ def _compute_limits(
     ]
     thresholds = None
     if any([context.threshold is not None for context in contexts]):
-        for context in contexts:
-            if context.threshold is not None:
-                refuse_shape("threshold", context.threshold, context.norms)
-        pairs = zip(contexts, limits, strict=True)
         thresholds = [
-            limits_of_block if context.threshold is None else context.threshold for context, limits_of_block in pairs
+            limits_of_block if context.threshold is None else _check_threshold(plan, context)
+            for context, limits_of_block in zip(contexts, limits, strict=True)
         ]
     if not limit.memory:
         return limits, state, thresholds
@@ -446,6 +443,13 @@ def _check_state(rule: Choices, plan: Plan, state: Any) -> None:
                 "for other gradients"
             )
             raise ValueError(msg)
+
+
+def _check_threshold(plan: Plan, context: Context) -> Any:
+    """Return a threshold, the largest number of the norms' dtype where it is beyond; refuse wrong shapes."""
+    threshold, largest = context.threshold, plan.math.largest_norm
+    refuse_shape("threshold", threshold, context.norms)
+    return plan.math.xp.where(threshold > largest, largest, threshold)
 
 
 def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:

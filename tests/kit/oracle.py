@@ -768,7 +768,7 @@ def _rule(plan: Plan, leaves: list[Leaf], state: State, given: Step) -> Outcome:
     if plan.policy == "zero":
         own = [replace(leaf, bad=np.zeros_like(leaf.bad), signs=0.0) for leaf in leaves]
     norms, broken, sizes = norms_of(plan, own, machine)
-    widest = machine.of_norm([leaf.dtype for leaf in leaves])
+    widest = machine.of_norm([leaf.dtype for leaf in leaves or given.params.values()])
     finite = sound and not any(bad.any() for bad in broken)
     out = Outcome(list(leaves), state, True, norms, broken, finite=finite, widest=widest)
     out.skips = plan.policy == "skip" or plan.rejects

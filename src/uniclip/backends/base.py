@@ -195,6 +195,8 @@ class Backend:
     """Whether arrays can be changed in place."""
     joins_by = "a function of (array, op)"
     """The kinds of ``all_reduce`` that are taken."""
+    opens_nodes = False
+    """Whether compilers open and rebuild `NODES` in what compiled code returns."""
     output_axis = -1
     """The axis of a weight along which its output units lie."""
 

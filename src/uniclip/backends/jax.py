@@ -367,6 +367,7 @@ def _slopes(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array,
 
 
 class _JAX(Backend):
+    opens_nodes = True
     joins_by = "the name of an axis of jax.shard_map or jax.pmap, a tuple of such names, or a function of (array, op)"
 
     def kinds(self, leaves: list[Any]) -> Any:

@@ -179,6 +179,7 @@ namespace = SimpleNamespace(
     maximum=tf.maximum,
     mean=_reduction(tf.reduce_mean),
     min=_reduction(_extreme(tf.reduce_min)),
+    prod=_reduction(tf.reduce_prod),
     minimum=tf.minimum,
     not_equal=tf.not_equal,
     ones_like=tf.ones_like,

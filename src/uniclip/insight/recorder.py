@@ -24,7 +24,7 @@ from uniclip.insight.record import LOGGED, OWN
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
-from uniclip.report import NORM, Late, Report, backend_in, read_arrays, to_keep
+from uniclip.report import NORM, LazyReport, Report, backend_in, keep_arrays, read_arrays
 from uniclip.rules import Rule
 from uniclip.scopes import each_leaf
 from uniclip.step import decide_generally
@@ -188,7 +188,7 @@ class Recorder:
         fits = scalars or isinstance(report, Report)
         check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
         each = getattr(report, "rules", [report])
-        flags = [getattr(one, "finite", None) for one in each if not isinstance(one, Late)]
+        flags = [getattr(one, "finite", None) for one in each if not isinstance(one, LazyReport)]
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
         check("report", report, one, "of one step; of many, such as those of a scan, record one after the other")
@@ -205,7 +205,7 @@ class Recorder:
         with self._lock:
             number = self._number(step)
             if self._is_first_process(report):
-                self._kept.append((number, self._labels, to_keep((report, leaves, numbers))))
+                self._kept.append((number, self._labels, keep_arrays((report, leaves, numbers))))
                 _WAITING.add(self)
             self.step, self.loss = number, None
             if len(self._kept) >= self.every:
