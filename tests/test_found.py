@@ -41,6 +41,7 @@ def plain(rule: Any, kind: str = "all", curve: str = "hard", **more: Any) -> tup
 MIXED, SAVED = ("float32", "float64"), {"way": "holder", "saved": 2}
 HUGE = [[[1e38, 3e37, 0.0]], [[1.6e38, 1e37, 1.0]], [[2e38, 2e37, 2.0]], [[1e38, 1e37, 1.0]]]
 ROWS = uc.Rule(1.0, scope=uc.scopes.each_row, curve=uc.curves.reject)
+PARTS = Plan(limit=("schedule", 2.0, 0.0, 1.0)), Plan(scope=Scope("leaf"), limit=("constant", 1.0))
 AXIS = uc.by_norm(5.0, axis=1), Plan(scope=Scope("axes", axes=(1,)), limit=("constant", 5.0))
 CALM = Plan(limit=("rolling z-score", 6.0, 8, 2), curve="reject", policy="skip")
 CASES = {
@@ -78,7 +79,7 @@ CASES = {
         per_entry(uc.limits.RollingZScore(9.0, 3, 2), "rolling z-score", 9.0, 3, 2), HUGE),
     "limits of a chain in two dtypes": Found(
         (uc.chain(uc.Rule(uc.limits.Schedule(lambda step: 2.0 + 0.0 * step)), uc.by_norm(1.0)),
-         Plan("chain", parts=(Plan(limit=("schedule", 2.0, 0.0, 1.0)), Plan(scope=Scope("leaf"), limit=("constant", 1.0))))),
+         Plan("chain", parts=PARTS)),
         [[[3.0, 4.0]]] * 2, ("float64", "float64")),
     "no gradient, and parameters of another precision": Found(
         (uc.Rule(uc.limits.Relative(2.0)), Plan(limit=("relative", 2.0, 1e-3))),

@@ -30,7 +30,7 @@ class Arithmetic:
         self.xp = self.backend.xp
         self.compiled = mode == TRACED
         """Whether the step is compiled or transformed: there are no values, and nothing is remembered."""
-        self.separate = self.compiled and library.one_by_one()
+        self.separate = self.compiled and not library.stacks(None)
         """Whether compilers want each norm as an array of its own."""
         self.device = kinds.device if given.first is None else library.device(given.first)
         self.double = kinds.double

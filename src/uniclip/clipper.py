@@ -21,11 +21,11 @@ from uniclip._values import to_lists
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives
 from uniclip.joins import AllReduce, Loss, Shared
-from uniclip.labels import Flat, Leaves, labelled, labels_of, leaves_of, shown
+from uniclip.labels import Leaves, labelled, labels_of, leaves_of, shown
 from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, has_values, read_arrays
 from uniclip.rules import take_step
 from uniclip.saved import Saved, by_name, from_saved, merge_states, restore_state, to_saved, values_of
-from uniclip.tree import flatten, place
+from uniclip.tree import Flat, flatten, place
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
@@ -165,7 +165,7 @@ class Clipper:
         """
         flat = flatten(grads)
         leaves = leaves_of(self.rule, flat)
-        self._last = _Last(self._first(flat, leaves), None, leaves, flat[1])
+        self._last = _Last(self._first(flat, leaves), None, leaves, flat.spec)
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars of the last step, see `uniclip.Report.scalars`; empty before the first one."""
@@ -295,31 +295,30 @@ class Clipper:
         self.load_state_dict(held["saved"])
 
     def _first(self, flat: Flat, leaves: Leaves) -> Any:
-        new, loaded = self.rule.init(flat[1].unflatten(flat[0])), self._last.loaded
+        new, loaded = self.rule.init(flat.unflatten()), self._last.loaded
         return new if loaded is None else restore_state(loaded, self.rule, leaves, new)
 
-    def _step(self, grads: T, step: Step) -> tuple[T, Report]:
+    def _step(self, grads: Any, step: Step) -> tuple[Any, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
         if state is None or labelled(self.rule) or (self.record is not None and self.record.leaves):
-            flat = flatten(grads)
-            grads = flat[1].unflatten(flat[0])  # an iterator can be read once
-            nothing = all([leaf is None for leaf in flat[0]])
+            grads = flat = flatten(grads)
+            nothing = all([leaf is None for leaf in flat.leaves])
             if nothing and self.rule.memory and step.all_reduce is None:
                 report = Report()  # nothing to learn, and no framework known
                 self._last = self._last._replace(report=report)
-                return grads, report
+                return flat.unflatten(), report
             first = flat
-            if step.params is not None and (step.all_reduce is not None or any([leaf is None for leaf in flat[0]])):
+            if step.params is not None and (step.all_reduce is not None or any([leaf is None for leaf in flat.leaves])):
                 first = flatten(step.params, "params")  # which have the shapes of absent gradients
             if step.all_reduce is not None and step.params is not None:  # then there is a norm for every parameter
                 flat = first
             elif state is None and nothing and self.rule.memory:
                 raise ValueError(_describe_nothing(flat))
-            if leaves is None or spec != flat[1]:
+            if leaves is None or spec != flat.spec:
                 leaves_here = leaves_of(self.rule, flat)
                 if leaves not in (None, leaves_here):
                     raise ValueError(_describe_others(self.rule, labels_of(leaves), labels_of(leaves_here)))
-                leaves, spec = leaves_here, flat[1]
+                leaves, spec = leaves_here, flat.spec
             state = self._first(first, leaves) if state is None else state
         self._refuse_traced(state)  # a graph cannot even use a state from outside
         norms = None if self.record is None else self.record.norms_of(grads)  # before they are clipped
@@ -403,7 +402,7 @@ def _describe_others(rule: Any, known: list[str], current: list[str]) -> str:
 
 
 def _describe_nothing(flat: Flat) -> str:
-    which = f"{place('grads', flat[1].paths()[0])} is None" if flat[0] else "there are no gradients"
+    which = f"{place('grads', flat.spec.paths()[0])} is None" if flat.leaves else "there are no gradients"
     return (
         f"{which} here, but another process may have one, and with all_reduce it would wait for this one: pass "
         "params=, the parameters of this process, which say of what framework, dtype and shape it would be"

@@ -20,7 +20,7 @@ from uniclip.report import ChainReport, Report, without_skip
 from uniclip.rules import BaseRule, take_step
 from uniclip.scopes import Path
 from uniclip.step import state_where
-from uniclip.tree import backend_for, flatten
+from uniclip.tree import Flat, backend_for, flatten
 
 
 def chain(*rules: AnyRule) -> Chain:
@@ -166,7 +166,7 @@ class Masked(BaseRule):
             self.tells_apart.append(True)
         if all([leaf is None for leaf in chosen]) and step.alone:
             return spec.unflatten(leaves), state, Report()
-        clipped, state, report = take_step(self.rule, spec.unflatten(chosen), state, step)
+        clipped, state, report = take_step(self.rule, Flat(chosen, spec), state, step)
         report = without_skip(report)  # the other leaves are not skipped
         if not step.in_place:
             leaves = [

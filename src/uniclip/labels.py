@@ -16,10 +16,8 @@ from uniclip.norms import Norm
 from uniclip.plan import label_of
 from uniclip.rules import Rule
 from uniclip.scopes import FanIn, Scope, everything
-from uniclip.tree import place
+from uniclip.tree import Flat, place
 
-Flat: TypeAlias = tuple[list[Any], Any]
-"""The leaves of a tree, ``None`` for absent ones, and its structure."""
 Leaves: TypeAlias = list[list[str] | None]
 """For each rule with memory, in the order of a chain: its leaves or groups, ``None`` if all leaves share a norm.
 
@@ -60,7 +58,7 @@ def leaves_of(rule: Any, flat: Flat) -> Leaves:
     if isinstance(rule, Chain):
         return [part for inner in rule.rules for part in leaves_of(inner, flat)]
     if isinstance(rule, Masked):
-        return leaves_of(rule.rule, (rule.choose_leaves(*flat), flat[1]))
+        return leaves_of(rule.rule, Flat(rule.choose_leaves(*flat), flat.spec))
     if not labelled(rule):
         return [None]
     leaves, spec = flat

@@ -97,7 +97,7 @@ def _divide_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any
     for number in given.kinds.present:
         part, leaf = given.part(number), theirs.leaves[number]
         axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
-        rows = [division and division.divided(axes) for division in (part, parts.get(number))]
-        if rows[0] != rows[1]:
-            arrays[number], parts[number] = given.backend.divide_as(leaf, part), part
+        mine: Any = parts.get(number)
+        if (part and part.divided(axes)) != (mine and mine.divided(axes)):
+            arrays[number], parts[number] = mine.gather(leaf) if part is None else part.divide(leaf), part
     return arrays, parts

@@ -154,8 +154,6 @@ class Plan:
                 stacked = len(group) == 1 and not everywhere and not self.math.compiled
                 kind = _stacking_key(given, group[0], self.axes[group[0]]) if stacked else None
                 kind = number if kind is None else kind
-            elif not everywhere and self.math.compiled:
-                kind = self.math.library.layout([given.arrays[n] for n in group])
             alike.setdefault(kind, []).append(label)
         return [
             Block(
@@ -343,13 +341,12 @@ def refuse_rows(given: Opened, axes: list[Axes], rule: Choices, does: str) -> No
 def _stacking_key(given: Opened, number: int, axes: Axes) -> Hashable:
     """Return a key that must be equal for norms with axes to be stacked, ``None`` if they must not be."""
     backend, array = given.backend, given.arrays[number]
-    layout = None if axes is None else backend.layout([array])
-    if axes is None or layout is None:
+    if axes is None or not backend.stacks(array):
         return None
     kept = tuple([n for axis, n in enumerate(array.shape) if axis not in axes])
     as_large = kept and math.prod([array.shape[axis] for axis in axes]) == 1  # norms never leave their leaf
     large = math.prod(kept) > _STACKED
-    return None if as_large or large else (kept, backend.device(array), given.part(number), layout)
+    return None if as_large or large else (kept, backend.device(array), given.part(number))
 
 
 def _refuse_unequal(given: Opened, axes: list[Axes], group: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from uniclip.limits import NoState
 from uniclip.plan import plan_of
 from uniclip.report import Report
 from uniclip.step import decide, first_state
-from uniclip.tree import open_tree
+from uniclip.tree import Flat, open_tree
 
 
 class BaseRule(Printed):
@@ -134,7 +134,10 @@ class Rule(Choices, BaseRule):
 
 
 def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
-    """Take a step by a rule of any class."""
+    """Take a step by a rule of any class; ``grads`` may be `uniclip.tree.Flat`."""
+    if isinstance(rule, BaseRule):
+        return rule._run(grads, state, step)  # noqa: SLF001 - without the arguments of `update`
+    grads = grads.unflatten() if isinstance(grads, Flat) else grads
     return rule.update(
         grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss, shared=step.shared
     )

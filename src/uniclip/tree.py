@@ -25,7 +25,7 @@ from uniclip.backends.arrays import View, overlapping, overlaps_itself
 from uniclip.backends.base import Kinds, Leaf, cast
 from uniclip.scopes import Path
 
-NODES = "uniclip"
+_NODES = "uniclip"
 """The namespace in which optree knows the containers that it does not open by itself."""
 _REGISTERED: set[type] = set()
 _LOCK = Lock()
@@ -120,7 +120,20 @@ def place(name: str, path: Path) -> str:
     return name + "".join(f"[{printed(key)}]" for key in path)
 
 
-def flatten(tree: Any, name: str = "grads") -> tuple[list[Any], Any]:
+class Flat(NamedTuple):
+    """A tree that was flattened; the core takes it in the place of the tree."""
+
+    leaves: list[Any]
+    """Its leaves, ``None`` for absent ones."""
+    spec: Any
+    """Its structure."""
+
+    def unflatten(self) -> Any:
+        """Return the tree."""
+        return self.spec.unflatten(self.leaves)
+
+
+def flatten(tree: Any, name: str = "grads") -> Flat:
     """Return the leaves of any nesting of containers, ``None`` among them, and its structure.
 
     Lists, tuples, dicts, namedtuples, deques, dataclasses and JAX-registered nodes are restored as they were, their
@@ -131,15 +144,22 @@ def flatten(tree: Any, name: str = "grads") -> tuple[list[Any], Any]:
     ValueError
         If the tree is an iterator that is empty or exhausted.
     """
+    if isinstance(tree, Flat):
+        return tree
     if isinstance(tree, (Iterator, ValuesView)):
         items = list(tree)
         if not items and isinstance(tree, Iterator):
             msg = f"{name} is an iterator with nothing left in it; pass a list, which can be read twice"
             raise ValueError(msg)
         tree = items
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
+    leaves, spec = flatten_quickly(tree)
     others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
-    return flatten(tree, name) if any([_register(node) for node in others]) else (leaves, spec)
+    return flatten(tree, name) if any([_register(node) for node in others]) else Flat(leaves, spec)
+
+
+def flatten_quickly(tree: Any) -> Any:
+    """Return leaves and structure of a tree, in which a leaf may be a container that is not known yet."""
+    return tree if isinstance(tree, Flat) else optree.tree_flatten(tree, none_is_leaf=True, namespace=_NODES)
 
 
 def _register(node: Any) -> bool:
@@ -149,7 +169,7 @@ def _register(node: Any) -> bool:
     with _LOCK:
         if type(node) not in _REGISTERED:
             ways = _flatten_node, lambda structure, children: structure.unflatten(children)
-            optree.register_pytree_node(type(node), *ways, namespace=NODES)
+            optree.register_pytree_node(type(node), *ways, namespace=_NODES)
             _REGISTERED.add(type(node))
     return True
 
@@ -214,7 +234,7 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
         If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never change or hold
         integers.
     """
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
+    leaves, spec = flatten_quickly(tree)
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
     kinds = None if met is None else met.known.get((name, whole, met.kinds(leaves)))

@@ -77,7 +77,7 @@ def backend_by(thing: Any) -> Backend | None:
 
 def outlives(arrays: list[Any]) -> bool:
     """Whether values can be kept after the step; the first says it for all, which are computed from the norms."""
-    return all([(backend_of(array) or DEFAULT).can_keep(array) for array in arrays[:1]])
+    return not any([(backend_of(array) or DEFAULT).traced(array) for array in arrays[:1]])
 
 
 def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:

@@ -7,14 +7,14 @@ A library that follows the standard overrides nothing. Another one:
   `facts`, `readable`, `as_numpy`, `device`, `from_host`, `to_host`, `to_device_of`; whether derivatives are recorded:
   `detach`, `to_keep`, `quiet`, `allow_float64`, `debug_infs`;
 - *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`, `unstack`, `memory`, `write`; and have
-  parts in several processes: `reducer`, `copies`, `divide_as`, `layout`, `rank`;
-- in *compiled* code has its own ways: `traced`, `can_keep`, `one_by_one`, `fast_values`, `reduce_rows`, `cond`.
+  parts in several processes: `reducer`, `copies`, `rank`;
+- in *compiled* code has its own ways: `traced`, `stacks`, `fast_values`, `reduce_rows`, `cond`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property, partial, reduce
@@ -248,10 +248,6 @@ class Backend:
         """Whether the array has no value yet: it is a tracer in code that is compiled or transformed."""
         return False
 
-    def can_keep(self, array: Array) -> bool:
-        """Whether an array may outlive the running code: it is no tracer of code that is compiled or transformed."""
-        return not self.traced(array)
-
     def readable(self, array: Array) -> bool:
         """Whether Python can branch on the array's value at no cost (not traced, lazy or on a device)."""
         return False
@@ -350,10 +346,6 @@ class Backend:
 
     # Arrays of which several processes or devices hold parts; by default they lie in one process, on one device.
 
-    def divide_as(self, leaf: Any, part: Any) -> Any:
-        """Return what this process holds of a leaf that is divided as a part of another is; for ``None`` all of it."""
-        return leaf
-
     def reducer(self, all_reduce: Any) -> Reduce | None:
         """Return a function that reduces over the parts of a tree, ``None`` if ``all_reduce`` is not of these kinds."""
         return None
@@ -368,19 +360,15 @@ class Backend:
         """Return how many members of ``all_reduce`` hold each array, where the arrays' types tell; ``None`` for one."""
         return None
 
-    def layout(self, arrays: list[Any]) -> Hashable:
-        """Return how arrays lie on several devices, equal for those whose norms are stacked; ``None`` if none are."""
-        return True
-
     def rank(self) -> int:
         """Return the number of this process in a run over several."""
         return 0
 
     # For code that is compiled.
 
-    def one_by_one(self) -> bool:
-        """Whether compilers want each norm as an array of its own."""
-        return False
+    def stacks(self, array: Array | None) -> bool:
+        """Whether norms along axes of an array are stacked; for ``None`` whether any norms are, in compiled code."""
+        return True
 
     def fast_values(self, plain: Callable[..., Array], guarded: Callable[..., Array]) -> Callable[..., Array]:
         """Return a function of arrays whose derivatives are those of ``guarded``, and its values of either function.

@@ -115,6 +115,16 @@ class Part:
         dimensions = [n for n in range(self.mesh.ndim) if n not in apart]
         return Owners(self.mesh, tuple(dimensions)) if dimensions else None
 
+    def divide(self, leaf: Any) -> Any:
+        """Return the same part of another leaf, which may be divided in another way, or not at all."""
+        if not is_dtensor(leaf) or leaf.device_mesh != self.mesh:
+            leaf = _replicate(self.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
+        return leaf.redistribute(self.mesh, self.placements).to_local()
+
+    def gather(self, leaf: Any) -> Any:
+        """Return all of a leaf that is divided in this way."""
+        return leaf.full_tensor()
+
     def weigh(self, value: Any, *, inverse: bool = False) -> Any:
         """Return a value, with as many times its derivative as there are copies, or the inverse: they count once."""
         by = 1 / self.copies if inverse else self.copies
@@ -258,13 +268,6 @@ class Distributed(Backend):
     """Distributed tensors, and process groups."""
 
     joins_by = "a process group, a device mesh, or a function of (array, op)"
-
-    def divide_as(self, leaf: Any, part: Part | None) -> Any:
-        if part is None:
-            return leaf.full_tensor()
-        if not is_dtensor(leaf) or leaf.device_mesh != part.mesh:
-            leaf = _replicate(part.mesh, leaf.full_tensor() if is_dtensor(leaf) else leaf)
-        return leaf.redistribute(part.mesh, part.placements).to_local()
 
     def to_device_of(self, other: Any, array: Any) -> Any:
         if is_dtensor(array):

@@ -8,7 +8,7 @@ same on all devices. With ``check_vma=False``, in ``jax.pmap`` and in ``jax.vmap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
 from operator import add
@@ -475,17 +475,12 @@ class _JAX(Backend):
         counts = [] if names is None else _copies(arrays, names, shared, place)
         return None if all(count == 1 for count in counts) else counts
 
-    def layout(self, arrays: list[Array]) -> Hashable:
-        if any([isinstance(array, jax.core.Tracer) for array in arrays]):
-            return frozenset().union(*map(varying, arrays))
-        # To be stacked, those that are sharded would be gathered.
-        return True if all([array.sharding.is_fully_replicated for array in arrays]) else None
-
     def rank(self) -> int:
         return int(jax.process_index())
 
-    def one_by_one(self) -> bool:
-        return True
+    def stacks(self, array: Array | None) -> bool:
+        # To be stacked, those that are sharded would be gathered.
+        return array is not None and not self.traced(array) and bool(array.sharding.is_fully_replicated)
 
     def is_array(self, leaf: Any) -> bool:
         if not isinstance(leaf, (jax.Array, sparse.JAXSparse)):

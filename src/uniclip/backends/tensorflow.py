@@ -272,8 +272,8 @@ class _TensorFlow(Backend):
             return _in_rows(tf.cast(array, tf.float32))
         return 2 * tf.nn.l2_loss(array) if array.dtype == tf.float32 else None
 
-    def one_by_one(self) -> bool:
-        return _in_xla()
+    def stacks(self, array: Array | None) -> bool:
+        return array is not None or not _in_xla()
 
     def reduce_rows(self, rows: Array, op: Op) -> Array:
         # Of the sum of k stacked numbers XLA makes k additions, and copies all of them into each user of the sum.

@@ -378,9 +378,6 @@ class _Torch(dtensor.Distributed):
     def traced(self, array: Array) -> bool:
         return tracing() or valueless(array)
 
-    def can_keep(self, array: Array) -> bool:
-        return not tracing()
-
     def readable(self, array: Array) -> bool:
         return not self.traced(array) and bool(array.is_cpu)
 

@@ -62,8 +62,7 @@ class Context:
     [array([1.]), array([2.])]
     """
 
-    threshold: Array | None = None
-    """The norms above which a limit clips, if it then clips to less; set by the limit, and broadcast as limits are."""
+    __slots__ = ("_apart", "_backend", "_blocks", "_loss", "_needs", "_number", "threshold")
 
     def __init__(  # noqa: PLR0913 - made by one function, which has these
         self,
@@ -78,6 +77,8 @@ class Context:
         self._backend, self._blocks, self._number, self._needs, self._loss = backend, blocks, number, needs, loss
         self._apart = apart
         """Whether some norms lie in other processes."""
+        self.threshold: Array | None = None
+        """The norms above which a limit clips, if it then clips to less; set by the limit, and broadcast as limits."""
 
     @property
     def xp(self) -> Any:
