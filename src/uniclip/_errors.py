@@ -29,6 +29,10 @@ LIMIT = " (0 zeroes the gradients, math.inf only measures them)"
 """The valid range of a limit, for errors."""
 
 
+class NonFiniteError(FloatingPointError, RuntimeError):
+    """What ``nonfinite="raise"`` raises: a floating-point error, and the `RuntimeError` of PyTorch's own functions."""
+
+
 def check(name: str, value: object, fits: bool, wanted: str) -> None:  # noqa: FBT001
     """Raise a ``TypeError`` unless an argument is valid."""
     if not fits:

@@ -8,7 +8,7 @@ They are protocols, so that checkers find mistakes also where a framework is not
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 """A tree of arrays, which is returned with the same structure."""
@@ -27,6 +27,10 @@ class Array(Protocol):
 
 
 Number: TypeAlias = float | Array
+NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype, see `uniclip.choices`."""
+Path: TypeAlias = tuple[Any, ...]
+"""The keys that lead to a leaf of a tree."""
 
 
 class Step(NamedTuple):

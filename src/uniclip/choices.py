@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from uniclip._errors import Printed, check, held_by, one_of, settle
+from uniclip._types import NonFinite
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit, PerGroup, Schedule
 from uniclip.limits.base import BuiltIn, MaxNorm
 from uniclip.limits.fixed import as_limit
-from uniclip.nonfinite import POLICIES, NonFinite
 from uniclip.norms import L2, Norm
 from uniclip.scopes import Scope, all_leaves, everything
+
+POLICIES = get_args(NonFinite)
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows; what each does is in `uniclip.step`.
+
+In the order of a step ``"zero"`` makes such entries 0 and measures again, ``"raise"`` refuses the step, and ``"skip"``
+makes all factors 0.
+"""
 
 
 @dataclass(frozen=True, repr=False)

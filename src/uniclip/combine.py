@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import optree
 
 from uniclip._errors import check, holds_arrays, settle
-from uniclip._types import Step
+from uniclip._types import Path, Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.backends.arrays import from_numpy
@@ -18,7 +18,6 @@ from uniclip.limits import NoState
 from uniclip.plan import is_new, refuse_one_answer
 from uniclip.report import ChainReport, Report, without_skip
 from uniclip.rules import BaseRule, take_step
-from uniclip.scopes import Path
 from uniclip.step import state_where
 from uniclip.tree import Flat, backend_for, flatten
 
@@ -119,6 +118,13 @@ class Chain(BaseRule):
             return grads, state, report
         finite = report.finite
         return grads, tuple(new) if finite is None else state_where(finite, tuple(new), state), report
+
+
+def walk_rules(rule: Any) -> Iterator[Any]:
+    """Yield a rule, and all rules inside of it."""
+    yield rule
+    for inner in (*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else ())):
+        yield from walk_rules(inner)
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,9 +14,8 @@ import numpy as np
 
 from uniclip import curves, limits, norms, scopes
 from uniclip._errors import public, short, source
-from uniclip._values import to_lists
 from uniclip.arraywise import ByValue, Function
-from uniclip.backends import backend_of
+from uniclip.backends import backend_of, to_lists
 from uniclip.combine import Chain, Masked
 from uniclip.rules import Rule
 

@@ -10,19 +10,22 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from uniclip._errors import check, short, stable
+from uniclip._types import Path
 from uniclip.arithmetic import Arithmetic
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import TRACED, Axes
-from uniclip.choices import Choices
 from uniclip.joins import Join, Joins
-from uniclip.scopes import Path, Scope, everything
+from uniclip.scopes import Scope, everything
 from uniclip.tree import Opened, place
+
+if TYPE_CHECKING:
+    from uniclip.choices import Choices
 
 _KEPT = 64
 """The number of plans that a rule keeps."""

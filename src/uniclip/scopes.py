@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from uniclip._errors import Printed, check, settle, whole
+from uniclip._types import Path
 
 __all__ = ["Scope", "all_leaves", "axes", "each_entry", "each_example", "each_leaf", "each_row", "groups", "unit"]
 
-Path: TypeAlias = tuple[Any, ...]
 Axes: TypeAlias = int | tuple[int, ...] | Callable[[int, int], tuple[int, ...]] | None
 Label: TypeAlias = Callable[[Path, Any], Hashable]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 
-from uniclip._errors import real, refuse_in_step, short
+from uniclip._errors import NonFiniteError, real, refuse_in_step, short
 from uniclip._types import Step
 from uniclip.backends import DEFAULT, MET, Backend, backend_of
 from uniclip.backends.arrays import broadcasts, refuse_shape, surely
@@ -27,7 +27,6 @@ from uniclip.decision import Decision, LaneDecision, write_products
 from uniclip.joins import Loss, Packet, join_of, mean_loss, of_joined_library, refuse_kept_axes
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
 from uniclip.limits.base import Rows
-from uniclip.nonfinite import NonFiniteError
 from uniclip.params import with_params
 from uniclip.plan import Block, Plan, plan_of, refuse_rows
 from uniclip.report import StepValues

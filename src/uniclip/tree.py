@@ -20,10 +20,10 @@ import optree
 from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed
+from uniclip._types import Path
 from uniclip.backends import DEFAULT, MET, Backend, backend_of, flatten_registered
 from uniclip.backends.arrays import View, overlapping, overlaps_itself
 from uniclip.backends.base import Kinds, Leaf, cast
-from uniclip.scopes import Path
 
 _NODES = "uniclip"
 """The namespace in which optree knows the containers that it does not open by itself."""

@@ -11,11 +11,23 @@ from collections.abc import Callable
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
-__all__ = ["DEFAULT", "MET", "Backend", "backend_by", "backend_of", "compiling", "flatten_registered", "outlives"]
+__all__ = [
+    "DEFAULT",
+    "MET",
+    "Backend",
+    "backend_by",
+    "backend_of",
+    "compiling",
+    "flatten_registered",
+    "numpy_of",
+    "outlives",
+    "to_lists",
+]
 
 MET: dict[type, Backend | None] = {}
 """The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
@@ -75,9 +87,23 @@ def backend_by(thing: Any) -> Backend | None:
     return load() if load else None
 
 
+def to_lists(array: Any) -> Any:
+    """Return the values of an array as a number or nested lists."""
+    return numpy_of(array).tolist()
+
+
+def numpy_of(array: Any) -> np.ndarray[Any, Any]:
+    """Return the values of an array of any library as one of NumPy."""
+    backend = backend_of(array)
+    return np.asarray(array) if backend is None else backend.to_host([array])[0]
+
+
 def outlives(arrays: list[Any]) -> bool:
     """Whether values can be kept after the step; the first says it for all, which are computed from the norms."""
-    return not any([(backend_of(array) or DEFAULT).traced(array) for array in arrays[:1]])
+    for array in arrays[:1]:  # one of PyTorch's device meta has no values, and stays
+        if (backend_of(array) or DEFAULT).traced(array) and not getattr(array, "is_meta", False):
+            return False
+    return True
 
 
 def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | None:

@@ -19,8 +19,7 @@ from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import compiling
 from uniclip.backends.base import stack_arrays
-from uniclip.insight.lines import File
-from uniclip.insight.record import LOGGED, OWN
+from uniclip.insight.record import LOGGED, OWN, File
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm

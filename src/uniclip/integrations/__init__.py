@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: MIT
 """Clipping inside training frameworks; each module imports its own library, and nothing here imports any."""
 
+import sys
 from typing import Any
 
-import uniclip
 from uniclip._errors import check, short
 from uniclip.arraywise import AnyRule, as_rule
+from uniclip.combine import walk_rules
 from uniclip.limits import Split
 from uniclip.plan import refuse_one_answer
 from uniclip.rules import BaseRule
 from uniclip.scopes import each_example, each_row, everything
 
-if not hasattr(uniclip, "Rule"):
-    _found = f"the package uniclip in {', '.join(uniclip.__path__)} is not that of uniclip-gradients, or not all of it"
+_package = sys.modules[__name__.partition(".")[0]]
+if not hasattr(_package, "Rule"):
+    _found = f"the package uniclip in {', '.join(_package.__path__)} is not that of uniclip-gradients, or not all of it"
     _why = "the clipboard tool called uniclip writes to the same folder, and the one installed last wins"
     _repair = "pip uninstall uniclip; then pip install --force-reinstall --no-deps uniclip-gradients"
     _msg = f"{_found}: {_why}. To repair it: {_repair}"
@@ -30,7 +32,7 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
         If it clips the gradients of single examples, which optimizers do not get.
     """
     rule = as_rule(rule)
-    if _by_example(rule):
+    if any(map(_is_by_example, walk_rules(rule))):
         msg = (
             f"{short(rule)} clips the gradients of single examples, and an optimizer gets those of the batch: sum them "
             "by uc.clip_and_sum before, and give that, divided by their number, to the optimizer"
@@ -44,18 +46,14 @@ def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None
 
     Where it does not, the rule asks no more: at a step there may be only some of the leaves.
     """
-    label, where = getattr(getattr(rule, "scope", None), "label", everything), getattr(rule, "where", None)
-    if label not in {None, everything}:
-        refuse_one_answer(
-            "scopes.groups(label)", label, paths, [label(*pair) for pair in zip(paths, leaves, strict=True)]
-        )
-    if where is not None:
-        answers = [bool(where(*pair)) for pair in zip(paths, leaves, strict=True)]
-        refuse_one_answer("masked(rule, where)", where, paths, answers)
-    if hasattr(rule, "tells_apart"):
-        rule.tells_apart.append(True)
-    for one in inside(rule):
-        refuse_one_answer_in(one, paths, leaves)
+    for inner in walk_rules(rule):
+        label, where = getattr(getattr(inner, "scope", None), "label", everything), getattr(inner, "where", None)
+        for what, function in (("scopes.groups(label)", label), ("masked(rule, where)", where)):
+            if function not in {None, everything}:
+                answers = [function(*pair) for pair in zip(paths, leaves, strict=True)]
+                refuse_one_answer(what, function, paths, answers if function is label else list(map(bool, answers)))
+        if hasattr(inner, "tells_apart"):
+            inner.tells_apart.append(True)
 
 
 def refuse_record(record: Any, all_reduce: Any = None) -> None:
@@ -80,17 +78,10 @@ def refuse_record(record: Any, all_reduce: Any = None) -> None:
 
 def looks_at(what: str, rule: Any) -> bool:
     """Whether the limit of a rule, or of a rule inside it, uses ``"loss"`` or ``"params"``."""
-    needs = getattr(getattr(rule, "limit", None), "needs", ())
-    return what in needs or any([looks_at(what, one) for one in inside(rule)])
+    return any([what in getattr(getattr(inner, "limit", None), "needs", ()) for inner in walk_rules(rule)])
 
 
-def _by_example(rule: Any) -> bool:
-    """Whether a rule, or one inside it, has a norm for each example."""
+def _is_by_example(rule: Any) -> bool:
+    """Whether a rule has a norm for each example."""
     scope, limit = getattr(rule, "scope", None), getattr(rule, "limit", None)
-    by_layer = scope == each_row and isinstance(limit, Split)  # uniclip.by_example_layer_norm
-    return by_layer or scope == each_example or any(map(_by_example, inside(rule)))
-
-
-def inside(rule: Any) -> list[Any]:
-    """Return the rules inside a rule."""
-    return [*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else [])]
+    return scope == each_example or (scope == each_row and isinstance(limit, Split))  # uniclip.by_example_layer_norm

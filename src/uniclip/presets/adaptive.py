@@ -10,6 +10,7 @@ import math
 from numbers import Real
 
 from uniclip._errors import number, whole, within
+from uniclip._types import NonFinite
 from uniclip.curves import normalize, reject
 from uniclip.limits import (
     Ema,
@@ -22,7 +23,6 @@ from uniclip.limits import (
     ZScore,
 )
 from uniclip.limits.zscores import Target
-from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, each_entry, each_leaf
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 
-from uniclip._types import Number
+from uniclip._types import NonFinite, Number
 from uniclip.curves import Curve, NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
 from uniclip.limits.base import MaxNorm
-from uniclip.nonfinite import NonFinite
 from uniclip.rules import Rule
 from uniclip.scopes import each_example, each_row
 

@@ -9,12 +9,11 @@ from numbers import Real
 from typing import Any
 
 from uniclip._errors import check
-from uniclip._types import Number
+from uniclip._types import NonFinite, Number
 from uniclip.arraywise import ByValue
 from uniclip.curves import Curve, RejectAbove, hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.limits.base import MaxNorm
-from uniclip.nonfinite import NonFinite
 from uniclip.norms import RMS, Norm
 from uniclip.rules import Rule
 from uniclip.scopes import Label, Scope, all_leaves, each_leaf, groups

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from uniclip._types import Array, Number
+from uniclip._types import Array, NonFinite, Number
 from uniclip.limits import Relative, TrustRatio
-from uniclip.nonfinite import NonFinite
 from uniclip.norms import Norm
 from uniclip.rules import Rule
 from uniclip.scopes import Scope, each_leaf, each_row, unit

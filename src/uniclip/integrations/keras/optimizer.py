@@ -16,7 +16,6 @@ from uniclip._errors import counted, short
 from uniclip.arraywise import AnyRule
 from uniclip.backends import DEFAULT, backend_of
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.keras.checks import refuse_optimizer
 from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
 from uniclip.integrations.keras.variables import parts_of, paths_of, replicated, stand_in, summed, value_of, when
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
@@ -24,6 +23,12 @@ from uniclip.saved import from_dict, to_dict
 
 _WINDOW = len(AVERAGED) + 2
 """How many numbers are of a window: sums, the number of its steps, and the largest norm."""
+_INSTEAD = {
+    "clipnorm": "uc.by_norm({0!r})",
+    "global_clipnorm": "uc.by_global_norm({0!r})",
+    "clipvalue": "uc.by_value(-{0!r}, {0!r})",
+}
+"""The rules that do the same as Keras' own options."""
 
 
 @keras.saving.register_keras_serializable(package="uniclip")
@@ -79,7 +84,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             clipped = f"inner is clipped already, by {short(inner.rule)}"
             msg = f"{clipped}: chain the rules, ClippedOptimizer(inner, uc.chain(a, b))"
             raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
-        refuse_optimizer(inner)
+        _refuse_optimizer(inner)
         super().__init__(
             learning_rate=lambda: self.learning_rate,  # a number would become a variable itself
             loss_scale_factor=loss_scale_factor,
@@ -107,7 +112,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
             return
         variables = list(variables)
         self.inner.build(variables)
-        refuse_optimizer(self.inner)  # again: a MultiOptimizer may only now have chosen those inside
+        _refuse_optimizer(self.inner)  # again: a MultiOptimizer may only now have chosen those inside
         self._paths = paths_of(variables)
         self._stand_ins = OrderedDict(zip(self._paths, map(stand_in, variables), strict=True))
         first, self._spec = optree.tree_flatten(self.rule.init(self._stand_ins))
@@ -306,3 +311,32 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         """Return the optimizer described by a config."""
         inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
         return cls(**{**config, "inner": inner, "rule": rule_from_config(config["rule"], custom_objects)})
+
+
+def _refuse_optimizer(inner: Any, name: str = "inner") -> None:
+    """Refuse objects that are not optimizers, and optimizers that do what the wrapper has to do."""
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        msg = f"inner must be a keras.optimizers.Optimizer, such as keras.optimizers.Adam(), got {short(inner)}"
+        raise TypeError(msg)
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        msg = (
+            "inner is a LossScaleOptimizer, which unscales the gradients only after they are clipped: put it outside, "
+            "LossScaleOptimizer(ClippedOptimizer(optimizer, rule))"
+        )
+        raise ValueError(msg)  # noqa: TRY004 - an optimizer it is
+    for number, one in enumerate(getattr(inner, "optimizers", ())):  # those of a MultiOptimizer
+        _refuse_optimizer(one, f"inner.optimizers[{number}], of some of the variables,")
+    for option, preset in _INSTEAD.items():
+        value = getattr(inner, option)
+        if value is not None:
+            instead = f", and give {preset.format(value)} as the rule" if value > 0 else ", which Keras takes for none"
+            msg = f"{name} clips by itself, {option}={value!r}: leave that out{instead}"
+            raise ValueError(msg)
+    for option in ("loss_scale_factor", "gradient_accumulation_steps"):
+        value = getattr(inner, option)
+        if value is not None:
+            msg = (
+                f"{name} has {option}={value!r}, and would act after the gradients are clipped: leave that out, and "
+                f"give it to the wrapper, ClippedOptimizer(inner, rule, {option}={value!r})"
+            )
+            raise ValueError(msg)

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from uniclip._errors import LIMIT, article, nonnegative, number, short, within
-from uniclip._types import Array, Step
+from uniclip._types import Array, NonFinite, Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.integrations.torch.processes import refuse_parts
 from uniclip.joins import AllReduce, Shared
 from uniclip.limits import NoState
-from uniclip.nonfinite import NonFinite
 from uniclip.presets.fixed import by_global_norm, by_value
 from uniclip.rules import Rule
 from uniclip.step import decide

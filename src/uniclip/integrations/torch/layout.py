@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from uniclip._errors import short
+from uniclip._types import Path
 from uniclip.arraywise import AnyRule
 from uniclip.backends.dtensor import is_dtensor
-from uniclip.integrations import inside, rule_for_steps
+from uniclip.combine import walk_rules
+from uniclip.integrations import rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.optimizer import Names, attach, names_of
 from uniclip.integrations.torch.processes import several
-from uniclip.scopes import Path
 from uniclip.tree import flatten, place
 
 _WHAT_TO_DO = (
@@ -290,7 +291,7 @@ def _in_a_row(parts: list[_Leaf], rule: Any) -> _Leaf:
 
 def _along_axes(rule: Any) -> bool:
     """Whether a rule, or one inside it, has norms along axes."""
-    return getattr(getattr(rule, "scope", None), "axes", None) is not None or any(map(_along_axes, inside(rule)))
+    return any([getattr(getattr(inner, "scope", None), "axes", None) is not None for inner in walk_rules(rule)])
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:

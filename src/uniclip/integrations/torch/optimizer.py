@@ -28,10 +28,9 @@ from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwra
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
-from uniclip.labels import labels_of, shown
 from uniclip.report import Report
 from uniclip.rules import BaseRule, Rule
-from uniclip.saved import renamed
+from uniclip.saved import labels_of, renamed, shown
 from uniclip.tree import place
 
 if TYPE_CHECKING:

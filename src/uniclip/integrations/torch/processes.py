@@ -13,8 +13,7 @@ from uniclip._errors import refuse_in_step, short
 from uniclip.arraywise import ByValue
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.combine import Chain
-from uniclip.integrations import inside
+from uniclip.combine import Chain, walk_rules
 from uniclip.joins import Loss, reducer_of
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves, everything
@@ -67,7 +66,7 @@ def of_whole_tree(rule: Any) -> bool:
 def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
     """Refuse to join norms of leaves without names, since other processes have leaves with the same numbers."""
     unnamed = [p for group in param_groups if "param_names" not in group for p in group["params"] if p not in names]
-    if unnamed and _each_leaf(rule):
+    if unnamed and any(map(_is_by_leaf, walk_rules(rule))):
         msg = (
             f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, but the optimizer knows "
             "its parameters by their numbers only: give their names, by attach(optimizer, rule, names=model), or to "
@@ -76,9 +75,8 @@ def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
         raise ValueError(msg)
 
 
-def _each_leaf(rule: Any) -> bool:
-    label = getattr(getattr(rule, "scope", everything), "label", everything)
-    return label is None or any(map(_each_leaf, inside(rule)))
+def _is_by_leaf(rule: Any) -> bool:
+    return getattr(getattr(rule, "scope", everything), "label", everything) is None
 
 
 def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
