@@ -17,7 +17,7 @@ from uniclip.backends.base import cast
 from uniclip.limits import NoState
 from uniclip.report import Report
 from uniclip.rules import BaseRule
-from uniclip.tree import open_tree, same_memory
+from uniclip.tree import open_tree
 
 
 class EachArray(BaseRule):
@@ -39,8 +39,7 @@ class EachArray(BaseRule):
                     _with_place(given.place, number, self._refuse_rows, arrays[number])
                 changes[number] = _with_place(given.place, number, self._change, backend, arrays[number], step.in_place)
             if step.in_place:
-                later = same_memory(backend, given.leaves, given.place)
-                again = later - given.later_copies(later)
+                again = given.find_shared()[1]
                 written = [number for number in changes if number not in again]
                 for number in written:
                     _with_place(given.place, number, backend.write, arrays[number], *changes[number])

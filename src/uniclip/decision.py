@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from uniclip.backends.base import HOST, LIBRARY, Lane, cast
 from uniclip.choices import Choices
 from uniclip.plan import Plan, plan_of
 from uniclip.report import LazyReport, Report, StepValues, report_of
-from uniclip.tree import Opened, open_tree, same_memory
+from uniclip.tree import Opened, open_tree
 
 
 class Decision(NamedTuple):
@@ -35,7 +34,7 @@ class Decision(NamedTuple):
         backend, zero = given.backend, self.rule.zeroes
         if given.in_place:
             with backend.quiet(given.first):
-                write_products(given, factors, zero=zero)
+                given.multiply_in_place(factors, zero=zero)
             return given.spec.unflatten(given.leaves)
         arrays = list(given.arrays)
         if not factors:
@@ -100,29 +99,6 @@ class Decision(NamedTuple):
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
         return report_of(self.values)
-
-
-def write_products(given: Opened, factors: dict[int, Any], *, zero: bool) -> None:
-    """Multiply arrays in place, each memory once; entries that were made 0 are written, too."""
-    backend = given.backend
-    arrays = [given.odd[n].array if n in given.odd else leaf for n, leaf in enumerate(given.leaves)]
-    zeroed = [n for n in given.kinds.present if arrays[n] is not given.arrays[n]]
-    if not (factors or zeroed):
-        return
-    later = same_memory(backend, given.leaves, given.place)
-    again = later and later - given.later_copies(later)
-    for number, odd in given.odd.items():
-        if number in factors and number not in later and number not in zeroed and odd.view is not None:
-            alike = math.prod(getattr(factors[number], "shape", ())) == 1
-            arrays[number] = odd.view if alike else arrays[number]
-    for number in zeroed:
-        if number not in again:
-            backend.write(arrays[number], lambda _, new: new, given.arrays[number])
-    pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
-    if pairs:
-        backend.scale([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
-    changed = {*factors, *zeroed} - again
-    given.write([n for n, odd in given.odd.items() if arrays[n] is odd.array and n in changed])
 
 
 def _refuse_summed(given: Opened, plan: Plan) -> None:

@@ -23,7 +23,7 @@ from uniclip.backends.arrays import broadcasts, refuse_shape, surely
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Lane, cast, finite_or_zero, numbers_in_lane
 from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, rejects, within
-from uniclip.decision import Decision, LaneDecision, write_products
+from uniclip.decision import Decision, LaneDecision
 from uniclip.joins import Loss, Packet, join_of, mean_loss, of_joined_library, refuse_kept_axes
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
 from uniclip.limits.base import Rows
@@ -94,7 +94,7 @@ def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
             return None
         norm, limit, factor = numbers
         if factor != 1:
-            write_products(given, dict.fromkeys(given.kinds.present, factor), zero=False)
+            given.multiply_in_place(dict.fromkeys(given.kinds.present, factor), zero=False)
         return Lane(norm, limit, factor, given.leaves, given.kinds.device)
 
 

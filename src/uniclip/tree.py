@@ -9,6 +9,7 @@ formats become floating-point arrays here, each in a `Leaf`, in which entries th
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from copy import copy
@@ -83,13 +84,35 @@ class Opened(NamedTuple):
             leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
         return leaves
 
-    def later_copies(self, later: set[int]) -> set[int]:
-        """Return those of some leaves, whose memory is that of earlier ones, that are written from copies nevertheless.
+    def multiply_in_place(self, factors: dict[int, Any], *, zero: bool) -> None:
+        """Multiply arrays, each memory once; entries that were made 0 when the tree was measured are written, too."""
+        backend, odd = self.backend, self.odd
+        arrays = [odd[n].array if n in odd else leaf for n, leaf in enumerate(self.leaves)]
+        zeroed = [n for n in self.kinds.present if arrays[n] is not self.arrays[n]]
+        if not (factors or zeroed):
+            return
+        shared, again = self.find_shared()
+        for number, leaf in odd.items():
+            if number in factors and number not in shared and number not in zeroed and leaf.view is not None:
+                alike = math.prod(getattr(factors[number], "shape", ())) == 1
+                arrays[number] = leaf.view if alike else arrays[number]
+        for number in zeroed:
+            if number not in again:
+                backend.write(arrays[number], lambda _, new: new, self.arrays[number])
+        pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
+        if pairs:
+            backend.scale([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
+        changed = {*factors, *zeroed} - again
+        self.write([n for n, leaf in odd.items() if arrays[n] is leaf.array and n in changed])
 
-        They may have other rows in that memory, or other factors, and get new memory.
+    def find_shared(self) -> tuple[set[int], set[int]]:
+        """Return the leaves whose memory is that of earlier ones, and those of them that are not written again.
+
+        Copies of others are written: they may have other rows in that memory, or other factors, and get new memory.
         """
-        copied = {n for n in later & self.odd.keys() if self.odd[n].copied}
-        return {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
+        shared = same_memory(self.backend, self.leaves, self.place)
+        copied = {n for n in shared & self.odd.keys() if self.odd[n].copied}
+        return shared, shared - {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
 
     def write(self, numbers: Iterable[int]) -> None:
         """Write arrays that were changed in place into those leaves that they are copies of."""
