@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "benchmarks")]
 
 import figures  # noqa: E402 - needs the path above
+import house  # noqa: E402 - needs the path above
 import performance_tables  # noqa: E402 - needs the path above
 import rule_figures  # noqa: E402 - needs the path above
 import rule_tables  # noqa: E402 - needs the path above
@@ -31,6 +32,7 @@ def everything() -> None:
         (tables / f"{name}.md").write_text(text, encoding="utf-8")
     figures.draw(pictures)
     rule_figures.draw(pictures)
+    house.refuse_old()
 
 
 if __name__ == "__main__":
