@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,16 @@ import uniclip as uc
 from kit.frameworks import Framework
 from kit.rules import double, every_rule, first_key
 from kit.trees import leaves, mapped
+from uniclip import insight
+
+
+@dataclass
+class Pair:
+    """Two gradients."""
+
+    one: Any
+    other: Any
+
 
 on_numpy = pytest.mark.needs("numpy")
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
@@ -201,3 +212,32 @@ def test_a_limit_that_is_changed_later(framework: Framework) -> None:
         _, after = uc.clip(made(framework, EXAMPLES), rule)
         for report, value in ((before, 2.0), (after, 77.0)):
             assert {framework.numpy(one).item() for one in leaves([report.limits])} == {value}
+
+
+@pytest.mark.needs("jax")
+def test_reports_of_jax_are_trees_of_one_kind() -> None:
+    """In one program a report of now meets one that came in, and both are taken together."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.jit
+    def step(grads: Any, most: uc.Report) -> uc.Report:
+        return jax.tree.map(jnp.maximum, most, uc.clip(grads, uc.by_norm(1.0))[1])
+
+    most = uc.clip({"a": jnp.asarray([5.0])}, uc.by_norm(1.0))[1]
+    for norm in (2.0, 9.0):
+        most = step({"a": jnp.asarray([norm])}, most)
+        assert isinstance(most, uc.Report)
+    assert (float(most.norms["a"]), bool(most.clipped), most.skipped) == (9.0, True, None)
+    assert float(most.scalars()["clip/norm"]) == 9.0
+
+
+def test_a_report_of_classes(framework: Framework) -> None:
+    """The fields of a report have the form of the gradients, and are read as they are, also in a copy."""
+    rows: list[dict[str, Any]] = []
+    tree = Pair(framework.array([3.0]), framework.array([4.0]))
+    for one in (report := uc.clip(tree, uc.by_norm(1.0))[1], copy.copy(report)):
+        with insight.Recorder(rows.append) as record:
+            record(one)
+    assert isinstance(report.norms, Pair)
+    assert [row["clip/norm"] for row in rows] == [4.0, 4.0]

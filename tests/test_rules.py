@@ -302,6 +302,40 @@ def test_own_rules_in_chains_and_masks(framework: Framework) -> None:
     assert framework.numpy(report.clipped)
 
 
+class Around:
+    """A rule of one's own around another one, with memory and without all that uniclip's rules have."""
+
+    memory = True
+
+    def __init__(self) -> None:
+        self.rule = uc.Rule(uc.limits.ZScore(2.0, 0.5, warmup=2), scope=uc.scopes.each_leaf)
+
+    def init(self, grads: Any) -> Any:
+        """Return its state."""
+        return self.rule.init(grads)
+
+    def update(self, *arguments: Any, **others: Any) -> Any:
+        """Take its step."""
+        return self.rule.update(*arguments, **others)
+
+
+class Twice(uc.Rule):
+    """A rule that updates in its own way."""
+
+    def update(self, *arguments: Any, **others: Any) -> Any:
+        """Double what it returns."""
+        clipped, *rest = super().update(*arguments, **others)
+        return ({key: 2 * grad for key, grad in clipped.items()}, *rest)
+
+
+def test_own_rules_take_their_own_steps(framework: Framework) -> None:
+    """A holder calls what a rule has, also that of a class made of uniclip's, and asks no more of it."""
+    own = uc.Clipper(Around())
+    clipped = [own({"a": framework.array([norm])})["a"] for norm in (1.0, 1.0, 99.0)]
+    assert [float(framework.numpy(grad)[0]) for grad in clipped] == [1.0, 1.0, 1.0]
+    close_trees(framework, uc.Clipper(Twice(1.0))({"a": framework.array([5.0])}), {"a": np.asarray([2.0])}, 1e-6)
+
+
 # --- Functions, limits and curves of one's own
 
 

@@ -109,7 +109,7 @@ class Arithmetic:
             return np.asarray(array, self.dtypes[1])
         return cast(self.library.xp, array, self.dtypes[0])
 
-    def like_norms(self, value: Any, norms: Any) -> Any:
+    def cast_limit(self, value: Any, norms: Any) -> Any:
         """Return a limit in the dtype of norms, as an array that broadcasts against them."""
         return (
             cast(self.xp, value, norms.dtype) if hasattr(value, "shape") else self.xp.asarray(value, dtype=norms.dtype)

@@ -20,7 +20,7 @@ from uniclip._types import Number, Step, T
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives, to_lists
 from uniclip.joins import AllReduce, Loss, Shared
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, has_values, read_arrays
+from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, can_keep, read_arrays
 from uniclip.rules import take_step
 from uniclip.saved import (
     Leaves,
@@ -106,7 +106,6 @@ class Clipper:
         check("record", record, fits, 'a recorder, such as uniclip.insight.Recorder("run.jsonl")')
         self.rule, self.record = as_rule(rule), record
         self._last = _Last()
-        self._labelled = labelled(self.rule)
         self._window: _Window | None = None
 
     def __repr__(self) -> str:
@@ -229,7 +228,7 @@ class Clipper:
             return to_saved(self.rule, last.loaded, convert)
         if last.state is None or not self.rule.memory:
             return {}
-        known = last.leaves is not None or self._labelled
+        known = last.leaves is not None or labelled(self.rule)
         saved = Saved(last.leaves if known else leaves_of(self.rule, flatten([])), values_of(last.state))
         return to_saved(self.rule, saved if last.kept is None else merge_states(self.rule, saved, last.kept), convert)
 
@@ -312,7 +311,7 @@ class Clipper:
 
     def _step(self, grads: Any, step: Step) -> tuple[Any, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
-        if state is None or self._labelled or (self.record is not None and self.record.leaves):
+        if state is None or labelled(self.rule) or (self.record is not None and self.record.leaves):
             grads = flat = flatten(grads)
             nothing = all([leaf is None for leaf in flat.leaves])
             if nothing and self.rule.memory and step.all_reduce is None:
@@ -377,7 +376,7 @@ class _Window:
 
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
-        if not has_values(report):
+        if not can_keep(report):
             return
         with self._lock:
             self._waiting.append(report)

@@ -120,13 +120,6 @@ class Chain(BaseRule):
         return grads, tuple(new) if finite is None else state_where(finite, tuple(new), state), report
 
 
-def walk_rules(rule: Any) -> Iterator[Any]:
-    """Yield a rule, and all rules inside of it."""
-    yield rule
-    for inner in (*getattr(rule, "rules", ()), *([rule.rule] if hasattr(rule, "rule") else ())):
-        yield from walk_rules(inner)
-
-
 @dataclass(frozen=True, repr=False)
 class Masked(BaseRule):
     """What `masked` returns."""
@@ -187,6 +180,13 @@ class Masked(BaseRule):
             leaf if leaf is not None and _truth(self.where(path, leaf)) else None
             for path, leaf in zip(paths, leaves, strict=True)
         ]
+
+
+def walk_rules(rule: Any) -> Iterator[Any]:
+    """Yield a rule, and those inside of it, of chains and masks."""
+    yield rule
+    for inner in rule.rules if isinstance(rule, Chain) else [rule.rule] if isinstance(rule, Masked) else ():
+        yield from walk_rules(inner)
 
 
 def _truth(answer: Any) -> bool:

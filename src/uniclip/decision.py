@@ -141,9 +141,9 @@ class LaneDecision(NamedTuple):
 
     def report(self) -> Report:
         """Return the report, which holds no gradient, and is arranged on first access."""
-        return LazyReport(self._replace(lane=self.lane._replace(leaves=[]), close=list, state=None).values)
+        return LazyReport(self._replace(lane=self.lane._replace(leaves=[]), close=list, state=None).make_values)
 
-    def values(self) -> StepValues:
+    def make_values(self) -> StepValues:
         """Return the data of the report."""
         lane, norm, read = self.lane, self.norms(), isinstance(self.lane.norm, float)
         plan = plan_of(self.rule, open_tree(norm), HOST if read else LIBRARY)  # of one norm, whatever the leaves

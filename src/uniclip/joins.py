@@ -38,7 +38,7 @@ Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 
 
 class Layout(Protocol):
-    """What is needed of a plan, which is made of what is here."""
+    """The attributes of `uniclip.plan.Plan` that are used here, where plans cannot be imported."""
 
     kinds: Kinds
     math: Arithmetic
@@ -201,11 +201,7 @@ class Joins:
     def _over_owners(self, trees: list[Opened], terms: list[Terms], packet: Packet) -> tuple[list[Any], Packet]:
         """Return the rows of each block of each tree, and the packet, joined over the owners of distributed leaves."""
         plan = self._plan
-        sums: list[dict[int, Any]] = []
-        for tree, added in zip(trees, terms, strict=True):
-            alone = added._replace(counts=[1] * len(added.arrays), blocks=list(map(sum, added.in_blocks(added.counts))))
-            rows = [row for rows in plan.math.sums(tree, alone) for row in plan.math.backend.unstack(rows)]
-            sums.append({number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0})
+        sums = [self._sums_of_leaves(*pair) for pair in zip(trees, terms, strict=True)]
         if packet.present is not None:
             sums.append({number: np.ones(()) for number in plan.order if number >= 0})
         op = op_of(terms[0].p) if terms else "sum"
@@ -235,6 +231,13 @@ class Joins:
         count = len(trees) * len(plan.blocks)
         present = None if packet.present is None else blocks[count:]
         return blocks[:count], packet._replace(losses=scalars.losses, unsound=scalars.unsound, present=present)
+
+    def _sums_of_leaves(self, tree: Opened, terms: Terms) -> dict[int, Any]:
+        """Return the sums of each leaf, by its number."""
+        plan, blocks = self._plan, list(map(sum, terms.in_blocks(terms.counts)))
+        alone = terms._replace(counts=[1] * len(terms.arrays), blocks=blocks)
+        rows = [row for rows in plan.math.sums(tree, alone) for row in plan.math.backend.unstack(rows)]
+        return {number: row for number, row in zip(plan.order, rows, strict=True) if number >= 0}
 
     def _nothing(self, tree: Opened | None, number: int) -> Any:
         """Return the sums of an absent part of a distributed leaf, or how many gradients that is."""

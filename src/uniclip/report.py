@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from operator import and_, or_
 from typing import Any, Literal, NamedTuple
@@ -13,10 +13,11 @@ import numpy as np
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
+from uniclip._errors import short
 from uniclip.backends import DEFAULT, Backend, backend_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
 from uniclip.plan import Plan
-from uniclip.tree import flatten
+from uniclip.tree import NAMESPACE, flatten
 
 NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
 LOGGED = (NORM, LIMIT, "clip/threshold", "clip/factor", SHARE, "clip/skipped")
@@ -81,9 +82,9 @@ class Report:
 
     __slots__ = ()
 
-    def __new__(cls, *fields: Any) -> Report:  # noqa: PYI034 - a subclass
-        """Return a report of its fields; none for a rule that measures no norm."""
-        return FilledReport(*fields or [None] * len(FIELDS)) if cls is Report else object.__new__(cls)
+    def __new__(cls, *_: Any) -> Report:  # noqa: PYI034 - a subclass
+        """Return the report of a rule that measures no norm: every field is ``None``."""
+        return FilledReport(*[None] * len(FIELDS)) if cls is Report else object.__new__(cls)
 
     norms: Any
     limits: Any
@@ -157,61 +158,60 @@ class FilledReport(NamedTuple("Fields", [(name, Any) for name in FIELDS]), Repor
 
 
 class LazyReport(Report):
-    """A report whose fields are arranged when they are asked for."""
+    """A report whose fields are arranged when they are asked for; pytree libraries open it into its fields."""
 
     __slots__ = ("_fields", "_values")
 
-    def __init__(self, values: StepValues | Callable[[], StepValues]) -> None:
+    def __init__(self, values: StepValues | Callable[[], StepValues] | None, fields: Iterable[Any] = ()) -> None:
         self._values = values
-        self._fields: dict[str, Any] = {}
+        self._fields: dict[str, Any] = dict(zip(FIELDS, fields, strict=False))
 
     @property
-    def values(self) -> StepValues:
-        """What the step made, asked for once."""
-        if not isinstance(self._values, StepValues):
+    def values(self) -> StepValues | None:
+        """What the step made, asked for once; ``None`` if only the fields are known."""
+        if callable(self._values):
             self._values = self._values()
         return self._values
 
     @property
-    def compiled(self) -> bool:
-        """Whether it is of code that is compiled."""
-        return isinstance(self._values, StepValues) and self._values.plan.math.compiled
+    def can_keep(self) -> bool:
+        """Whether it may outlive the running code; nothing is arranged."""
+        if self._values is None:
+            return outlives(optree.tree_leaves(self._fields))  # type: ignore[arg-type]
+        return callable(self._values) or not self._values.plan.math.compiled  # no lane takes what is compiled
+
+    def without_skip(self) -> Report:
+        """Return it without ``skipped``; a lane, whose values are not asked for yet, skips none."""
+        if callable(self._values):
+            return self
+        fields = [None if name == "skipped" else self._fields[name] for name in self._fields]
+        return LazyReport(self._values and self._values._replace(skipped=None), fields if self._values is None else ())
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars for a logger, under the same names for every rule; in NumPy's arrays where it can be."""
-        plan, norms, limits, factors, thresholds, _, skipped = self.values
+        """Return the scalars for a logger, under the same names for every rule; most are made without the fields."""
+        values = self.values
+        if values is None:
+            return super().scalars()
+        plan, norms = values.plan, values.norms
         some_absent = any([block.absent for block in plan.blocks]) and not plan.one_norm
         if not norms or some_absent or any([0 in n.shape for n in norms]):
             return super().scalars()
         with plan.math.library.quiet():
-            limits, thresholds = (list(map(plan.math.like_norms, some, norms)) for some in (limits, thresholds or []))
-            scalars = scalars_of(plan.math.backend, norms, limits, factors, skipped, thresholds)
+            limits = list(map(plan.math.cast_limit, values.limits, norms))
+            thresholds = list(map(plan.math.cast_limit, values.thresholds or (), norms))
+            scalars = scalars_of(plan.math.backend, norms, limits, values.factors, values.skipped, thresholds)
             return {name: plan.math.to_library(value) for name, value in scalars.items()}
 
     def __getattr__(self, name: str) -> Any:
         _refuse_name(name)
-        if name in self._fields:
+        if name in self._fields or self.values is None:
             return self._fields[name]
-        with self.values.plan.math.library.quiet():
-            field = self._arrange(name)
-        if not self.compiled:  # where it may be of a branch
+        math_ = self.values.plan.math
+        with math_.library.quiet():
+            field = _arrange(self.values, name)
+        if not math_.compiled:  # a tracer of one branch must not be found in another
             self._fields[name] = field
         return field
-
-    def _arrange(self, name: str) -> Any:
-        """Return a field in arrays of the gradients' library."""
-        values, plan, xp = self.values, self.values.plan, self.values.plan.math.xp
-        if name == "clipped":
-            same = plan.math.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
-            return plan.math.to_library(xp.logical_not(same))
-        if name == "finite":
-            return plan.math.to_library(plan.math.finite(values.norms, values.entries_finite))
-        arrays = getattr(values, name)
-        if arrays is None or name == "skipped":
-            return arrays if arrays is None else plan.math.to_library(arrays)
-        if name in {"limits", "thresholds"}:
-            arrays = [xp.zeros_like(n) + value for n, value in zip(values.norms, arrays, strict=True)]
-        return plan.arrange(list(map(plan.math.to_library, arrays)))
 
     def __getitem__(self, number: int | slice) -> Any:
         return tuple(self)[number]
@@ -221,9 +221,34 @@ class LazyReport(Report):
         return FilledReport, tuple(self)
 
 
-_WAYS: Any = lambda report: (tuple(report), None), lambda _, fields: FilledReport(*fields)
-optree.register_pytree_node(LazyReport, *_WAYS, namespace=EVERYWHERE)
-NODES.append((LazyReport, *_WAYS))
+def _arrange(values: StepValues, name: str) -> Any:
+    """Return a field in arrays of the gradients' library."""
+    plan, xp = values.plan, values.plan.math.xp
+    if name == "clipped":
+        same = plan.math.all([xp.equal(factors, xp.ones_like(factors)) for factors in values.factors])
+        return plan.math.to_library(xp.logical_not(same))
+    if name == "finite":
+        return plan.math.to_library(plan.math.finite(values.norms, values.entries_finite))
+    arrays = getattr(values, name)
+    if arrays is None or name == "skipped":
+        return arrays if arrays is None else plan.math.to_library(arrays)
+    if name in {"limits", "thresholds"}:
+        arrays = [xp.zeros_like(n) + value for n, value in zip(values.norms, arrays, strict=True)]
+    return plan.arrange(list(map(plan.math.to_library, arrays)))
+
+
+def _open(report: Any) -> tuple[tuple[Any, ...], None]:
+    """Return the fields of a lazy report, its children as a node of a tree."""
+    return tuple(report), None
+
+
+def _close(_: None, fields: Iterable[Any]) -> LazyReport:
+    """Return a lazy report, whatever the fields have become."""
+    return LazyReport(None, fields)
+
+
+optree.register_pytree_node(LazyReport, _open, _close, namespace=EVERYWHERE)  # type: ignore[arg-type]
+NODES.append((LazyReport, _open, _close))
 
 
 class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
@@ -269,7 +294,7 @@ def _refuse_name(name: str) -> None:
 
 
 def report_of(values: StepValues) -> Report:
-    """Return the report of a step; of compiled code with all of its fields, where its outputs must be tuples."""
+    """Return the report of a step; of compiled code one that is filled, unless its compiler opens lazy ones."""
     report, math_ = LazyReport(values), values.plan.math
     return FilledReport(*report) if math_.compiled and not math_.library.opens_nodes else report
 
@@ -279,16 +304,18 @@ def without_skip(report: Any) -> Report:
     if isinstance(report, ChainReport):
         return ChainReport(tuple(map(without_skip, report.rules)))
     if isinstance(report, LazyReport):
-        return LazyReport(report.values._replace(skipped=None))
+        return report.without_skip()
     return FilledReport(*[None if name == "skipped" else getattr(report, name) for name in FIELDS])
 
 
-def has_values(report: Report) -> bool:
+def can_keep(report: Any) -> bool:
     """Whether a report may outlive the running code; nothing is arranged."""
     if isinstance(report, ChainReport):
-        return all(map(has_values, report.rules))
-    fields: Any = tuple(report) if isinstance(report, FilledReport) else ()
-    return outlives(optree.tree_leaves(fields)) and not (isinstance(report, LazyReport) and report.compiled)
+        return all(map(can_keep, report.rules))
+    if isinstance(report, LazyReport):
+        return report.can_keep
+    fields: Any = tuple(report)
+    return outlives(optree.tree_leaves(fields))
 
 
 def keep_arrays(tree: Any) -> Any:
@@ -301,16 +328,17 @@ def read_arrays(tree: Any) -> Any:
     return _move_arrays(tree, "to_host")
 
 
-def _is_lazy(part: Any) -> bool:
-    return isinstance(part, LazyReport)
+def has_values(part: Any) -> bool:
+    """Whether an object is a lazy report whose fields were not given: it is of one step."""
+    return isinstance(part, LazyReport) and part.values is not None
 
 
 def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
     """Return a tree of reports and small arrays with others in their places; no report is arranged."""
-    parts, outer = optree.tree_flatten(tree, is_leaf=_is_lazy)
-    plans = [part.values.plan if _is_lazy(part) else None for part in parts]
-    opened: Any = [part.values._replace(plan=None) if _is_lazy(part) else part for part in parts]
-    arrays, inner = optree.tree_flatten(opened)
+    parts, outer = optree.tree_flatten(tree, is_leaf=has_values, namespace=NAMESPACE)
+    plans = [part.values.plan if has_values(part) else None for part in parts]
+    opened: Any = [part.values._replace(plan=None) if has_values(part) else part for part in parts]
+    arrays, inner = optree.tree_flatten(opened, namespace=NAMESPACE)
     moved: Any = inner.unflatten(_move_by_library(arrays, hook))
     for number, plan in enumerate(plans):
         if plan is not None:
@@ -320,8 +348,8 @@ def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
 
 def backend_in(tree: Any) -> Backend | None:
     """Return the backend of the gradients of a report, or that of a tree of arrays; ``None`` if unknown."""
-    parts = optree.tree_leaves(tree, is_leaf=_is_lazy)
-    known = [part.values.plan.math.library if _is_lazy(part) else backend_of(part) for part in parts]
+    parts = optree.tree_leaves(tree, is_leaf=has_values, namespace=NAMESPACE)
+    known = [part.values.plan.math.library if has_values(part) else backend_of(part) for part in parts]
     return next(filter(None, known), None)
 
 
@@ -334,7 +362,10 @@ def _move_by_library(arrays: list[Any], hook: Literal["to_keep", "to_host"]) -> 
             theirs.setdefault(type(array), []).append(number)
     for numbers in theirs.values():
         alike = [arrays[number] for number in numbers]
-        backend: Any = next(filter(None, map(backend_of, alike)))  # flags alone do not tell their library
+        backend = next(filter(None, map(backend_of, alike)), None)  # flags alone do not tell their library
+        if backend is None:
+            msg = f"a report holds {short(alike[0])}, which is no array"
+            raise TypeError(msg)
         if any(map(backend.traced, alike)):
             msg = "inside of code that is compiled there are no values to read: return the report, and use it outside"
             raise TypeError(msg)

@@ -135,7 +135,7 @@ class Rule(Choices, BaseRule):
 
 def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
     """Take a step by a rule of any class; ``grads`` may be `uniclip.tree.Flat`."""
-    if isinstance(rule, BaseRule):
+    if isinstance(rule, BaseRule) and type(rule).update is BaseRule.update:
         return rule._run(grads, state, step)  # noqa: SLF001 - without the arguments of `update`
     grads = grads.unflatten() if isinstance(grads, Flat) else grads
     return rule.update(

@@ -411,7 +411,7 @@ def identity(rule: Any) -> str:
     if isinstance(rule, Masked):
         return f"masked({identity(rule.rule)})"
     if isinstance(rule, Rule):
-        return f"{_limit(rule.limit)} of {_norm(rule.norm)} over {_scope(rule.scope)}"
+        return f"{_describe_limit(rule.limit)} of {_describe_norm(rule.norm)} over {_describe_scope(rule.scope)}"
     return type(rule).__name__
 
 
@@ -461,10 +461,10 @@ def shown(labels: list[str]) -> str:
     return ", ".join(names) + (f" and {len(labels) - 5} more" if len(labels) > len(names) else "")
 
 
-def _limit(limit: Any) -> str:
+def _describe_limit(limit: Any) -> str:
     """Return the kind of a limit, with the parameters that its state depends on."""
     if isinstance(limit, PerGroup):
-        inside = [f"{stable(repr(label))}: {_limit(inner)}" for label, inner in limit.limits if inner.memory]
+        inside = [f"{stable(repr(label))}: {_describe_limit(inner)}" for label, inner in limit.limits if inner.memory]
         return f"PerGroup({', '.join(sorted(inside))})"
     values = {f.name: getattr(limit, f.name) for f in fields(limit)} if is_dataclass(limit) else {}
     shown = [f"window={int(values['window'])}"] if "window" in values else []
@@ -472,12 +472,12 @@ def _limit(limit: Any) -> str:
     return type(limit).__name__ + (f"({', '.join(shown)})" if shown else "")
 
 
-def _norm(norm: Norm) -> str:
+def _describe_norm(norm: Norm) -> str:
     name = repr(norm).rpartition(".")[2]
     return name if name.isidentifier() else f"{type(norm).__name__}({float(norm.ord):g}, {float(norm.size_power):g})"
 
 
-def _scope(scope: Scope) -> str:
+def _describe_scope(scope: Scope) -> str:
     """Return which leaves share a norm, and along which axes."""
     joined = "each leaf" if scope.label is None else "all leaves" if scope.label is everything else "groups of leaves"
     axes = scope.axes

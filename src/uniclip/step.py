@@ -31,7 +31,7 @@ from uniclip.params import with_params
 from uniclip.plan import Block, Plan, plan_of, refuse_rows
 from uniclip.report import StepValues
 from uniclip.sums import divisors_of, norms_of, sizes_of
-from uniclip.tree import Opened, flatten_quickly, open_tree
+from uniclip.tree import Opened, flatten_known, open_tree
 
 NUMBERS = (float, int, np.float32, np.bool_)
 """The types that are a limit by themselves (float64 is a float); longdouble is wider."""
@@ -69,7 +69,7 @@ def decide(
     alone = all([value is None for value in (step.params, step.all_reduce, step.loss, step.norm, step.shared)])
     takes_lane = rule.simple and alone and type(limit) in {float, int}
     if takes_lane:
-        leaves, spec = flatten_quickly(grads)
+        leaves, spec = flatten_known(grads)
         first = next((leaf for leaf in leaves if leaf is not None), None)
         backend = None if first is None else MET.get(type(first)) or backend_of(first)
         lane = None if backend is None else backend.lane(leaves, limit, in_place=step.in_place)

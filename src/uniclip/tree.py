@@ -26,7 +26,7 @@ from uniclip.backends import DEFAULT, MET, Backend, backend_of, flatten_register
 from uniclip.backends.arrays import View, overlapping, overlaps_itself
 from uniclip.backends.base import Kinds, Leaf, cast
 
-_NODES = "uniclip"
+NAMESPACE = "uniclip"
 """The namespace in which optree knows the containers that it does not open by itself."""
 _REGISTERED: set[type] = set()
 _LOCK = Lock()
@@ -175,14 +175,14 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
             msg = f"{name} is an iterator with nothing left in it; pass a list, which can be read twice"
             raise ValueError(msg)
         tree = items
-    leaves, spec = flatten_quickly(tree)
+    leaves, spec = flatten_known(tree)
     others = [leaf for leaf in leaves if leaf is not None and backend_of(leaf) is None]
     return flatten(tree, name) if any([_register(node) for node in others]) else Flat(leaves, spec)
 
 
-def flatten_quickly(tree: Any) -> Any:
-    """Return leaves and structure of a tree, in which a leaf may be a container that is not known yet."""
-    return tree if isinstance(tree, Flat) else optree.tree_flatten(tree, none_is_leaf=True, namespace=_NODES)
+def flatten_known(tree: Any) -> tuple[list[Any], Any]:
+    """Return leaves and structure of a tree; a container of a class that was not met yet is a leaf."""
+    return tree if isinstance(tree, Flat) else optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def _register(node: Any) -> bool:
@@ -192,7 +192,7 @@ def _register(node: Any) -> bool:
     with _LOCK:
         if type(node) not in _REGISTERED:
             ways = _flatten_node, lambda structure, children: structure.unflatten(children)
-            optree.register_pytree_node(type(node), *ways, namespace=_NODES)
+            optree.register_pytree_node(type(node), *ways, namespace=NAMESPACE)
             _REGISTERED.add(type(node))
     return True
 
@@ -257,7 +257,7 @@ def open_tree(tree: Any, name: str = "grads", *, in_place: bool = False, whole: 
         If a leaf is not an array, leaves belong to two frameworks, or ``in_place`` and leaves never change or hold
         integers.
     """
-    leaves, spec = flatten_quickly(tree)
+    leaves, spec = flatten_known(tree)
     present = [leaf for leaf in leaves if leaf is not None]
     met = MET.get(type(present[0])) if present else None
     kinds = None if met is None else met.known.get((name, whole, met.kinds(leaves)))

@@ -8,7 +8,7 @@ A library that follows the standard overrides nothing. Another one:
   `detach`, `to_keep`, `quiet`, `allow_float64`, `debug_infs`;
 - *may* be faster, and change arrays in place: `lane`, `sums`, `pieces`, `scale`, `unstack`, `memory`, `write`; and have
   parts in several processes: `reducer`, `copies`, `rank`;
-- in *compiled* code has its own ways: `traced`, `stacks`, `fast_values`, `reduce_rows`, `cond`.
+- in *compiled* code has its own ways: `opens_nodes`, `traced`, `stacks`, `fast_values`, `reduce_rows`, `cond`.
 """
 
 from __future__ import annotations

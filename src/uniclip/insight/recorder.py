@@ -23,7 +23,7 @@ from uniclip.insight.record import LOGGED, OWN, File
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
-from uniclip.report import NORM, LazyReport, Report, backend_in, keep_arrays, read_arrays
+from uniclip.report import NORM, Report, backend_in, has_values, keep_arrays, read_arrays
 from uniclip.rules import Rule
 from uniclip.scopes import each_leaf
 from uniclip.step import decide_generally
@@ -187,7 +187,7 @@ class Recorder:
         fits = scalars or isinstance(report, Report)
         check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
         each = getattr(report, "rules", [report])
-        flags = [getattr(one, "finite", None) for one in each if not isinstance(one, LazyReport)]
+        flags = [getattr(one, "finite", None) for one in each if not has_values(one)]
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
         check("report", report, one, "of one step; of many, such as those of a scan, record one after the other")

@@ -48,10 +48,12 @@ def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None
     """
     for inner in walk_rules(rule):
         label, where = getattr(getattr(inner, "scope", None), "label", everything), getattr(inner, "where", None)
-        for what, function in (("scopes.groups(label)", label), ("masked(rule, where)", where)):
-            if function not in {None, everything}:
-                answers = [function(*pair) for pair in zip(paths, leaves, strict=True)]
-                refuse_one_answer(what, function, paths, answers if function is label else list(map(bool, answers)))
+        if label is not None and label is not everything:
+            labels = [label(*pair) for pair in zip(paths, leaves, strict=True)]
+            refuse_one_answer("scopes.groups(label)", label, paths, labels)
+        if where is not None:
+            answers = [bool(where(*pair)) for pair in zip(paths, leaves, strict=True)]
+            refuse_one_answer("masked(rule, where)", where, paths, answers)
         if hasattr(inner, "tells_apart"):
             inner.tells_apart.append(True)
 
