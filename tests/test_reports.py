@@ -230,6 +230,11 @@ def test_reports_of_jax_are_trees_of_one_kind() -> None:
         assert isinstance(most, uc.Report)
     assert (float(most.norms["a"]), bool(most.clipped), most.skipped) == (9.0, True, None)
     assert float(most.scalars()["clip/norm"]) == 9.0
+    copied = jax.tree.map(jnp.minimum, most, copy.deepcopy(most))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(copied)]
+    assert paths == [".norms['a']", ".limits['a']", ".factors['a']", ".clipped", ".finite"]
+    jax.jit(clipper := uc.Clipper(uc.by_norm(1.0)))([jnp.ones(3)])
+    assert (str(clipper.report), clipper.logs()) == ("traced: the values are known when the program runs", {})
 
 
 def test_a_report_of_classes(framework: Framework) -> None:
@@ -241,3 +246,18 @@ def test_a_report_of_classes(framework: Framework) -> None:
             record(one)
     assert isinstance(report.norms, Pair)
     assert [row["clip/norm"] for row in rows] == [4.0, 4.0]
+
+
+@on_numpy
+def test_a_report_of_a_class_of_ones_own() -> None:
+    """It has the fields that it is given, and loggers read them."""
+
+    class Own(uc.Report):
+        def __init__(self, norm: float) -> None:
+            given = uc.Report(np.float64(norm), np.float64(1.0), np.float64(0.5), finite=np.bool_(True))
+            self.norms, self.limits, self.factors, self.clipped, self.finite, self.skipped, self.thresholds = given
+
+    rows: list[dict[str, Any]] = []
+    with insight.Recorder(rows.append) as record:
+        record(Own(2.0))
+    assert {name: rows[0][name] for name in ("clip/norm", "clip/factor")} == {"clip/norm": 2.0, "clip/factor": 0.5}

@@ -311,7 +311,11 @@ class Clipper:
 
     def _step(self, grads: Any, step: Step) -> tuple[Any, Report]:
         state, leaves, spec = self._last.state, self._last.leaves, self._last.spec
-        if state is None or (self.rule.memory and labelled(self.rule)) or (self.record is not None and self.record.leaves):
+        if (
+            state is None
+            or (self.rule.memory and labelled(self.rule))
+            or (self.record is not None and self.record.leaves)
+        ):
             grads = flat = flatten(grads)
             nothing = all([leaf is None for leaf in flat.leaves])
             if nothing and self.rule.memory and step.all_reduce is None:

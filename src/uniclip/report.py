@@ -30,6 +30,9 @@ UNLIMITED = 3e38
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
 
+_WITHOUT_VALUES = "traced: the values are known when the program runs"
+
+
 class StepValues(NamedTuple):
     """What a step made of small arrays, where the norms are: a report arranges them. It holds no gradient."""
 
@@ -82,9 +85,10 @@ class Report:
 
     __slots__ = ()
 
-    def __new__(cls, *_: Any) -> Report:  # noqa: PYI034 - a subclass
-        """Return the report of a rule that measures no norm: every field is ``None``."""
-        return FilledReport(*[None] * len(FIELDS)) if cls is Report else object.__new__(cls)
+    def __new__(cls, *fields: Any, **named: Any) -> Report:  # noqa: PYI034 - a subclass
+        """Return a report of its fields; those that are not given are ``None``, as all of a rule without a norm."""
+        given = dict(zip(FIELDS, fields, strict=False)) | named
+        return FilledReport(**dict.fromkeys(FIELDS) | given) if cls is Report else object.__new__(cls)
 
     norms: Any
     limits: Any
@@ -127,7 +131,7 @@ class Report:
         if backend is None:  # other objects that a pytree library has put into the fields
             return ", ".join([f"{name}={getattr(self, name)!r}" for name in FIELDS])
         if backend.traced(leaves[0]):
-            return "traced: the values are known when the program runs"
+            return _WITHOUT_VALUES
         scalars = self.scalars()
         if NORM not in scalars:  # of no example at all
             return "no norm measured"
@@ -218,7 +222,17 @@ class LazyReport(Report):
 
     def __reduce__(self) -> Any:
         """Return the fields, for a copy or a pickle."""
-        return FilledReport, tuple(self)
+        return _rebuild, (None, tuple(self))
+
+    def __len__(self) -> int:
+        """Return the number of fields."""
+        return len(FIELDS)
+
+    def __str__(self) -> str:
+        """Return the report in one line, of compiled code without values, wherever it is printed."""
+        values = self._values
+        compiled = isinstance(values, StepValues) and values.plan.math.compiled
+        return _WITHOUT_VALUES if compiled else super().__str__()
 
 
 def _arrange(values: StepValues, name: str) -> Any:
@@ -237,18 +251,18 @@ def _arrange(values: StepValues, name: str) -> Any:
     return plan.arrange(list(map(plan.math.to_library, arrays)))
 
 
-def _open(report: Any) -> tuple[tuple[Any, ...], None]:
-    """Return the fields of a lazy report, its children as a node of a tree."""
-    return tuple(report), None
-
-
-def _close(_: None, fields: Iterable[Any]) -> LazyReport:
+def _rebuild(_: None, fields: Iterable[Any]) -> LazyReport:
     """Return a lazy report, whatever the fields have become."""
     return LazyReport(None, fields)
 
 
-optree.register_pytree_node(LazyReport, _open, _close, namespace=EVERYWHERE)  # type: ignore[arg-type]
-NODES.append((LazyReport, _open, _close))
+def _open(report: Any) -> tuple[tuple[Any, ...], None, tuple[str, ...]]:
+    """Return the fields of a lazy report and their names."""
+    return tuple(report), None, FIELDS
+
+
+optree.register_pytree_node(LazyReport, _open, _rebuild, namespace=EVERYWHERE)  # type: ignore[arg-type]
+NODES.append((LazyReport, FIELDS, _rebuild))
 
 
 class ChainReport(NamedTuple("Rules", [("rules", tuple[Report, ...])]), Report):
@@ -333,11 +347,18 @@ def has_values(part: Any) -> bool:
     return isinstance(part, LazyReport) and part.values is not None
 
 
+def _take_apart(part: Any) -> Any:
+    """Return the arrays of a report, that of a user's class as its fields; other things as they are."""
+    if has_values(part):
+        return part.values._replace(plan=None)
+    return FilledReport(*part) if isinstance(part, Report) else part
+
+
 def _move_arrays(tree: Any, hook: Literal["to_keep", "to_host"]) -> Any:
     """Return a tree of reports and small arrays with others in their places; no report is arranged."""
     parts, outer = optree.tree_flatten(tree, is_leaf=has_values, namespace=NAMESPACE)
     plans = [part.values.plan if has_values(part) else None for part in parts]
-    opened: Any = [part.values._replace(plan=None) if has_values(part) else part for part in parts]
+    opened: Any = list(map(_take_apart, parts))
     arrays, inner = optree.tree_flatten(opened, namespace=NAMESPACE)
     moved: Any = inner.unflatten(_move_by_library(arrays, hook))
     for number, plan in enumerate(plans):

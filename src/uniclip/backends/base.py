@@ -33,8 +33,8 @@ Axes: TypeAlias = tuple[int, ...] | None
 Memory: TypeAlias = tuple[np.ndarray[Any, Any] | None, str | None]
 """An array at a leaf's place in memory, if that is known, and why the leaf cannot be written, if so."""
 
-NODES: list[tuple[type, Callable[[Any], Any], Callable[[Any, Any], Any]]] = []
-"""Classes of uniclip that pytree libraries open, with how to take them apart and rebuild them."""
+NODES: list[tuple[type, Sequence[str], Callable[[Any, Any], Any]]] = []
+"""Classes of uniclip that pytree libraries open by iterating: the names of the children, and what rebuilds a node."""
 PIECE = 2**17
 """How many entries of a large array are processed at a time, to fit a cache."""
 NUMPY = (np.ndarray, np.generic)

@@ -561,5 +561,11 @@ def _kind_of(leaf: Any) -> Any:
 
 
 BACKEND = _JAX(namespace)
-for _node in NODES:
-    jax.tree_util.register_pytree_node(*_node)
+for _class, _names, _rebuild in NODES:
+    _keys = tuple(map(jax.tree_util.GetAttrKey, _names))
+    jax.tree_util.register_pytree_with_keys(
+        _class,
+        lambda node, keys=_keys: (tuple(zip(keys, node, strict=True)), None),
+        _rebuild,
+        lambda node: (tuple(node), None),
+    )
