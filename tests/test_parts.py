@@ -152,6 +152,25 @@ def test_stages(framework: Framework, held: Any, bad: str | None) -> None:
             alike(found[name], wanted[name])
 
 
+@pytest.mark.parametrize("tellers", [0, 1])
+def test_losses_of_some(framework: Framework, tellers: int) -> None:
+    """The mean is over the processes that tell a loss; without any, only norms can spike."""
+    rule, trees, params = uc.skip_spikes(2.0, 3, 2), [values(by) for by in (1.0, 1.1, 1.0, 1.05)], values(0.3)
+    losses = [1.0, 1.2, 1.1, 99.0]
+
+    def run(number: int, join: Any) -> Any:
+        told = losses if number < tellers else [None] * len(losses)
+        grads, theirs = (
+            [arrays(framework, tree, HELD[number]) for tree in trees],
+            arrays(framework, params, HELD[number]),
+        )
+        return three_steps(framework, rule, grads, theirs, all_reduce=join, losses=told)
+
+    for steps in together(framework, range(len(HELD)), run):
+        skipped = [bool(np.asarray(skipped) == 1) for _, _, skipped in steps]
+        assert skipped == [False, False, False, tellers > 0]
+
+
 @pytest.mark.parametrize(("absent", "names"), [((1,), set(EACH)), ((0, 1), set(EACH))], ids=["in one", "in both"])
 def test_halves(framework: Framework, absent: tuple[int, ...], names: set[str]) -> None:
     """Processes with parts of the same leaves do what one with the whole does; a gradient is absent in one, or both."""
