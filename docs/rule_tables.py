@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from types import ModuleType
 
 from rule_presets import PRESETS, made
@@ -47,7 +48,7 @@ def expression(name: str) -> str:
     rule = made(name)
     if not isinstance(rule, uc.Rule):
         return "no norm: each entry by itself"
-    text = re.sub(r"\buc\.((scopes|norms|limits|curves)\.)?", "", repr(rule))
+    text = re.sub(r"\buc\.((scopes|norms|limits|curves)\.)?", "", repr(replace(rule)))  # as its choices
     return "`" + re.sub(r"(\.\d\d)\d{6,}", r"\1", text) + "`"
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -535,14 +535,47 @@ OWN = {f.__name__: f for f in (double, falling, first_key, half, only_w, root)}
 def test_a_rule_comes_back(name: str) -> None:
     """What a rule prints evaluates to an equal one, as what is pickled and what is in a config do; it is frozen."""
     rule = RULES[name]
-    config = json.loads(json.dumps(to_config(rule, OWN), allow_nan=False))
-    again = [pickle.loads(pickle.dumps(rule)), from_config(config, OWN)]
+    pickled = pickle.loads(pickle.dumps(rule))
+    by_config = from_config(json.loads(json.dumps(to_config(rule, OWN), allow_nan=False)), OWN)
+    assert repr(pickled) == repr(rule)
     if name != "cowclip":  # which holds an array
-        again.append(eval(repr(rule), {"uc": uc, "inf": math.inf, **OWN}))
-        assert all(one == rule and hash(one) == hash(rule) for one in again)
-    assert {repr(one) for one in again} == {repr(rule)}
+        printed = [eval(repr(one), {"uc": uc, "inf": math.inf, **OWN}) for one in (rule, by_config)]
+        assert all(one == rule and hash(one) == hash(rule) for one in (pickled, by_config, *printed))
     with pytest.raises(AttributeError):
         rule.memory = True
+
+
+PRINTED = {
+    "uc.by_global_norm(0.5)": uc.by_global_norm(0.5),
+    "uc.by_global_norm(1.5, curve=uc.curves.soft)": uc.by_global_norm(np.float32(1.5), curve=uc.curves.soft),
+    "uc.zclip()": uc.zclip(2.5, decay=0.97),
+    "uc.zclip(decay=0.9)": uc.zclip(2.5, 0.9),
+    "uc.by_norm(1.0, 0)": uc.by_norm(1.0, 0),
+    "uc.agc(0.02)": uc.agc(0.02),
+    "uc.cowclip(<array of shape (3,)>)": uc.cowclip(np.ones(3)),
+    "uc.chain(uc.by_value(-1.0, 1.0), uc.zclip())": uc.chain(uc.by_value(-1.0, 1.0), uc.zclip()),
+    "uc.masked(uc.agc(), only_w)": uc.masked(uc.agc(), only_w),
+    "uc.Rule(uc.limits.ZScore(2.5, 0.97), nonfinite='skip')": replace(uc.zclip(), nonfinite="skip"),
+}  # fmt: skip
+
+
+@on_numpy
+@pytest.mark.parametrize("text", PRINTED)
+def test_a_rule_prints_as_the_call_that_made_it(text: str) -> None:
+    """With what was given and is no default; one put together by hand, or changed, prints its choices."""
+    assert repr(PRINTED[text]) == text
+
+
+@on_numpy
+def test_where_a_rule_comes_from_is_no_choice() -> None:
+    """It is in no comparison, no config and no state; an error shows it."""
+    preset, by_hand = uc.by_global_norm(1.0), uc.Rule(1.0)
+    assert (preset, hash(preset), to_config(preset)) == (by_hand, hash(by_hand), to_config(by_hand))
+    one, other = uc.Clipper(uc.zclip()), uc.Clipper(replace(uc.zclip()))
+    one.init(np.ones(1))
+    other.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match=r"uc.adagc\(\) remembers each leaf"):
+        (clipper := uc.Clipper(uc.adagc())).init([np.ones(1)]) or clipper([np.ones(1), np.ones(1)])
 
 
 @on_numpy

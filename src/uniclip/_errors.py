@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from decimal import Decimal
 from functools import partial
+from inspect import Parameter, signature
 from numbers import Integral, Number, Real
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import optree
 
@@ -203,7 +204,11 @@ _FEW = 8
 
 
 def source(value: object) -> str:
-    """Return the name of a function or class, else the repr of the value."""
+    """Return the name of a function or class, the shape of an array, else the repr of the value."""
+    if isinstance(value, (Real, Decimal)) and type(value).__module__ != "builtins":
+        return repr(int(value) if isinstance(value, Integral) else float(value))
+    if _is_array(value):
+        return f"<array of shape {_shape(value)}>"
     return public(value.__module__, value.__qualname__) if hasattr(value, "__qualname__") else repr(value)
 
 
@@ -289,7 +294,7 @@ def _name_of(value: Any) -> str | None:
     elif value is None or isinstance(value, (Number, Decimal, str)):
         text = repr(value)
     elif isinstance(value, Printed):
-        text = value._printed(short)  # noqa: SLF001 - its own repr calls this
+        text = value.as_source(short)
     elif isinstance(value, type):
         text = f"the class {text}"
     elif isinstance(value, ModuleType):
@@ -319,15 +324,43 @@ def _contained(value: Any) -> str | None:
 
 def _differs(value: Any, default: Any) -> bool:
     """Whether a field differs from its default; an array always does, since comparing it gives no boolean."""
-    return hasattr(value, "shape") or bool(value != default)
+    return (hasattr(value, "shape") and not isinstance(value, Number)) or bool(value != default)
+
+
+class Origin(NamedTuple):
+    """The call of a function that made an object, as which it prints."""
+
+    function: Callable[..., Any]
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def as_source(self, show: Callable[[object], str]) -> str:
+        """Return the call with the arguments that were given and differ from their defaults."""
+        called, texts, in_order = signature(self.function), [], True
+        arguments = called.bind(*self.positional, **self.named).arguments
+        for number, name in enumerate(arguments):
+            default, value = called.parameters[name].default, arguments[name]
+            if default is not Parameter.empty and not _differs(value, default):
+                in_order = False
+                continue
+            in_order &= default is Parameter.empty or number < len(self.positional)
+            texts.append(show(value) if in_order else f"{name}={show(value)}")
+        return f"{public(self.function.__module__, self.function.__qualname__)}({', '.join(texts)})"
 
 
 class Printed:
-    """A frozen dataclass that prints as its public name if it has one, else as the call that makes it."""
+    """A frozen dataclass that prints as its public name, or as the call that made it: of a preset, or of its class."""
+
+    origin: ClassVar[Origin | None] = None
+    """The call of a preset that made it; it takes no part in comparisons."""
 
     def __repr__(self) -> str:
         """Return source text that evaluates to an equal object."""
-        return self._printed(source)
+        return self.as_source(source)
+
+    def as_source(self, show: Callable[[object], str]) -> str:
+        """Return the source text, with the arguments as ``show`` prints them."""
+        return self._printed(show) if self.origin is None else self.origin.as_source(show)
 
     def _printed(self, show: Callable[[object], str]) -> str:
         """Return the source text, with the arguments as ``show`` prints them."""

@@ -124,7 +124,7 @@ class Choices(Printed):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the choices, for a copy or a pickle."""
-        return {choice.name: getattr(self, choice.name) for choice in fields(self)}
+        return {choice.name: getattr(self, choice.name) for choice in fields(self)} | {"origin": self.origin}
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """Restore from a copy or a pickle."""

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import wraps
+from typing import Any, ClassVar, ParamSpec
 
-from uniclip._errors import Printed, flag
+from uniclip._errors import Origin, Printed, flag, settle
 from uniclip._types import Number, Step, T
 from uniclip.choices import Choices
 from uniclip.joins import AllReduce, Shared
@@ -15,6 +17,8 @@ from uniclip.plan import plan_of
 from uniclip.report import Report
 from uniclip.step import decide, first_state
 from uniclip.tree import Flat, open_tree
+
+P = ParamSpec("P")
 
 
 class BaseRule(Printed):
@@ -131,6 +135,18 @@ class Rule(Choices, BaseRule):
         """Take a step; see `BaseRule`."""
         decision = decide(self, grads, state, step)
         return decision.clip_leaves(), decision.state, decision.report()
+
+
+def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
+    """Return a function that makes rules which print as its calls."""
+
+    @wraps(make)
+    def call(*positional: P.args, **named: P.kwargs) -> Rule:
+        rule = make(*positional, **named)
+        settle(rule, origin=Origin(call, positional, named))
+        return rule
+
+    return call
 
 
 def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:

@@ -59,7 +59,7 @@ def test_header_and_lines(tmp_path: Path) -> None:
     with Recorder(path, every=2, rule=uc.by_norm(1.0, ord=1)) as record:
         record(report_of(3.0, uc.by_norm(1.0, ord=1)), loss=0.5)
     assert lines(path) == [
-        {"uniclip": 1, "rule": "uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.L1)"},
+        {"uniclip": 1, "rule": "uc.by_norm(1.0, ord=1)"},
         {"step": 1, "norm": 3.0, "limit": 1.0, "factor": 1 / 3, "share": 1.0, "loss": 0.5},
     ]
 
@@ -148,7 +148,7 @@ def test_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     with Recorder(path, rule=uc.by_global_norm(2.0)) as record:  # another rule says so
         record(report_of(7.0), step=9)
     rules = [row["rule"] for row in lines(path) if "uniclip" in row]
-    assert rules == ["uc.Rule(1.0)", "uc.Rule(2.0)"]
+    assert rules == ["uc.by_global_norm(1.0)", "uc.by_global_norm(2.0)"]
     assert not path.with_name("run.jsonl.old").exists()
 
 

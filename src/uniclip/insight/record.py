@@ -124,7 +124,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     >>> from uniclip import insight
     >>> record = insight.read("run.jsonl")
     >>> len(record.steps), record.rule, float(record.norms.max())
-    (400, 'uc.Rule(1.0)', 20.0)
+    (400, 'uc.by_global_norm(1.0)', 20.0)
     """
     text = Path(path).read_bytes()
     if not text.startswith(BEGINNING):

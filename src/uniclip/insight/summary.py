@@ -39,7 +39,7 @@ def summary(record: Record) -> str:
     --------
     >>> from uniclip import insight
     >>> print(insight.summary(insight.read("run.jsonl")))
-    400 steps, uc.Rule(1.0): clipped 47 %, skipped 0, not finite 0
+    400 steps, uc.by_global_norm(1.0): clipped 47 %, skipped 0, not finite 0
     norm   p10 0.685   p50 0.985   p90 1.48   p99 2.02   largest 20 (step 300)
     above  0.25: 100 %   1: 47 %   4: 0.25 %   16: 0.25 %
     1 spike:

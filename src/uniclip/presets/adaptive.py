@@ -23,7 +23,7 @@ from uniclip.limits import (
     ZScore,
 )
 from uniclip.limits.zscores import Target
-from uniclip.rules import Rule
+from uniclip.rules import Rule, preset
 from uniclip.scopes import all_leaves, each_entry, each_leaf
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 
+@preset
 def autoclip(percentile: float = 10, window: int | None = 10_000, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip all leaves to a percentile of the global norms so far, this step's included.
 
@@ -97,6 +98,7 @@ def _at_least_one(ratio: float) -> None:
         within("ratio", ratio, 1, math.inf, hint if share > 0 else "")
 
 
+@preset
 def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each leaf to a percentile of its own last ``window`` norms, this step's included.
 
@@ -130,6 +132,7 @@ def percentile_clipping(percentile: int = 5, window: int = 100, *, nonfinite: No
     return Rule(Percentile(100 * rank / (window - 1), window, filled=True), scope=each_leaf, nonfinite=nonfinite)
 
 
+@preset
 def zclip(  # noqa: PLR0913 - as many options as the published code has
     z: float = 2.5,
     decay: float = 0.97,
@@ -188,6 +191,7 @@ def zclip(  # noqa: PLR0913 - as many options as the published code has
     return Rule(limit, scope=all_leaves, nonfinite=nonfinite)
 
 
+@preset
 def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip all leaves to the usual global norm where its logarithm is ``z`` standard deviations above the mean.
 
@@ -224,6 +228,7 @@ def log_zscore(z: float = 2.0, decay: float = 0.95, *, nonfinite: NonFinite = "p
     return Rule(LogZScore(z, decay), scope=all_leaves, nonfinite=nonfinite)
 
 
+@preset
 def adagc(
     ratio: float = 1.05,
     decay: float = 0.98,
@@ -270,6 +275,7 @@ def adagc(
     return Rule(Ema(ratio, decay, warmup, warmup_norm), scope=each_leaf, nonfinite=nonfinite)
 
 
+@preset
 def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each leaf to ``ratio`` times its clipped norm of the step before.
 
@@ -302,6 +308,7 @@ def norm_growth(ratio: float = 1.01, *, nonfinite: NonFinite = "propagate") -> R
     return Rule(Ema(ratio, decay=0.0, warmup=0), scope=each_leaf, nonfinite=nonfinite)
 
 
+@preset
 def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *, nonfinite: NonFinite = "skip") -> Rule:
     """Set all gradients to 0 where their global norm, or the loss, is ``z`` standard deviations above its rolling mean.
 
@@ -344,6 +351,7 @@ def skip_spikes(z: float = 6.0, window: int = 128, warmup: int | None = None, *,
     return Rule(RollingZScore(z, window, enough), scope=all_leaves, curve=reject, nonfinite=nonfinite)
 
 
+@preset
 def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Clip each entry to ``±√(factor · v)``, v the running mean of its squares after clipping.
 
@@ -380,6 +388,7 @@ def spam(factor: float = 5000.0, decay: float = 0.999, warmup: int = 20, *, nonf
     return Rule(SecondMoment(factor, decay, warmup), scope=each_entry, nonfinite=nonfinite)
 
 
+@preset
 def adagn(mean_decay: float = 0.7, square_decay: float = 0.9, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Normalize each leaf to the running mean of its norms divided by their running root mean square, about 1.
 

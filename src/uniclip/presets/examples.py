@@ -12,12 +12,13 @@ from uniclip._types import NonFinite, Number
 from uniclip.curves import Curve, NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
 from uniclip.limits.base import MaxNorm
-from uniclip.rules import Rule
+from uniclip.rules import Rule, preset
 from uniclip.scopes import each_example, each_row
 
 __all__ = ["auto_s", "by_example_layer_norm", "by_example_norm", "by_example_quantile", "psac"]
 
 
+@preset
 def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient, over all leaves, to a norm of at most ``max_norm``.
 
@@ -50,6 +51,7 @@ def by_example_norm(max_norm: MaxNorm, *, curve: Curve = hard, nonfinite: NonFin
     return Rule(max_norm, scope=each_example, curve=curve, nonfinite=nonfinite)
 
 
+@preset
 def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient leaf by leaf, so that its norm over all leaves is at most ``max_norm``.
 
@@ -81,6 +83,7 @@ def by_example_layer_norm(max_norm: Number, *, by_size: bool = False, nonfinite:
     return Rule(Split(max_norm, by_size), scope=each_row, nonfinite=nonfinite)
 
 
+@preset
 def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rule has
     quantile: float = 0.5,
     rate: float = 0.2,
@@ -128,6 +131,7 @@ def by_example_quantile(  # noqa: PLR0913 - as many numbers as the published rul
     return Rule(TrackedQuantile(quantile, rate, start, min, max), scope=each_example, nonfinite=nonfinite)
 
 
+@preset
 def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + gamma)``, which needs no tuned limit.
 
@@ -156,6 +160,7 @@ def auto_s(max_norm: MaxNorm = 1.0, gamma: float = 0.01, *, nonfinite: NonFinite
     return Rule(max_norm, scope=each_example, curve=Regularized(gamma), nonfinite=nonfinite)
 
 
+@preset
 def psac(max_norm: MaxNorm = 1.0, r: float = 0.1, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each example's gradient by ``max_norm/(‖g‖ + r/(‖g‖ + r))``, which keeps tiny gradients small.
 

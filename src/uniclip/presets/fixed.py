@@ -15,7 +15,7 @@ from uniclip.curves import Curve, RejectAbove, hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.limits.base import MaxNorm
 from uniclip.norms import RMS, Norm
-from uniclip.rules import Rule
+from uniclip.rules import Rule, preset
 from uniclip.scopes import Label, Scope, all_leaves, each_leaf, groups
 
 __all__ = [
@@ -52,6 +52,7 @@ def by_value(min: Number, max: Number) -> ByValue:
     return ByValue(min, max)
 
 
+@preset
 def by_norm(
     max_norm: MaxNorm,
     axis: int | tuple[int, ...] | None = None,
@@ -98,6 +99,7 @@ def by_norm(
     )
 
 
+@preset
 def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to ``‖g‖₂/N ≤ max_norm``, N its number of entries; not the RMS, which is ``‖g‖₂/√N``.
 
@@ -123,6 +125,7 @@ def by_average_norm(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") ->
     return Rule(max_norm, scope=each_leaf, norm=Norm(2, size_power=1), nonfinite=nonfinite)
 
 
+@preset
 def by_global_norm(
     max_norm: MaxNorm,
     ord: float = 2,
@@ -173,6 +176,7 @@ def by_global_norm(
     return Rule(max_norm, scope=all_leaves, norm=Norm(ord), curve=curve, nonfinite=nonfinite)
 
 
+@preset
 def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each leaf to a root mean square of at most ``max_norm``: ``g · min(1, max_norm·√N/‖g‖₂)``.
 
@@ -198,6 +202,7 @@ def by_block_rms(max_norm: MaxNorm, *, nonfinite: NonFinite = "propagate") -> Ru
     return Rule(max_norm, scope=each_leaf, norm=RMS, nonfinite=nonfinite)
 
 
+@preset
 def by_group_norm(
     max_norm: Mapping[Any, MaxNorm], label: Label, ord: float = 2, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:
@@ -229,6 +234,7 @@ def by_group_norm(
     return Rule(PerGroup(max_norm), scope=groups(label), norm=Norm(ord), nonfinite=nonfinite)
 
 
+@preset
 def to_global_norm(max_norm: MaxNorm = 1.0, ord: float = 2, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Normalize all leaves by one factor to global norm ``max_norm``, smaller gradients too: ``g · max_norm/‖g‖``.
 

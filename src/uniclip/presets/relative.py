@@ -6,12 +6,13 @@ from __future__ import annotations
 from uniclip._types import Array, NonFinite, Number
 from uniclip.limits import Relative, TrustRatio
 from uniclip.norms import Norm
-from uniclip.rules import Rule
+from uniclip.rules import Rule, preset
 from uniclip.scopes import Scope, each_leaf, each_row, unit
 
 __all__ = ["agc", "cowclip", "larc"]
 
 
+@preset
 def agc(
     ratio: Number = 0.01,
     eps: float = 1e-3,
@@ -64,6 +65,7 @@ def agc(
     return Rule(Relative(ratio, eps), scope=scope, norm=Norm(ord), nonfinite=nonfinite)
 
 
+@preset
 def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: NonFinite = "propagate") -> Rule:
     """Scale each row of an embedding table's gradient to at most ``ratio · count · max(‖row‖, eps)``.
 
@@ -97,6 +99,7 @@ def cowclip(counts: Array, ratio: float = 1.0, eps: float = 1e-5, *, nonfinite: 
     return Rule(Relative(ratio, eps, counts), scope=each_row, nonfinite=nonfinite)
 
 
+@preset
 def larc(
     lr: Number, trust_coefficient: float = 0.02, weight_decay: float = 0.0, *, nonfinite: NonFinite = "propagate"
 ) -> Rule:

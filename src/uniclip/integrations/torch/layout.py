@@ -153,7 +153,7 @@ def check_layout(
     >>> optimizer = torch.optim.SGD(model.named_parameters())
     >>> model(torch.ones(1, 2)).sum().backward()
     >>> print(check_layout(optimizer, uc.by_global_norm(1.0)))
-    uc.Rule(1.0): as in one process
+    uc.by_global_norm(1.0): as in one process
     one process: norm 1.73205
     process 0: norm 1.73205, share 1.73205
     """
