@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -749,3 +750,19 @@ def test_masked_leaves_that_come_later(framework: Framework) -> None:
         grads = {"a": None, "b": None} | {name: framework.array([norm])}
         found, wanted = clipper(grads)[name], alone[name](grads)[name]
         np.testing.assert_allclose(framework.numpy(found), framework.numpy(wanted), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("by", "why"), [(3.0, "a norm of 3 is above its bound"), (math.nan, "are not finite")])
+def test_a_run_that_skips_every_step_says_so(framework: Framework, by: float, why: str) -> None:
+    """Once, after twenty skipped steps in a row; one that is taken begins anew."""
+    clipper = uc.Clipper(uc.chain(uc.by_value(-9.0, 9.0), uc.by_global_norm(1.0, nonfinite="skip", skip_above=2.0)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for norm in [by] * 19 + [1.0] + [by] * 19:
+            clipper([framework.array([norm])])
+    with pytest.warns(UserWarning, match=f"20 steps in a row were skipped by uc.chain.*{why}"):
+        clipper([framework.array([by])])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(50):
+            clipper([framework.array([by])])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,7 +21,7 @@ from uniclip._types import Number, Step, T
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives, to_lists
 from uniclip.joins import AllReduce, Loss, Shared
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, can_keep, read_arrays
+from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, can_keep, read_arrays, was_skipped
 from uniclip.rules import take_step
 from uniclip.saved import (
     Leaves,
@@ -41,6 +42,8 @@ from uniclip.tree import Flat, flatten, place
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
+_MANY_SKIPPED = 20
+"""After how many skipped steps in a row a warning says so."""
 _KEPT = 200
 """How many reports wait to be averaged: so many small arrays are kept at most."""
 
@@ -107,6 +110,7 @@ class Clipper:
         self.rule, self.record = as_rule(rule), record
         self._last = _Last()
         self._window: _Window | None = None
+        self._skipped: int | None = 0
 
     def __repr__(self) -> str:
         """Return source text."""
@@ -355,6 +359,24 @@ class Clipper:
             self.record(report, loss=loss.own if isinstance(loss, Loss) else loss, leaves=norms)
         if self._window is not None:
             self._window.add(report)
+        if self._skipped is not None:
+            self._skipped = self._skipped + 1 if was_skipped(report) else 0
+            if self._skipped == _MANY_SKIPPED:
+                self._skipped = None
+                self._warn_of_skips(report)
+
+    def _warn_of_skips(self, report: Report) -> None:
+        """Say once that a run does not train."""
+        norm = float(report.scalars().get(NORM, math.nan))
+        why = (
+            f"a norm of {norm:.3g} is above its bound: raise that if such norms are usual"
+            if math.isfinite(norm)
+            else "the gradients are not finite: look for the cause, such as a learning rate that is too large"
+        )
+        msg = (
+            f"{_MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is learned in them; {why}"
+        )
+        warnings.warn(msg, stacklevel=5)
 
     def _refuse_traced(self, state: Any) -> None:
         if not outlives(optree.tree_leaves(state)):

@@ -107,10 +107,10 @@ class Report:
             ``"clip/norm"``, the largest norm before clipping; ``"clip/limit"``, the smallest limit;
             ``"clip/threshold"``, the smallest norm that is clipped, for rules that have thresholds; ``"clip/factor"``,
             the smallest factor; ``"clip/share"``, the share of the factors that differ from 1 (0 or 1 with one factor,
-            so its mean over the steps is the share of clipped steps); and ``"clip/skipped"``, 0 or 1, for rules that
-            may skip a step. The values are floats on the device of the gradients; nothing is read from it. The dict is
-            empty for a rule that measures no norm. For a `uniclip.chain`, ``"clip/factor"`` is the product over its
-            rules, and ``"clip/share"`` that of the rule that clipped most.
+            so its mean over the steps is the share of clipped steps, with the skipped ones); and ``"clip/skipped"``, 0
+            or 1, for rules that may skip a step. The values are floats on the device of the gradients; nothing is read
+            from it. The dict is empty for a rule that measures no norm. For a `uniclip.chain`, ``"clip/factor"`` is the
+            product over its rules, and ``"clip/share"`` that of the rule that clipped most.
 
         Examples
         --------
@@ -184,8 +184,13 @@ class LazyReport(Report):
             return outlives(optree.tree_leaves(self._fields))  # type: ignore[arg-type]
         return callable(self._values) or not self._values.plan.math.compiled  # no lane takes what is compiled
 
+    @property
+    def is_of_lane(self) -> bool:
+        """Whether its values are not asked for yet: those of a lane, which skips no step."""
+        return callable(self._values)
+
     def without_skip(self) -> Report:
-        """Return it without ``skipped``; a lane, whose values are not asked for yet, skips none."""
+        """Return it without ``skipped``."""
         if callable(self._values):
             return self
         fields = [None if name == "skipped" else self._fields[name] for name in self._fields]
@@ -330,6 +335,16 @@ def can_keep(report: Any) -> bool:
         return report.can_keep
     fields: Any = tuple(report)
     return outlives(optree.tree_leaves(fields))
+
+
+def was_skipped(report: Any) -> bool:
+    """Whether a step was skipped, where the host reads that at no cost; nothing is arranged."""
+    if isinstance(report, ChainReport):
+        return any(map(was_skipped, report.rules))
+    if not isinstance(report, LazyReport) or report.is_of_lane or report.values is None:
+        return False
+    skipped, math_ = report.values.skipped, report.values.plan.math
+    return skipped is not None and (math_.host or math_.library.readable(skipped)) and bool(skipped)
 
 
 def keep_arrays(tree: Any) -> Any:

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 import uniclip as uc
 from insight import recorded
 from uniclip.insight import Recorder, leaf_norms, plot, read, spikes, summary
+from uniclip.insight.summary import bounds_of
 
 ODD = {
     "empty": recorded.nothing(),
@@ -238,6 +239,46 @@ def test_a_summary() -> None:
         other = record._replace(norms=record.norms * 4.0**power)
         wanted = [4.0 ** round(math.log(median, 4) + power) * part for part in (0.25, 1, 4)]
         assert "{:g}, {:g} and {:g}".format(*wanted) in summary(other)
+
+
+FIRST = {
+    "82 of 85 steps skipped, the last 82 in a row: the bound 2 is below the usual norm 3.6": recorded.run(
+        85, norms=np.full(85, 3.6), skipped=np.arange(85) > 2, rule="uc.by_global_norm(1.0, skip_above=2.0)"
+    ),
+    "30 of 200 steps skipped, the last 30 in a row": recorded.run(200, skipped=np.arange(200) >= 170),
+    "not finite from step 31 on, 30 steps in a row": recorded.run(60, broken=range(31, 61)),
+    "clipped 100 %: the limit is a normalizer": recorded.run(60, limits=np.full(60, 1e-3), shares=np.ones(60)),
+    "clipped 25 %: the limit is a step-size limiter": recorded.run(60, shares=np.arange(60) % 4 == 0),
+    "clipped 5 %: the limit is a safety net": recorded.run(60, shares=np.arange(60) % 20 == 0),
+    "never clipped: norms are at most 0.05 of the limit": recorded.run(
+        60, norms=np.full(60, 5.0), limits=np.full(60, 100.0), shares=np.zeros(60)
+    ),
+    "norms reach the limit 0.5 and never exceed it: something else clips before": recorded.run(
+        60, norms=np.minimum(recorded.run(60).norms, 0.5), limits=np.full(60, 0.5), shares=np.zeros(60)
+    ),
+}
+
+
+@pytest.mark.parametrize("line", FIRST)
+def test_a_summary_begins_with_what_stands_out(line: str) -> None:
+    """What is wrong with a run comes first; else what the limit is to it."""
+    assert summary(FIRST[line]).splitlines()[0] == line
+
+
+def test_bounds_of_runs_that_skip() -> None:
+    """They are in the text of the rule, or the limits and thresholds above which steps were skipped."""
+    skipped = np.arange(60) == 30
+    rules = {
+        "uc.by_global_norm(1.0, skip_above=2.5e-3)": 2.5e-3,
+        "uc.Rule(1.0, curve=uc.curves.RejectAbove(40))": 40.0,
+        "uc.Rule(1.0, curve=uc.curves.reject)": 1.0,
+    }
+    for rule, bound in rules.items():
+        assert set(bounds_of(recorded.run(60, skipped=skipped, rule=rule))) == {bound}
+    levels = np.where(np.arange(60) > 9, 3.0, np.nan)
+    of_thresholds = bounds_of(recorded.run(60, skipped=skipped, thresholds=levels))
+    assert (of_thresholds[-1], np.isnan(of_thresholds).sum()) == (3.0, 10)
+    assert np.isnan(bounds_of(recorded.run(60))).all()
 
 
 def test_steps_in_a_row_that_are_not_finite() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 
@@ -15,10 +16,19 @@ _LIMITS = 0.25, 1.0, 4.0, 16.0
 _PERCENTILES = 10, 50, 90, 99
 _SHOWN = 5
 """The number of spikes that are listed."""
+_MANY = 20
+"""How many steps in a row are skipped before it is told."""
+_ROUNDING = 1e-4
+_BOUND = re.compile(r"(?:skip_above=|RejectAbove\()([0-9.]+(?:e[+-]?[0-9]+)?)")
+"""The bound in the text of a rule that skips steps above one."""
 
 
 def summary(record: Record) -> str:
-    """Sum up a recorded run: how often it clipped, the norms, what other limits would have clipped, and the spikes.
+    """Sum up a recorded run: what is wrong, how often it clipped, the norms, what other limits would clip, the spikes.
+
+    The first lines say what stands out: steps that were skipped in a row, norms that are not finite up to the end, a
+    limit that is a normalizer (it clips every step), a step-size limiter (every tenth or more), a safety net, or never
+    clips, and norms that something else has clipped before.
 
     Parameters
     ----------
@@ -39,6 +49,7 @@ def summary(record: Record) -> str:
     --------
     >>> from uniclip import insight
     >>> print(insight.summary(insight.read("run.jsonl")))
+    clipped 47 %: the limit is a step-size limiter
     400 steps, uc.by_global_norm(1.0): clipped 47 %, skipped 0, not finite 0
     norm   p10 0.685   p50 0.985   p90 1.48   p99 2.02   largest 20 (step 300)
     above  0.25: 100 %   1: 47 %   4: 0.25 %   16: 0.25 %
@@ -54,8 +65,10 @@ def summary(record: Record) -> str:
     broken, clipped = record.steps[~record.finite], shares > 0
     of_norms = f" ({_percent(shares)} of the norms)" if (shares[clipped] < 1).any() else ""
     first = f" (first step {broken[0]})" if len(broken) else ""
-    lines = [f"{counted(len(record.steps), 'step')}, {printable(record.rule) or 'an unknown rule'}: clipped "]
-    lines[0] += f"{_percent(clipped)}{of_norms}, skipped {record.skipped.sum():,}, not finite {len(broken):,}{first}"
+    lines = _find_faults(record)
+    lines += [] if _is_dead(record) else _judge_limit(record, clipped)
+    lines += [f"{counted(len(record.steps), 'step')}, {printable(record.rule) or 'an unknown rule'}: clipped "]
+    lines[-1] += f"{_percent(clipped)}{of_norms}, skipped {record.skipped.sum():,}, not finite {len(broken):,}{first}"
     if norms.size:
         parts = [f"p{q} {norm:.3g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
         parts += [f"largest {norms.max():.3g} (step {steps[norms.argmax()]})"]
@@ -70,6 +83,59 @@ def summary(record: Record) -> str:
         lines += [f"No limit follows from norms alone: try 1, or compare {three},"]
         lines += ["around the power of four nearest the median."]
     return "\n".join(lines)
+
+
+def _find_faults(record: Record) -> list[str]:
+    """Return what is wrong with a run, a line for each."""
+    count, skipped, lines = len(record.steps), int(record.skipped.sum()), []
+    in_row = _count_last(record.skipped)
+    if _is_dead(record):
+        last, known = f", the last {in_row} in a row" if in_row > 1 else "", record.norms[np.isfinite(record.norms)]
+        bounds = bounds_of(record)
+        usual, bound = (float(np.median(some)) if some.size else math.nan for some in (known, bounds[bounds > 0]))
+        why = f": the bound {bound:.3g} is below the usual norm {usual:.3g}" if bound < usual else ""
+        lines.append(f"{skipped:,} of {count:,} steps skipped{last}{why}")
+    in_row = _count_last(~record.finite)
+    if in_row > 1:
+        lines.append(f"not finite from step {record.steps[-in_row]:,} on, {in_row:,} steps in a row")
+    return lines
+
+
+def _is_dead(record: Record) -> bool:
+    """Whether most steps were skipped, or all of the last ones."""
+    return bool(2 * record.skipped.sum() > len(record.steps)) or _count_last(record.skipped) >= _MANY
+
+
+def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
+    """Return what a limit is to a run, from how many of its steps it clipped."""
+    known = np.isfinite(record.limits) & np.isfinite(record.norms) & (record.limits > 0)
+    norms, limits = record.norms[known], record.limits[known]
+    if not (norms.size and clipped.size):
+        return []
+    if not clipped.any():
+        reached = np.abs(norms / limits - 1) < _ROUNDING
+        if reached.mean() > 1 / _MANY:
+            return [f"norms reach the limit {limits.max():.3g} and never exceed it: something else clips before"]
+        return [f"never clipped: norms are at most {(norms / limits).max():.2g} of the limit"]
+    share = clipped.mean()
+    what = "normalizer" if share > 0.99 else "step-size limiter" if share >= 0.1 else "safety net"
+    return [f"clipped {_percent(clipped)}: the limit is a {what}"]
+
+
+def bounds_of(record: Record) -> np.ndarray:
+    """Return the norm above which each step is skipped, NaN where that is not known."""
+    if constant := _BOUND.search(record.rule or ""):
+        return np.full(len(record.steps), float(constant[1]))
+    nothing = np.full(len(record.steps), np.nan)
+    if not record.skipped.any():
+        return nothing
+    levels = record.thresholds if np.isfinite(record.thresholds).any() else record.limits
+    return np.where(np.isfinite(levels), levels, nothing)
+
+
+def _count_last(flags: np.ndarray) -> int:
+    """Return how many flags at the end are true."""
+    return int(flags.size if flags.all() else np.argmin(flags[::-1]))
 
 
 def _described(spike: Spike) -> str:
