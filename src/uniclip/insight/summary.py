@@ -27,8 +27,8 @@ def summary(record: Record) -> str:
     """Sum up a recorded run: what is wrong, how often it clipped, the norms, what other limits would clip, the spikes.
 
     The first lines say what stands out: steps that were skipped in a row, norms that are not finite up to the end, a
-    limit that is a normalizer (it clips every step), a step-size limiter (every tenth or more), a safety net, or never
-    clips, and norms that something else has clipped before.
+    limit that is a normalizer (it clips two steps of three, or more), a step-size limiter (one of ten), a safety net, or
+    never clips, and norms that something else has clipped before.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
             return [f"norms reach the limit {limits.max():.3g} and never exceed it: something else clips before"]
         return [f"never clipped: norms are at most {(norms / limits).max():.2g} of the limit"]
     share = clipped.mean()
-    what = "normalizer" if share > 0.99 else "step-size limiter" if share >= 0.1 else "safety net"
+    what = "normalizer" if share > 2 / 3 else "step-size limiter" if share >= 0.1 else "safety net"
     return [f"clipped {_percent(clipped)}: the limit is a {what}"]
 
 
