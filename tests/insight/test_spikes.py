@@ -11,7 +11,7 @@ import pytest
 from insight.recorded import of_norms
 from uniclip.insight import Record, Spike, spikes
 
-FEWEST = 20
+FEWEST, EARLY = 20, 10
 
 
 def steps_of(record: Record, **choices: Any) -> list[int]:
@@ -26,10 +26,10 @@ def oracle(norms: Any, z: float, window: int) -> list[int]:
         if not math.isfinite(norm):
             found.append(step)
             continue
-        if len(kept) >= FEWEST:
+        if len(kept) >= EARLY:
             logs = np.log(kept[-window:])
             spread = max(1.48 * np.median(np.abs(logs - np.median(logs))), 0.05)
-            if norm > math.exp(np.median(logs) + z * spread):
+            if norm > math.exp(np.median(logs)) * max(math.exp(z * spread), 2 if len(kept) >= FEWEST else 5):
                 found.append(step)
         kept += [norm] if norm > 0 else []
     return found
@@ -78,6 +78,14 @@ def test_a_new_level_is_accepted() -> None:
     assert 500 + 45 <= found[-1] <= 500 + 55
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.02, 0.05])
+def test_a_change_of_level_is_none(spread: float) -> None:
+    """Half as large again, as after a change of the learning rate or the data, is what norms are from then on."""
+    norms = noisy(0, 400, spread)
+    norms[200:] *= 1.5
+    assert steps_of(of_norms(norms)) == []
+
+
 def test_causal() -> None:
     """No decision and no ratio depends on what comes later."""
     norms = noisy(0, 1000, 0.3)
@@ -104,12 +112,14 @@ def test_not_finite() -> None:
 
 
 def test_few_norms() -> None:
-    """Nothing else is listed before there are 20 norms to compare with; 0 and what is not known are none."""
-    norms = np.ones(40)
-    norms[19] = 100.0
-    assert steps_of(of_norms(norms)) == []
-    norms[19], norms[20] = 1.0, 100.0
-    assert steps_of(of_norms(norms)) == [21]
+    """Nothing else is listed before there are 10 norms to compare with; 0 and what is not known are none.
+
+    Before there are 20, a spike is five times their median, later twice.
+    """
+    for step, times, found in [(9, 100.0, []), (10, 5.5, [11]), (10, 4.5, []), (19, 4.5, []), (20, 2.1, [21])]:
+        norms = np.ones(40)
+        norms[step] = times
+        assert steps_of(of_norms(norms)) == found, step
     norms[[4, 5]] = [0.0, math.nan]
     assert steps_of(of_norms(norms, finite=np.ones(40, bool))) == []
     assert steps_of(of_norms([])) == []

@@ -14,8 +14,10 @@ from uniclip.insight.record import Record
 
 Z, WINDOW = 5, 100
 """The allowed number of standard deviations, and the number of earlier norms to compare with."""
-FEWEST = 20
-"""The smallest number of earlier norms to compare with."""
+FEWEST, EARLY = 20, 10
+"""The smallest number of earlier norms to compare with; and that for norms that are very large."""
+LEAST, LEAST_EARLY = 2.0, 5.0
+"""How many times the median a spike is at least, and while there are fewer norms than ``FEWEST``."""
 NORMAL = 1.48
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 LEAST_SPREAD = 0.05
@@ -60,10 +62,10 @@ class Spike(NamedTuple):
 
 
 def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
-    """List the steps with ``norm > median · exp(z · 1.48 · MAD(log norm))``, and those that are not finite.
+    """List the steps with ``norm > median · max(2, exp(z · 1.48 · MAD(log norm)))``, and those that are not finite.
 
     Median and MAD, the median absolute deviation from the median, are those of the last ``window`` norms before the
-    step; later norms have no influence.
+    step; later norms have no influence. After ten norms and up to the twentieth the 2 is a 5.
 
     Parameters
     ----------
@@ -71,7 +73,7 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     z : float, default 5
         The allowed number of standard deviations of the logarithms, as the MAD estimates them; above 0.
     window : int, default 100
-        The number of earlier norms to compare with, at least 20. Before there are 20, only steps that are not finite
+        The number of earlier norms to compare with, at least 20. Before there are 10, only steps that are not finite
         are listed.
 
     Returns
@@ -92,9 +94,10 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
     level is accepted after half a window. Norms that are 0, unknown or not finite are left out. The deviation is
     taken to be at least 5 %.
 
-    The noisier the norms, the higher a spike must be: at least 1.3 times the median, 12 times where their logarithms
-    have a standard deviation of 0.5. Bad data that does not change the norms is not detected: a saturated network has
-    small gradients for it. A spike is not an early warning: the loss, or the updates of an optimizer, may rise first.
+    The noisier the norms, the higher a spike must be: at least twice the median, so that a new level is none, and 12
+    times where their logarithms have a standard deviation of 0.5. Bad data that does not change the norms is not
+    detected: a saturated network has small gradients for it. A spike is not an early warning: the loss, or the updates
+    of an optimizer, may rise first.
 
     Examples
     --------
@@ -140,7 +143,7 @@ def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) ->
         usable = finite & (norms > 0)
     logs = np.log(norms[usable])
     middles, spreads = np.full(len(logs) + 1, np.nan), np.full(len(logs) + 1, np.inf)
-    for count in range(FEWEST, min(window, len(logs) + 1)):
+    for count in range(EARLY, min(window, len(logs) + 1)):
         one = slice(count, count + 1)
         middles[one], spreads[one] = _middle_and_spread(logs[None, :count])
     for start in range(window, len(logs) + 1, _ROWS):
@@ -148,7 +151,8 @@ def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) ->
         rows = np.lib.stride_tricks.sliding_window_view(part, window)
         middles[start : start + len(rows)], spreads[start : start + len(rows)] = _middle_and_spread(rows)
     before: Array = np.cumsum(usable) - usable
-    return np.exp(middles)[before], _exp(middles + z * np.maximum(spreads, LEAST_SPREAD))[before]
+    least = np.where(np.arange(len(middles)) < FEWEST, math.log(LEAST_EARLY), math.log(LEAST))
+    return np.exp(middles)[before], _exp(middles + np.maximum(z * np.maximum(spreads, LEAST_SPREAD), least))[before]
 
 
 def _middle_and_spread(rows: Array) -> tuple[Array, Array]:

@@ -27,7 +27,7 @@ def summary(record: Record) -> str:
     """Sum up a recorded run: what is wrong, how often it clipped, the norms, what other limits would clip, the spikes.
 
     The first lines say what stands out: steps that were skipped in a row, norms that are not finite up to the end, a
-    limit that is a normalizer (it clips two steps of three, or more), a step-size limiter (one of ten), a safety net, or
+    limit that is a normalizer (it clips two steps of three or more), a step-size limiter (one of ten), a safety net, or
     never clips, and norms that something else has clipped before.
 
     Parameters
