@@ -81,7 +81,7 @@ def test_a_new_level_is_accepted() -> None:
 @pytest.mark.parametrize("spread", [0.0, 0.02, 0.05])
 def test_a_change_of_level_is_none(spread: float) -> None:
     """Half as large again, as after a change of the learning rate or the data, is what norms are from then on."""
-    norms = noisy(0, 400, spread)
+    norms = np.exp(spread * np.random.default_rng(0).normal(size=400))
     norms[200:] *= 1.5
     assert steps_of(of_norms(norms)) == []
 
