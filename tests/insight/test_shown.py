@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import re
 import runpy
@@ -21,6 +23,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import uniclip as uc
 from insight import recorded
@@ -78,12 +81,12 @@ def contrast(first: Any, second: Any) -> float:
 
 def texts(ax: Any) -> list[str]:
     """Return what is written beside the points of a panel."""
-    return [text.get_text().strip() for text in ax.texts]
+    return [text.get_text().strip() for text in ax.texts if text.get_transform() != ax.transAxes]
 
 
 def strips(ax: Any) -> dict[str, Any]:
     """Return how much of each strip is drawn in each column, by its label."""
-    (strip,) = ax.child_axes
+    (strip,) = [child for child in ax.child_axes if child.images]
     names = [label.get_text() for label in strip.get_yticklabels()]
     return dict(zip(names, strip.images[0].get_array()[..., 3], strict=True))
 
@@ -109,9 +112,34 @@ def test_steps_are_shown() -> None:
     assert found["skipped"] == [120]
     assert found["not finite"] == [60, 61]
     assert set(lines(ax)["limit"].get_ydata()) == {1.0}
+    (loss,) = [line for child in ax.child_axes for line in child.get_lines()]
+    assert list(loss.get_ydata()) == list(record.losses)
     first = {spike.step: spike.leaves[0][0] for spike in spikes(record) if math.isfinite(spike.ratio)}
     assert {"100", "120"} <= {text.split()[0] for text in texts(ax)}
     assert set(texts(ax)) == {f"{step} {leaf}" for step, leaf in first.items()}
+
+
+def test_lines_are_named_beside_their_ends() -> None:
+    """Those of which there are any: norm, limit or threshold, and the bound above which steps are skipped."""
+    skipping = recorded.run(60, skipped=np.arange(60) == 30, rule="uc.by_global_norm(1.0, skip_above=4.0)")
+    for record, names in [(recorded.run(60), ["norm", "limit"]), (skipping, ["norm", "limit", "skips"])]:
+        ax = plot(record, Figure().subplots())
+        written = [text for text in ax.texts if text.get_transform() == ax.transAxes]
+        assert sorted(text.get_text() for text in written) == sorted(names)
+        heights = sorted(text.get_position()[1] for text in written)
+        assert all(high - low > 0.06 for low, high in itertools.pairwise(heights))
+    assert set(lines(ax)["skips"].get_ydata()) == {4.0}
+
+
+def test_names_of_spikes_cross_no_other() -> None:
+    """Where several are near they are in rows."""
+    record = recorded.run(1000, 3, spikes=[500, 520, 540, 900, 990])
+    ax = plot(record, Figure(figsize=(9, 4)).subplots())
+    named = [text for text in ax.texts if text.get_transform() != ax.transAxes]
+    ax.figure.savefig(io.BytesIO())
+    boxes = [Text.get_window_extent(text) for text in named]  # without their lines
+    assert len(boxes) == 5
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 def test_in_given_axes() -> None:
@@ -130,7 +158,7 @@ def test_light_and_dark(style: str, paper: str) -> None:
     with plt.style.context(style):
         ax = plot(record)
         texts = [text for one in ax.figure.axes for text in (one.xaxis.label, one.yaxis.label)]
-        colors = [one.get_color() for one in (*ax.get_lines(), *texts, *ax.get_legend().get_texts())]
+        colors = [one.get_color() for one in (*ax.get_lines(), *texts, *ax.texts)]
     assert min(contrast(color, paper) for color in colors) >= 3
 
 

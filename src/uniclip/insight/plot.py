@@ -12,7 +12,7 @@ import numpy as np
 from uniclip._errors import check, needs
 from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import largest
-from uniclip.insight.summary import printable
+from uniclip.insight.summary import bounds_of, printable
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -24,6 +24,8 @@ NAMED = 5
 """The number of spikes with their step and leaf."""
 LONGEST = 24
 """The number of characters of a leaf that are shown, its last."""
+_LETTER = 0.062
+"""The width of a letter of a small text, in inches."""
 _SIZE = 9.0, 4.0
 """The size of the figure, in inches."""
 
@@ -32,8 +34,9 @@ def plot(record: Record, ax: Any = None) -> Any:
     """Draw the norms of a recorded run, the limit, and what happened to the steps.
 
     The norm before clipping is on a logarithmic axis, with the limit (or the threshold, if the rule clips to less than
-    the threshold). The largest spikes have their step and, if recorded, the leaf that stands out most. Strips above
-    show which steps were clipped, skipped and not finite. Of more than 1,200 steps the smallest, median and largest
+    the threshold), and the bound above which steps are skipped. The largest spikes have their step and, if recorded,
+    the leaf that stands out most. Strips above show which steps were clipped, skipped and not finite, and above them is
+    the loss, if it was recorded. Of more than 1,200 steps the smallest, median and largest
     norm in each of 600 columns is drawn, so that no spike is lost; the strips then have 200 columns, and the color of
     "clipped" is the fuller, the more of them were.
 
@@ -75,6 +78,7 @@ def plot(record: Record, ax: Any = None) -> Any:
             import matplotlib.pyplot as plt  # noqa: PLC0415 - takes longer to import than uniclip
         ax = plt.figure(figsize=_SIZE, layout="constrained").subplots()
     ax.set(xlabel="step", ylabel="norm before clipping", yscale="log")
+    ax.xaxis.set_major_formatter("{x:,g}")
     for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
         set_formatter(partial(_tick, ax.yaxis))
     shown = record.norms > 0
@@ -84,22 +88,37 @@ def plot(record: Record, ax: Any = None) -> Any:
     has_thresholds = bool(np.isfinite(record.thresholds).any())
     level = record.thresholds if has_thresholds else record.limits
     _line(ax, record.steps, level, "threshold" if has_thresholds else "limit", color=GREEN, linestyle="--")
+    if not has_thresholds or (record.rule or "").count("skip_above"):
+        bounds = bounds_of(record)
+        _line(ax, record.steps, np.where(bounds == level, np.nan, bounds), "skips", color=PURPLE, linestyle=":")
     _spikes(ax, record)
-    _strips(ax, record)
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(loc="lower left", frameon=False, ncols=2)
+    _losses(ax, record, _strips(ax, record))
+    _name_lines(ax)
     return ax
 
 
 def _tick(axis: Any, value: float, _: int) -> str:
     """Return the text of a tick: between powers of ten only where there is little of them."""
     low, high = sorted(axis.get_view_interval())
-    return f"{value:g}" if f"{value:e}".startswith("1.0") or high < 10 * low else ""
+    few = high < 1e3 * low and f"{value:e}"[:3] in {"2.0", "5.0"}
+    return f"{value:g}" if f"{value:e}".startswith("1.0") or few or high < 10 * low else ""
+
+
+def _name_lines(ax: Any) -> None:
+    """Write the name of each line beside its end, one above the other where they are near."""
+    low, high = np.log(ax.get_ylim())
+    ends = sorted([(np.log(line.get_ydata()[-1]), line) for line in ax.get_lines() if line.get_label()[:1] != "_"])
+    place = -1.0
+    for end, line in ends:
+        place = max((end - low) / (high - low), place + 0.07)
+        ax.text(
+            1.01, place, line.get_label(), color=line.get_color(), transform=ax.transAxes, va="center", fontsize="small"
+        )
 
 
 def _line(ax: Any, steps: Array, values: Array, label: str, **look: Any) -> None:
     """Draw values over steps; of many the median in each column, in a band from the smallest to the largest."""
-    known = np.isfinite(values) & (values > 0)
+    known = np.isfinite(values) & ((values > 0) | (ax.get_yscale() == "linear"))
     steps, values = steps[known], values[known]
     if not steps.size:
         return
@@ -107,25 +126,40 @@ def _line(ax: Any, steps: Array, values: Array, label: str, **look: Any) -> None
         cuts = np.linspace(0, steps.size, COLUMNS + 1).astype(int)
         at = steps[(cuts[1:] + cuts[:-1]) // 2]
         low, high = (some.reduceat(values, cuts[:-1]) for some in (np.minimum, np.maximum))
-        ax.fill_between(at, low, high, color=look["color"], alpha=0.5, linewidth=0.8)
+        ax.fill_between(at, low, high, color=look["color"], alpha=0.5, linewidth=look.get("linewidth", 0.8))
         steps, values = at, np.asarray([np.median(part) for part in np.split(values, cuts[1:-1])])
     marker = "." if steps.size == 1 else ""
-    ax.plot(steps, values, linewidth=1.2, marker=marker, label=label, **look)
+    ax.plot(steps, values, marker=marker, label=label, **{"linewidth": 1.2} | look)
 
 
 def _spikes(ax: Any, record: Record) -> None:
-    """Mark the largest spikes, with their step and the leaf that stands out most."""
+    """Mark the largest spikes, with their step and the leaf that stands out most, in rows where they cross nothing."""
     found = [one for one in largest(record) if math.isfinite(one.ratio)][:NAMED]
-    look: dict[str, Any] = {"color": VERMILION, "fillstyle": "none", "clip_on": False}
+    if not found:
+        return
+    look: dict[str, Any] = {"color": VERMILION, "fillstyle": "none", "clip_on": False, "label": "_spikes"}
     ax.plot([one.step for one in found], [one.norm for one in found], "o", **look)
-    ax.margins(y=0.4 if found else None)
-    line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6}
-    look = {"textcoords": ax.get_xaxis_transform(), "fontsize": "small", "parse_math": False, "arrowprops": line}
-    for number, one in enumerate(sorted(found)):
-        text = " ".join([f"{one.step}", *[_last(label) for label, _ in one.leaves[:1]]])
-        side = "right" if one.step > record.steps[[0, -1]].mean() else "left"
-        place = one.step, 0.93 - 0.07 * number
-        ax.annotate(f" {printable(text)} ", (one.step, one.norm), place, ha=side, **look)
+    wide = _LETTER / (ax.get_window_extent().width / ax.figure.dpi)
+    named = []
+    for one in found:
+        text = f" {one.step:,} {printable(_last(one.leaves[0][0]))} " if one.leaves else f" {one.step:,} "
+        place = (one.step - record.steps[0]) / max(record.steps[-1] - record.steps[0], 1)
+        width = wide * len(text)
+        named.append((place + width > 1, place, width, text, one))
+    rows: list[list[tuple[float, float]]] = [[] for _ in found]
+    line = {"arrowstyle": "-", "color": GRAY, "linewidth": 0.6, "shrinkA": 0}
+    look = {"textcoords": ax.get_xaxis_transform(), "fontsize": "small", "parse_math": False, "va": "top"}
+    # In this order no line to a spike crosses the text of another.
+    for left, place, width, text, one in sorted(named, key=lambda name: (name[0], -name[1] if name[0] else name[1])):
+        span = (place - width, place) if left else (place, place + width)
+        free = [number for number, row in enumerate(rows) if not any(a < span[1] and span[0] < b for a, b in row)]
+        number = free[0] if free else len(rows) - 1
+        rows[number].append(span)
+        look |= {"ha": "right" if left else "left", "arrowprops": line | {"relpos": (int(left), 0)}}
+        ax.annotate(text, (one.step, one.norm), (one.step, 0.97 - 0.07 * number), **look)
+    low, high = np.log(ax.get_ylim())
+    used = 0.04 + 0.07 * sum(map(bool, rows))
+    ax.set_ylim(top=math.exp(low + (high - low) / (1 - used)))
 
 
 def _last(label: str) -> str:
@@ -133,8 +167,24 @@ def _last(label: str) -> str:
     return label if len(label) <= LONGEST else f"…{label[1 - LONGEST :]}"
 
 
-def _strips(ax: Any, record: Record) -> None:
-    """Draw a strip for the steps that were clipped, one for those that were skipped, and one for those not finite."""
+def _losses(ax: Any, record: Record, bottom: float) -> None:
+    """Draw the recorded loss as a thin line above the strips."""
+    if not np.isfinite(record.losses).any():
+        return
+    panel = ax.inset_axes((0, 1.03 + bottom, 1, 0.2), sharex=ax)
+    _line(panel, record.steps, record.losses, "loss", color=GRAY, linewidth=0.8)
+    panel.tick_params(length=0, labelbottom=False, labelsize="small")
+    panel.margins(y=0.2)  # what is above the axes may be cut by a constrained layout
+    panel.set_yticks([])
+    panel.set_ylabel("loss", fontsize="small", rotation=0, ha="right", va="center")
+    panel.spines[:].set_visible(False)
+
+
+def _strips(ax: Any, record: Record) -> float:
+    """Draw a strip for the steps that were clipped, one for those that were skipped, and one for those not finite.
+
+    Return their height.
+    """
     from matplotlib.colors import to_rgb  # noqa: PLC0415 - takes longer to import than uniclip
 
     flags = {
@@ -144,7 +194,7 @@ def _strips(ax: Any, record: Record) -> None:
     }
     drawn = {name: one for name, one in flags.items() if one[0].any()}
     if not drawn:
-        return
+        return 0.0
     first, last = record.steps[[0, -1]]
     count = int(min(2 * COLUMNS if len(record.steps) <= 2 * COLUMNS else STRIP, last - first + 1))
     columns = (record.steps - first) * count // (last - first + 1)
@@ -158,3 +208,4 @@ def _strips(ax: Any, record: Record) -> None:
     strip.imshow(pixels, extent=(first - 0.5, last + 0.5, len(drawn), 0), aspect="auto", interpolation="nearest")
     strip.set_yticks(np.arange(len(drawn)) + 0.5, drawn, fontsize="small")
     strip.tick_params(length=0, labelbottom=False)
+    return 0.06 * len(drawn)
