@@ -417,3 +417,35 @@ def test_two_recorders_of_one_file(tmp_path: Path) -> None:
     first.path.unlink()
     first(report_of(5.0))
     assert insight.read(first.path).norms.tolist() == [5.0]
+
+
+@pytest.mark.needs("jax")
+def test_steps_of_a_scan() -> None:
+    """A scan stacks the scalars of its steps; they are recorded as if one after the other."""
+    import jax
+    import jax.numpy as jnp
+
+    rule = uc.zclip(warmup=2)
+
+    def step(state: Any, norm: Any) -> Any:
+        _, state, report = rule.update({"w": jnp.reshape(norm, (1,))}, state)
+        return state, (report.scalars(), 2 * norm)
+
+    norms = jnp.asarray([1.0, 1.2, 30.0, 1.1])
+    _, (scalars, losses) = jax.jit(lambda state: jax.lax.scan(step, state, norms))(rule.init({"w": norms[:1]}))
+    together: list[dict[str, Any]] = []
+    alone: list[dict[str, Any]] = []
+    with Recorder(together.append) as record:
+        record(scalars, loss=losses, rate=0.1 * losses)
+    with Recorder(alone.append) as record:
+        for number in range(4):
+            one = {name: values[number] for name, values in scalars.items()}
+            record(one, loss=losses[number], rate=0.1 * losses[number])
+    assert together == alone
+    assert [row["step"] for row in together] == [1, 2, 3, 4]
+    assert together[2]["clip/norm"] == 30.0
+    with Recorder(together.append) as record:
+        record(scalars, step=11)
+        with pytest.raises(TypeError, match="loss must be an array for all 4 steps"):
+            record(scalars, loss=1.0)
+    assert [row["step"] for row in together[4:]] == [11, 12, 13, 14]

@@ -156,15 +156,16 @@ class Recorder:
         leaves: Any = None,
         **extra: Any,
     ) -> None:
-        """Record one step.
+        """Record one step, or the n steps of a scan.
 
         Parameters
         ----------
         report : Report or dict of str to 0-d array
             The report of `uniclip.clip` or `uniclip.Rule.update`, also from compiled code, but not inside of it; or
-            its scalars, which optax and Keras keep.
+            its scalars, which optax and Keras keep. Scalars that a scan has stacked, arrays of shape (n,), are those of
+            n steps; the other arguments then have a first axis of n, too.
         step : int, optional
-            The number of the step; by default the one after the last.
+            The number of the (first) step; by default the one after the last.
         loss : float or 0-d array, optional
             The loss of the step.
         leaves : (k,) array, optional
@@ -186,11 +187,14 @@ class Recorder:
         scalars = isinstance(report, dict) and all([str(name).startswith(LOGGED) for name in report])
         fits = scalars or isinstance(report, Report)
         check("report", report, fits, "a report, which uc.clip and Rule.update return, or the scalars of one")
+        if isinstance(report, dict) and (count := _count_steps(report)) != 1:
+            self._record_each(count, report, step, {"loss": loss, "leaves": leaves} | extra)
+            return
         each = getattr(report, "rules", [report])
         flags = [getattr(one, "finite", None) for one in each if not has_values(one)]
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
-        check("report", report, one, "of one step; of many, such as those of a scan, record one after the other")
+        check("report", report, one, "of one step; of a scan return report.scalars(), which can be recorded together")
         for name in extra:
             own = name in OWN or name.startswith(LOGGED)
             check("the name of a number", name, not own, f"none of {', '.join(sorted(OWN))}")
@@ -209,6 +213,16 @@ class Recorder:
             self.step, self.loss = number, None
             if len(self._kept) >= self.every:
                 self._flush_in_training()
+
+    def _record_each(self, count: int, report: dict[str, Any], step: int | None, others: dict[str, Any]) -> None:
+        """Record many steps, whose values are read together."""
+        others = {name: value for name, value in others.items() if value is not None}
+        for name, value in others.items():
+            check(name, value, tuple(getattr(value, "shape", ()))[:1] == (count,), f"an array for all {count} steps")
+        report, others = read_arrays((report, others))
+        for number in range(count):
+            row, beside = ({name: values[number, ...] for name, values in part.items()} for part in (report, others))
+            self(row, None if step is None else step + number, **beside)
 
     def norms_of(self, grads: Any) -> Any:
         """Return the norms of the leaves of a step, before they are clipped; ``None`` if they are not recorded."""
@@ -333,6 +347,13 @@ def _at_exit() -> None:
     """Write the remaining rows at exit."""
     for recorder in list(_WAITING):
         recorder.close()
+
+
+def _count_steps(scalars: dict[str, Any]) -> int:
+    """Return of how many steps scalars are: a scan stacks them to arrays of one shape."""
+    shapes = {tuple(getattr(value, "shape", ())) for value in scalars.values()}
+    shape = shapes.pop() if len(shapes) == 1 else ()
+    return shape[0] if len(shape) == 1 else 1
 
 
 def _one(name: str, value: Any) -> Any:
