@@ -235,6 +235,21 @@ class Own(Clipping):
         return self.optimizer
 
 
+@pytest.mark.parametrize(("rule", "measures"), [(uc.by_norm(0.1), True), (uc.by_value(-0.1, 0.1), False)])
+def test_the_norm_is_measured_once(rule: Any, measures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer logs the norm of the rule as its own, and measures one itself only where the rule has none."""
+    made, calls = Clipping(tmp_path, [tensors(batch) for batch in BATCHES[:3]], rule=rule), []
+    usual = type(made.accelerator).clip_grad_norm_
+    counted = lambda self, *arguments: calls.append(1) or usual(self, *arguments)
+    monkeypatch.setattr(type(made.accelerator), "clip_grad_norm_", counted)
+    made.train()
+    near(made.model.arrays(), by_hand(rule, BATCHES[:3])[0].weights)
+    assert len(calls) == (0 if measures else 3)
+    assert len(made.logged("grad_norm")) == 3
+    assert min(made.logged("grad_norm")) > 0
+    assert not measures or made.logged("grad_norm") == made.logged("clip/norm")
+
+
 def test_mixin(tmp_path: Path) -> None:
     """A trainer that clips trains as the callback does, also resumed; its first logger sees the scalars."""
     rule, first, saved = uc.autoclip(50, window=4), Seeing(), {"save_strategy": "steps", "save_steps": 3}

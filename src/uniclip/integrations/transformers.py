@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from uniclip._errors import check, needs, short
 from uniclip.arraywise import AnyRule
+from uniclip.combine import walk_rules
 from uniclip.integrations import refuse_record, rule_for_steps
+from uniclip.report import NORM
+from uniclip.rules import Rule
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback
@@ -183,7 +186,8 @@ class ClipGradients(TrainerCallback):
 class ClippedTrainer:
     """A mixin for trainers that clip by a rule, whose loggers see the scalars whatever their order.
 
-    The state of a rule with memory is in ``optimizer.pt`` of each checkpoint. During training ``max_grad_norm`` is 0.
+    The state of a rule with memory is in ``optimizer.pt`` of each checkpoint. During training ``max_grad_norm`` is 0,
+    and the Trainer measures no norm of its own: ``grad_norm`` in the logs is that of the rule.
 
     Parameters
     ----------
@@ -259,9 +263,17 @@ class ClippedTrainer:
             raise RuntimeError(msg)
         return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Return a number in the place of the norm, which the rule measures in the step; `log` has it then."""
+        if any([isinstance(rule, Rule) for rule in walk_rules(self._rule)]):
+            return 0.0
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the scalars since the last log."""
+        """Log, with the scalars since the last log; ``grad_norm`` is the norm that the rule has measured."""
         scalars = self.clipping.logs() if self.clipping is not None and "loss" in logs else {}
+        if "grad_norm" in logs and NORM in scalars:
+            logs = logs | {"grad_norm": scalars[NORM]}
         super().log({**logs, **scalars}, *args, **kwargs)  # type: ignore[misc]
 
 
