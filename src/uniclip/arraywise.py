@@ -39,7 +39,7 @@ class EachArray(BaseRule):
                     _with_place(given.place, number, self._refuse_rows, arrays[number])
                 changes[number] = _with_place(given.place, number, self._change, backend, arrays[number], step.in_place)
             if step.in_place:
-                again = given.find_shared()[1]
+                again = given.find_repeated()[1]
                 written = [number for number in changes if number not in again]
                 for number in written:
                     _with_place(given.place, number, backend.write, arrays[number], *changes[number])

@@ -21,7 +21,7 @@ from uniclip._types import Number, Step, T
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives, to_lists
 from uniclip.joins import AllReduce, Loss, Shared
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, can_keep, read_arrays, was_skipped
+from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, read_arrays, report_outlives, was_skipped
 from uniclip.rules import take_step
 from uniclip.saved import (
     Leaves,
@@ -402,7 +402,7 @@ class _Window:
 
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
-        if not can_keep(report):
+        if not report_outlives(report):
             return
         with self._lock:
             self._waiting.append(report)

@@ -178,7 +178,7 @@ class LazyReport(Report):
         return self._values
 
     @property
-    def can_keep(self) -> bool:
+    def outlives_step(self) -> bool:
         """Whether it may outlive the running code; nothing is arranged."""
         if self._values is None:
             return outlives(optree.tree_leaves(self._fields))  # type: ignore[arg-type]
@@ -327,12 +327,12 @@ def without_skip(report: Any) -> Report:
     return FilledReport(*[None if name == "skipped" else getattr(report, name) for name in FIELDS])
 
 
-def can_keep(report: Any) -> bool:
+def report_outlives(report: Any) -> bool:
     """Whether a report may outlive the running code; nothing is arranged."""
     if isinstance(report, ChainReport):
-        return all(map(can_keep, report.rules))
+        return all(map(report_outlives, report.rules))
     if isinstance(report, LazyReport):
-        return report.can_keep
+        return report.outlives_step
     fields: Any = tuple(report)
     return outlives(optree.tree_leaves(fields))
 

@@ -91,9 +91,9 @@ class Opened(NamedTuple):
         zeroed = [n for n in self.kinds.present if arrays[n] is not self.arrays[n]]
         if not (factors or zeroed):
             return
-        shared, again = self.find_shared()
+        repeated, again = self.find_repeated()
         for number, leaf in odd.items():
-            if number in factors and number not in shared and number not in zeroed and leaf.view is not None:
+            if number in factors and number not in repeated and number not in zeroed and leaf.view is not None:
                 alike = math.prod(getattr(factors[number], "shape", ())) == 1
                 arrays[number] = leaf.view if alike else arrays[number]
         for number in zeroed:
@@ -105,14 +105,14 @@ class Opened(NamedTuple):
         changed = {*factors, *zeroed} - again
         self.write([n for n, leaf in odd.items() if arrays[n] is leaf.array and n in changed])
 
-    def find_shared(self) -> tuple[set[int], set[int]]:
+    def find_repeated(self) -> tuple[set[int], set[int]]:
         """Return the leaves whose memory is that of earlier ones, and those of them that are not written again.
 
         Copies of others are written: they may have other rows in that memory, or other factors, and get new memory.
         """
-        shared = same_memory(self.backend, self.leaves, self.place)
-        copied = {n for n in shared & self.odd.keys() if self.odd[n].copied}
-        return shared, shared - {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
+        repeated = same_memory(self.backend, self.leaves, self.place)
+        copied = {n for n in repeated & self.odd.keys() if self.odd[n].copied}
+        return repeated, repeated - {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
 
     def write(self, numbers: Iterable[int]) -> None:
         """Write arrays that were changed in place into those leaves that they are copies of."""
