@@ -28,7 +28,6 @@ from matplotlib.text import Text
 import uniclip as uc
 from insight import recorded
 from uniclip.insight import Recorder, leaf_norms, plot, read, spikes, summary
-from uniclip.insight.summary import bounds_of
 
 ODD = {
     "empty": recorded.nothing(),
@@ -294,19 +293,18 @@ def test_a_summary_begins_with_what_stands_out(line: str) -> None:
 
 
 def test_bounds_of_runs_that_skip() -> None:
-    """They are in the text of the rule, or the limits and thresholds above which steps were skipped."""
-    skipped = np.arange(60) == 30
-    rules = {
-        "uc.by_global_norm(1.0, skip_above=2.5e-3)": 2.5e-3,
-        "uc.Rule(1.0, curve=uc.curves.RejectAbove(40))": 40.0,
-        "uc.Rule(1.0, curve=uc.curves.reject)": 1.0,
-    }
-    for rule, bound in rules.items():
-        assert set(bounds_of(recorded.run(60, skipped=skipped, rule=rule))) == {bound}
-    levels = np.where(np.arange(60) > 9, 3.0, np.nan)
-    of_thresholds = bounds_of(recorded.run(60, skipped=skipped, thresholds=levels))
-    assert (of_thresholds[-1], np.isnan(of_thresholds).sum()) == (3.0, 10)
-    assert np.isnan(bounds_of(recorded.run(60))).all()
+    """They are in the text of the rule; where they are the limits, or the thresholds, there is no other line."""
+    skipped, levels = np.arange(60) == 30, np.full(60, 3.0)
+    for rule, bounds in {
+        "uc.by_global_norm(1.0, skip_above=2.5e-3)": {2.5e-3},
+        "uc.Rule(1.0, curve=uc.curves.RejectAbove(40))": {40.0},
+        "uc.Rule(1.0, curve=uc.curves.reject)": set(),
+    }.items():
+        ax = plot(recorded.run(60, skipped=skipped, rule=rule), Figure().subplots())
+        assert {value for line in ax.get_lines() if line.get_label() == "skips" for value in line.get_ydata()} == bounds
+    assert "skips" not in lines(plot(recorded.run(60, skipped=skipped, thresholds=levels), Figure().subplots()))
+    text = summary(recorded.run(60, skipped=np.arange(60) > 20, thresholds=np.full(60, 0.01)))
+    assert text.startswith("39 of 60 steps skipped, the last 39 in a row: the bound 0.01 is below the usual norm 0.")
 
 
 def test_steps_in_a_row_that_are_not_finite() -> None:
