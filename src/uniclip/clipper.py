@@ -21,7 +21,7 @@ from uniclip._types import Number, Step, T
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives, to_lists
 from uniclip.joins import AllReduce, Loss, Shared
-from uniclip.report import AVERAGED, NORM, NORM_MAX, Report, read_arrays, report_outlives, was_skipped
+from uniclip.report import AVERAGED, MANY_SKIPPED, NORM, NORM_MAX, Report, read_arrays, report_outlives, was_skipped
 from uniclip.rules import take_step
 from uniclip.saved import (
     Leaves,
@@ -42,8 +42,6 @@ from uniclip.tree import Flat, flatten, place
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
 
-_MANY_SKIPPED = 20
-"""After how many skipped steps in a row a warning says so."""
 _KEPT = 200
 """How many reports wait to be averaged: so many small arrays are kept at most."""
 
@@ -361,7 +359,7 @@ class Clipper:
             self._window.add(report)
         if self._skipped is not None:
             self._skipped = self._skipped + 1 if was_skipped(report) else 0
-            if self._skipped == _MANY_SKIPPED:
+            if self._skipped == MANY_SKIPPED:
                 self._skipped = None
                 self._warn_of_skips(report)
 
@@ -373,9 +371,7 @@ class Clipper:
             if math.isfinite(norm)
             else "the gradients are not finite: look for the cause, such as a learning rate that is too large"
         )
-        msg = (
-            f"{_MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is learned in them; {why}"
-        )
+        msg = f"{MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is learned in them; {why}"
         warnings.warn(msg, stacklevel=5)
 
     def _refuse_traced(self, state: Any) -> None:

@@ -27,6 +27,8 @@ AVERAGED = LOGGED[4:]
 NORM_MAX = "clip/norm_max"
 """The largest finite norm of all steps since the last log, where not every step is logged."""
 UNLIMITED = 3e38
+MANY_SKIPPED = 20
+"""After how many skipped steps in a row a run is told to be dead."""
 FIELDS = ("norms", "limits", "factors", "clipped", "finite", "skipped", "thresholds")
 
 
@@ -87,8 +89,9 @@ class Report:
 
     def __new__(cls, *fields: Any, **named: Any) -> Report:  # noqa: PYI034 - a subclass
         """Return a report of its fields; those that are not given are ``None``, as all of a rule without a norm."""
-        given = dict(zip(FIELDS, fields, strict=False)) | named
-        return FilledReport(**dict.fromkeys(FIELDS) | given) if cls is Report else object.__new__(cls)
+        if cls is not Report:
+            return object.__new__(cls)
+        return FilledReport(*fields, **dict.fromkeys(FIELDS[len(fields) :]) | named)
 
     norms: Any
     limits: Any
@@ -193,8 +196,9 @@ class LazyReport(Report):
         """Return it without ``skipped``."""
         if callable(self._values):
             return self
-        fields = [None if name == "skipped" else self._fields[name] for name in self._fields]
-        return LazyReport(self._values and self._values._replace(skipped=None), fields if self._values is None else ())
+        if self._values is None:
+            return LazyReport(None, [None if name == "skipped" else field for name, field in self._fields.items()])
+        return LazyReport(self._values._replace(skipped=None))
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalars for a logger, under the same names for every rule; most are made without the fields."""

@@ -88,9 +88,8 @@ def plot(record: Record, ax: Any = None) -> Any:
     has_thresholds = bool(np.isfinite(record.thresholds).any())
     level = record.thresholds if has_thresholds else record.limits
     _line(ax, record.steps, level, "threshold" if has_thresholds else "limit", color=GREEN, linestyle="--")
-    if not has_thresholds or (record.rule or "").count("skip_above"):
-        bounds = bounds_of(record)
-        _line(ax, record.steps, np.where(bounds == level, np.nan, bounds), "skips", color=PURPLE, linestyle=":")
+    bounds = bounds_of(record)  # no line of their own where they are the limits or the thresholds
+    _line(ax, record.steps, np.where(bounds == level, np.nan, bounds), "skips", color=PURPLE, linestyle=":")
     _spikes(ax, record)
     _losses(ax, record, _strips(ax, record))
     _name_lines(ax)

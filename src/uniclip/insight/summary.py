@@ -11,14 +11,14 @@ import numpy as np
 from uniclip._errors import counted
 from uniclip.insight.record import Record
 from uniclip.insight.spikes import Spike, largest
+from uniclip.report import MANY_SKIPPED
 
 _LIMITS = 0.25, 1.0, 4.0, 16.0
 _PERCENTILES = 10, 50, 90, 99
 _SHOWN = 5
 """The number of spikes that are listed."""
-_MANY = 20
-"""How many steps in a row are skipped before it is told."""
-_ROUNDING = 1e-4
+_ROUNDING, _REACHED = 1e-4, 0.05
+"""How near to the limit a norm reaches it, and the share of norms that do so only if something else clips."""
 _BOUND = re.compile(r"(?:skip_above=|RejectAbove\()([0-9.]+(?:e[+-]?[0-9]+)?)")
 """The bound in the text of a rule that skips steps above one."""
 
@@ -103,7 +103,7 @@ def _find_faults(record: Record) -> list[str]:
 
 def _is_dead(record: Record) -> bool:
     """Whether most steps were skipped, or all of the last ones."""
-    return bool(2 * record.skipped.sum() > len(record.steps)) or _count_last(record.skipped) >= _MANY
+    return bool(2 * record.skipped.sum() > len(record.steps)) or _count_last(record.skipped) >= MANY_SKIPPED
 
 
 def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
@@ -114,7 +114,7 @@ def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
         return []
     if not clipped.any():
         reached = np.abs(norms / limits - 1) < _ROUNDING
-        if reached.mean() > 1 / _MANY:
+        if reached.mean() > _REACHED:
             return [f"norms reach the limit {limits.max():.3g} and never exceed it: something else clips before"]
         return [f"never clipped: norms are at most {(norms / limits).max():.2g} of the limit"]
     share = clipped.mean()
