@@ -22,8 +22,11 @@ pytest_plugins = ["kit.cpu"]
 HERE = Path(__file__).parent
 ADAPTERS = ("keras", "optax", "trainers")
 """Libraries beside the frameworks: Keras, optax with Flax and Equinox, Lightning with Accelerate and Hugging Face."""
+APART = ("types", "libraries")
+"""What is not among all: types, and libraries that clip inside, Stable-Baselines3, TRL and timm."""
 NEEDS = {
-    "typed/test_types.py": {"types"},  # not among all: with the frameworks installed, mypy takes minutes
+    "typed/test_types.py": {"types"},  # with the frameworks installed, mypy takes minutes
+    "libraries/test_libraries.py": {"libraries"},
     "test_compared.py": {"torch", "tensorflow", "keras", "jax", "optax", "mlx"},
     "test_many_leaves.py": {"jax"},
     "test_processes.py": {"torch"},
@@ -55,8 +58,8 @@ def chosen(config: pytest.Config) -> set[str]:
     """Return what a run is for."""
     names = set(config.getoption("--frameworks").split(","))
     every = {*EAGER, *ADAPTERS}
-    if unknown := names - every - {"all", "types"}:
-        message = f"--frameworks {unknown.pop()} is none of {', '.join(sorted(every))}, all, types"
+    if unknown := names - every - {"all", *APART}:
+        message = f"--frameworks {unknown.pop()} is none of {', '.join(sorted(every))}, all, {', '.join(APART)}"
         raise pytest.UsageError(message)
     return every if "all" in names else names
 

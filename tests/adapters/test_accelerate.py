@@ -40,7 +40,7 @@ class Accelerated(Handled):
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro, **options)
         net = Net()
         optimizer = sgd(net)
-        self.handle = None if rule is None else attach(optimizer, rule, record=record)
+        self.handle = None if rule is None else attach(optimizer, rule, record=record, names=net)
         self.net, self.inside = self.accelerator.prepare(net, optimizer)
 
     def step(self, batch: Batch) -> None:
@@ -77,7 +77,7 @@ class Scaled(Accelerated):
         self.accelerator, self.net = Accelerator(cpu=True), Net()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         self.inside = AcceleratedOptimizer(sgd(self.net), scaler=self.scaler)
-        self.handle = attach(self.inside, rule)
+        self.handle = attach(self.inside, rule, names=self.net)
         self.accelerator.gradient_state._set_sync_gradients(True)
 
     def step(self, batch: Batch) -> None:

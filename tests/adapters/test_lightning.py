@@ -99,6 +99,7 @@ class Fitting(Looping):
     """A fit that goes from batch to batch."""
 
     recorded = "lightning"
+    prefix = "net."
     takes = frozenset({"loss", "scalars", "record", "save", "memory", "micro", "bits"})
     plugins: Any = None
 

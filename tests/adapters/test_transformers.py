@@ -250,6 +250,14 @@ def test_the_norm_is_measured_once(rule: Any, measures: bool, tmp_path: Path, mo
     assert not measures or made.logged("grad_norm") == made.logged("clip/norm")
 
 
+def test_names_in_the_mixin(tmp_path: Path) -> None:
+    """A trainer that clips has the names of the model, as the callback has them."""
+    rule = uc.masked(uc.by_global_norm(0.1), lambda path, leaf: path[-1] == "w")
+    made = Clipping(tmp_path, [tensors(batch) for batch in BATCHES[:2]], rule=rule)
+    made.train()
+    near(made.model.arrays(), by_hand(rule, BATCHES[:2])[0].weights)
+
+
 def test_mixin(tmp_path: Path) -> None:
     """A trainer that clips trains as the callback does, also resumed; its first logger sees the scalars."""
     rule, first, saved = uc.autoclip(50, window=4), Seeing(), {"save_strategy": "steps", "save_steps": 3}

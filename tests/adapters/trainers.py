@@ -38,8 +38,8 @@ class Net(torch.nn.Module):
 
 
 def sgd(net: Any) -> Any:
-    """Return the optimizer of the training by hand."""
-    return torch.optim.SGD(net.named_parameters(), lr=RATE, momentum=MOMENTUM)
+    """Return the optimizer of the training by hand, without names, as most are made."""
+    return torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
 def tensors(batch: Batch) -> dict[str, Any]:
@@ -52,9 +52,9 @@ def short(saved: dict[str, Any]) -> dict[str, Any]:
     return renamed(saved, lambda name: f"['{name.split(chr(39))[1].rpartition('.')[2]}']")
 
 
-def long(saved: dict[str, Any]) -> dict[str, Any]:
+def long(saved: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a memory with names as an optimizer of PyTorch has them: its groups are a list."""
-    return renamed(saved, lambda name: f"[0]['{name.split(chr(39))[1]}']")
+    return renamed(saved, lambda name: f"[0]['{prefix}{name.split(chr(39))[1]}']")
 
 
 class Fed:
@@ -83,6 +83,8 @@ class Handled:
     optimizer = "momentum"
     left_out = frozenset[str]()
     own_clipping: ClassVar[dict[str, Any]] = {}
+    prefix = ""
+    """What the names of the weights begin with, in the model that the rule knows."""
     net: Net
     inside: Any
     handle: Any
@@ -105,7 +107,7 @@ class Handled:
 
     def recall(self, saved: dict[str, Any]) -> None:
         """Give it a memory."""
-        self.handle.load_state_dict(long(saved))
+        self.handle.load_state_dict(long(saved, self.prefix))
 
 
 class Looping(Handled):

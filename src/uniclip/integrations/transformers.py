@@ -219,6 +219,7 @@ class ClippedTrainer:
 
     args: Any
     accelerator: Any
+    model: Any
 
     def __init__(
         self,
@@ -232,14 +233,15 @@ class ClippedTrainer:
         self.clipping: Attached | None = None
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer, and attach the rule to it."""
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+    def create_optimizer(self, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer, and attach the rule to it, with the names of the model."""
+        optimizer = super().create_optimizer(model, *args, **kwargs)  # type: ignore[misc]
         if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer):
             _refuse(self.accelerator.distributed_type.value, self._rule)
             if self.clipping is not None:
                 self.clipping.remove()
-            self.clipping = attach(optimizer, self._rule, *self._how)
+            names = names_in(self.model if model is None else model, optimizer)
+            self.clipping = attach(optimizer, self._rule, *self._how, names=names)
             self.clipping.logs()
         return optimizer
 
