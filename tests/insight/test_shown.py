@@ -292,6 +292,13 @@ def test_a_summary_begins_with_what_stands_out(line: str) -> None:
     assert summary(FIRST[line]).splitlines()[0] == line
 
 
+def test_a_rule_that_is_not_known() -> None:
+    """Where nobody told the recorder the rule, the summary names its limit, if there is one."""
+    record = recorded.run(20, rule="", limits=np.full(20, 0.5))
+    assert ", limit 0.5 of an unknown rule: " in summary(record)
+    assert ", an unknown rule: " in summary(record._replace(limits=np.arange(1.0, 21.0)))
+
+
 def test_bounds_of_runs_that_skip() -> None:
     """They are in the text of the rule; where they are the limits, or the thresholds, there is no other line."""
     skipped, levels = np.arange(60) == 30, np.full(60, 3.0)

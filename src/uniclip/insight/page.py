@@ -15,7 +15,7 @@ from uniclip._version import version
 from uniclip.insight.plot import plot
 from uniclip.insight.record import INSTALL, Record
 from uniclip.insight.spikes import Spike, largest
-from uniclip.insight.summary import printable, summary
+from uniclip.insight.summary import name_rule, printable, summary
 
 _MOST = 50
 """The number of spikes that are listed."""
@@ -43,7 +43,7 @@ def page(record: Record) -> str:
     """
     found = largest(record)
     rows = "".join(map(_row, found[:_MOST])) or '<tr><td colspan="4">none</td></tr>'
-    title = escape(printable(record.rule or "an unknown rule"))
+    title = escape(name_rule(record))
     template = Template(files("uniclip.insight").joinpath("page.html").read_text(encoding="utf-8"))
     more = f"The {_MOST} largest of {len(found):,}." if len(found) > _MOST else ""
     return template.substitute(

@@ -67,7 +67,7 @@ def summary(record: Record) -> str:
     first = f" (first step {broken[0]})" if len(broken) else ""
     lines = _find_faults(record)
     lines += [] if _is_dead(record) else _judge_limit(record, clipped)
-    lines += [f"{counted(len(record.steps), 'step')}, {printable(record.rule) or 'an unknown rule'}: clipped "]
+    lines += [f"{counted(len(record.steps), 'step')}, {name_rule(record)}: clipped "]
     lines[-1] += f"{_percent(clipped)}{of_norms}, skipped {record.skipped.sum():,}, not finite {len(broken):,}{first}"
     if norms.size:
         parts = [f"p{q} {norm:.3g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
@@ -148,6 +148,13 @@ def _described(spike: Spike) -> str:
 def printable(text: str) -> str:
     """Return text with U+FFFD in place of invisible characters, such as control characters."""
     return "".join([one if one.isprintable() else "\ufffd" for one in text])
+
+
+def name_rule(record: Record) -> str:
+    """Return the rule of a run; where the recorder was not told it, what its limits say."""
+    limits = {f"{limit:.3g}" for limit in record.limits[np.isfinite(record.limits)]}
+    known = f"limit {limits.pop()} of an unknown rule" if len(limits) == 1 else "an unknown rule"
+    return printable(record.rule) or known
 
 
 def _percent(flags: np.ndarray) -> str:
