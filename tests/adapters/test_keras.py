@@ -35,6 +35,7 @@ from adapters.on_keras import (
     sgd,
     values,
 )
+from kit.pages import run_story
 from kit.training import MOMENTUM, RATE, Arrays, Batch, parts, weights
 from uniclip import insight
 from uniclip.integrations.keras import ClippedOptimizer, LogClipping
@@ -576,3 +577,13 @@ def test_contract(check: Any, tmp_path: Path) -> None:
 def test_eagerly(make: Any, check: Any, tmp_path: Path) -> None:
     """So do eager ones, with sparse gradients, which are clipped as what they stand for, and with a loss scale."""
     check(make, uc, tmp_path)
+
+
+@on_tensorflow
+def test_only_sound_checkpoints(tmp_path: Path) -> None:
+    """The recipe of the page saves no epoch in which a step was skipped."""
+    keep = run_story("skip-a-step.md", "sound-keras")["KeepSound"]
+    made = compiled(ClippedOptimizer(sgd(), uc.by_norm(0.3, nonfinite="skip")))
+    for name, of in {"sound": FINITE, "broken": BATCHES}.items():
+        fit(made, of, LogClipping(), keep(tmp_path / f"{name}.keras"))
+    assert [file.name for file in tmp_path.iterdir()] == ["sound.keras"]

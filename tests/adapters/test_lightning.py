@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import uniclip as uc
 from adapters.contract import variants
 from adapters.trainers import Fed, Looping, Net, by_hand, near, remembers, sgd, tensors
+from kit.pages import run_story
 from kit.training import Batch, batches
 from uniclip import insight
 from uniclip.integrations.lightning import ClipGradients
@@ -309,3 +310,17 @@ def test_ways_to_run() -> None:
         assert float(uc.global_norm([p.grad for p in module.net.parameters()])) == pytest.approx(0.05)
         assert module.norms[0][0] > 0.05
         assert ("clip/norm" in made.callback_metrics) == ("barebones" not in options)
+
+
+def test_only_sound_checkpoints(tmp_path: Path) -> None:
+    """The recipe of the page keeps no checkpoint of an epoch in which a step was skipped."""
+
+    class InTurn:
+        def __iter__(self) -> Iterator[Any]:
+            return iter([tensors(batch) for batch in (batches() if made.current_epoch == 1 else BATCHES)])
+
+    page = run_story("skip-a-step.md", "sound-lightning")
+    keep = page["KeepSound"](tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    made = trainer(page["clip"], keep, max_epochs=3, enable_checkpointing=True)
+    made.fit(Module(), InTurn())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["epoch=0.ckpt", "epoch=2.ckpt"]

@@ -20,6 +20,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 import uniclip as uc
 from adapters.contract import contract
 from adapters.trainers import Fed, Looping, Net, by_hand, long, near, remembers, sgd, short, tensors
+from kit.pages import run_story
 from kit.training import Batch, batches
 from uniclip import insight
 from uniclip.integrations.torch import attach
@@ -317,3 +318,10 @@ def test_own_optimizers(options: dict[str, Any], tmp_path: Path) -> None:
     assert callback.handle.report.norms.dtype is torch.float32
     assert made.logged("clip/share") == [1.0] * 3
     assert not np.array_equal(made.model.arrays()["w"], Net().arrays()["w"])
+
+
+def test_only_sound_checkpoints(tmp_path: Path) -> None:
+    """The recipe of the page saves after steps that were taken: the seventh is skipped."""
+    callbacks = run_story("skip-a-step.md", "sound-transformers")["callbacks"]
+    train(tmp_path, batches(), *callbacks, save_strategy="steps", save_steps=2)
+    assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 4, 6)]

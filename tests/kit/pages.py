@@ -47,8 +47,8 @@ class Story:
     group: str
     blocks: list[Block] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Run the blocks, and compare what they print."""
+    def run(self) -> dict[str, Any]:
+        """Run the blocks, compare what they print, and return what they define."""
         known = names()
         for block in self.blocks:
             where = f"{self.page}:{block.line}"
@@ -59,6 +59,7 @@ class Story:
             if block.output is not None:
                 matches = doctest.OutputChecker().check_output(block.output, printed, FLAGS)
                 assert matches, f"{where} printed\n{printed}\ninstead of\n{block.output}"
+        return known
 
 
 def _printed(code: str, name: str, known: dict[str, Any]) -> str:
@@ -99,6 +100,11 @@ def stories() -> Iterator[Story]:
             else:
                 story.blocks.append(Block(kind, code, text.count("\n", 0, match.start()) + 1))
         yield from found.values()
+
+
+def run_story(page: str, group: str) -> dict[str, Any]:
+    """Run the blocks of a page that share a name, and return what they define."""
+    return next(story for story in stories() if (story.page, story.group) == (page, group)).run()
 
 
 def modules() -> list[str]:
