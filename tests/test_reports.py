@@ -141,7 +141,7 @@ LINES: dict[str, tuple[Any, list[Any], str]] = {
         "norm 2 (largest of 1,000), clipped <1 %, finite",
     ),
     "a thousand": (uc.by_norm(0.5, axis=1), [[[1.0]] * 1024], "norm 1 (largest of 1,024), clipped 100 %, finite"),
-    "not finite": (uc.by_norm(1.0, nonfinite="skip"), [[np.nan]], "norm nan, limit 1, clipped, not finite, skipped"),
+    "not finite": (uc.by_norm(1.0, nonfinite="skip"), [[np.nan]], "norm nan, limit 1, skipped, not finite"),
     "two rules": (
         uc.chain(uc.by_global_norm(9.0), uc.by_norm(1.0)),
         [[3.0], [4.0]],

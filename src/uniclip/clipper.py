@@ -367,7 +367,7 @@ class Clipper:
         """Say once that a run does not train."""
         norm = float(report.scalars().get(NORM, math.nan))
         why = (
-            f"a norm of {norm:.3g} is above its bound: raise that if such norms are usual"
+            f"a norm of {norm:.3g} is above its bound: raise the bound if such norms are usual"
             if math.isfinite(norm)
             else "the gradients are not finite: look for the cause, such as a learning rate that is too large"
         )
@@ -394,7 +394,7 @@ class _Window:
         self._waiting: list[Report] = []
         self._last: dict[str, float] = {}
         self._sums: Counter[str] = Counter()
-        self._count, self._largest = 0, 0.0
+        self._count, self._largest = 0, math.nan
 
     def add(self, report: Report) -> None:
         """Add a step, unless it is of code that is being compiled, which runs once."""
@@ -412,8 +412,9 @@ class _Window:
             self._last = {name: float(value) for name, value in report.scalars().items()}
             self._sums.update({name: self._last[name] for name in AVERAGED if name in self._last})
             self._count += 1
-            norm = self._last.get(NORM, 0.0)
-            self._largest = max(self._largest, norm if math.isfinite(norm) else 0.0)
+            norm = self._last.get(NORM, math.nan)
+            if math.isfinite(norm) and not norm <= self._largest:
+                self._largest = norm
 
     def read(self) -> dict[str, float]:
         """Return the last scalars, means, and the largest norm, and begin anew."""

@@ -143,9 +143,9 @@ class Report:
         words = [f"norm {norm:.3g}" + (f" (largest of {count:,})" if count > 1 else "")]
         words += [f"limit {limit:.3g}"] if count == 1 and limit < UNLIMITED else []
         percent = "<1" if 0 < share < 0.005 else f"{100 * share:.0f}"
-        words += [f"clipped {percent} %"] if count > 1 else ["clipped" if share else "not clipped"]
+        clipped = f"clipped {percent} %" if count > 1 else "clipped" if share else "not clipped"
+        words += ["skipped" if self.skipped is not None and bool(backend.xp.any(self.skipped)) else clipped]
         words += ["finite" if bool(backend.xp.all(self.finite)) else "not finite"]
-        words += ["skipped"] if self.skipped is not None and bool(backend.xp.any(self.skipped)) else []
         return ", ".join(words)
 
     def __repr__(self) -> str:

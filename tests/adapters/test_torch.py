@@ -956,6 +956,10 @@ NAMED: dict[str, Any] = {
     "mask in a chain": uc.chain(uc.by_value(-1.0, 1.0), uc.masked(uc.adagc(), lambda path, leaf: "head" in str(path))),
     "label": uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: "head" in str(path))),
     "groups": uc.by_group_norm({"head": 1.0, "body": 0.1}, lambda path, leaf: "head" if "head" in path[1] else "body"),
+    "in": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: "head.bias" not in path),
+    "equal": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and path[1] != "body.weight"),
+    "format": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" not in f"{path[1]}"),
+    "and shape": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" in str(path)),
 }
 
 
@@ -968,11 +972,11 @@ def two_layers() -> Any:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_masks_of_names_that_are_not_there(name: str) -> None:
-    """Without names a mask or a label takes all or none, silently: refused. With them it goes on while layers come."""
+    """Without names a mask or a label takes what it should leave out: refused. With them it goes on as layers come."""
     model = two_layers()
     model.body.weight.requires_grad_(False).grad = None
     unnamed = SGD(model.parameters())
-    with pytest.raises(TypeError if name == "groups" else ValueError, match=r"names=model"):
+    with pytest.raises(TypeError, match=r"knows numbers only, such as \(0, 0\).*names=model"):
         attach(unnamed, NAMED[name])
     attach(unnamed, NAMED[name], names=model).remove()  # nothing was attached before
     optimizer = SGD(model.head.parameters(), lr=0.1)
@@ -984,8 +988,18 @@ def test_masks_of_names_that_are_not_there(name: str) -> None:
     optimizer.step()
 
 
+def test_functions_of_paths_that_fail() -> None:
+    """The error shows a path."""
+    model = two_layers()
+    for where in (lambda path, leaf: path[0].startswith("head"), lambda path: True):
+        with pytest.raises(TypeError, match=r"fails for paths as \(0, 'body.weight'\), of group and name"):
+            attach(SGD(model.parameters()), uc.masked(uc.by_norm(1.0), where), names=model)
+
+
 def test_labels_of_groups() -> None:
-    """A label that is a key of the path is one of a single group, too."""
+    """A label that is a key of the path is one of a single group, too; numbers are numbers."""
+    half = uc.masked(uc.by_norm(1.0), lambda path, leaf: path[1] % 2 == 0 and path != (5, 5) and path[1] in {0, 1})
+    attach(SGD([five(), five()]), half)
     for rule in (
         uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0])),
         uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0]),

@@ -320,8 +320,11 @@ def test_own_optimizers(options: dict[str, Any], tmp_path: Path) -> None:
     assert not np.array_equal(made.model.arrays()["w"], Net().arrays()["w"])
 
 
-def test_only_sound_checkpoints(tmp_path: Path) -> None:
-    """The recipe of the page saves after steps that were taken: the seventh is skipped."""
+@pytest.mark.parametrize("wide", [1, 4])
+def test_only_sound_checkpoints(wide: int, tmp_path: Path) -> None:
+    """The recipe of the page saves after steps that were taken, however often it logs: the seventh is skipped."""
     callbacks = run_story("skip-a-step.md", "sound-transformers")["callbacks"]
-    train(tmp_path, batches(), *callbacks, save_strategy="steps", save_steps=2)
+    train(tmp_path, batches(), *callbacks[::-1], save_strategy="steps", save_steps=2, logging_steps=wide)
     assert sorted(file.name for file in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    train(tmp_path / "epoch", batches(), *callbacks, save_strategy="epoch", logging_steps=wide)
+    assert not list((tmp_path / "epoch").glob("checkpoint-*"))

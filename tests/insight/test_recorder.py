@@ -449,3 +449,16 @@ def test_steps_of_a_scan() -> None:
         with pytest.raises(TypeError, match="loss must be an array for all 4 steps"):
             record(scalars, loss=1.0)
     assert [row["step"] for row in together[4:]] == [11, 12, 13, 14]
+
+
+def test_a_file_that_is_read_while_it_is_recorded(tmp_path: Path) -> None:
+    """All steps are there: a recorder of this program writes those that it keeps."""
+    path = tmp_path / "run.jsonl"
+    record = Recorder(path)
+    for size in 1.0, 2.0, 3.0:
+        record(uc.clip([np.asarray([size])], uc.by_norm(1.0))[1])
+    found = insight.read(path)
+    assert found.norms.tolist() == [1.0, 2.0, 3.0]
+    assert repr(found) == "<Record: 3 steps, an unknown rule>"
+    with pytest.raises(TypeError, match="ravel those of scans inside of scans"):
+        record({"clip/norm": np.ones((2, 3))})

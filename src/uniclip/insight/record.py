@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from uniclip._errors import counted
 from uniclip.report import UNLIMITED
 
 INSTALL = '"uniclip-gradients[insight]"'
@@ -40,6 +41,8 @@ LOGGED = "clip/"
 """What the names of a report's scalars begin with, and those in the file do not."""
 OWN = frozenset({"uniclip", "step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "leaves"})
 """The keys of a line that are neither the loss nor the user's own."""
+WAITING: set[Any] = set()
+"""The recorders with steps to write, held here so that they are not garbage-collected before."""
 _ROW = re.compile(rb'{"step": (\d+)')
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
@@ -95,11 +98,15 @@ class Record(NamedTuple):
     rule: str
     extra: dict[str, np.ndarray[Any, Any]]
 
+    def __repr__(self) -> str:
+        """Return how long it is, and of what."""
+        return f"<Record: {counted(len(self.steps), 'step')}, {self.rule or 'an unknown rule'}>"
+
 
 def read(path: str | os.PathLike[str]) -> Record:
     """Read a recorded run.
 
-    While it is recorded, ``recorder.flush()`` first writes the last steps.
+    A recorder of this program first writes the steps that it still keeps; of another program they are not in the file.
 
     Parameters
     ----------
@@ -126,6 +133,8 @@ def read(path: str | os.PathLike[str]) -> Record:
     >>> len(record.steps), record.rule, float(record.norms.max())
     (400, 'uc.by_global_norm(1.0)', 20.0)
     """
+    for recorder in [one for one in WAITING if one.path == Path(path).absolute()]:
+        recorder.flush()
     text = Path(path).read_bytes()
     if not text.startswith(BEGINNING):
         msg = f"{os.fspath(path)} is no recorded run, which uniclip.insight.Recorder writes"

@@ -19,7 +19,7 @@ from uniclip._types import Step
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import compiling
 from uniclip.backends.base import stack_arrays
-from uniclip.insight.record import LOGGED, OWN, File
+from uniclip.insight.record import LOGGED, OWN, WAITING, File
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
@@ -29,8 +29,6 @@ from uniclip.scopes import each_leaf
 from uniclip.step import decide_generally
 from uniclip.tree import flatten, open_tree
 
-_WAITING: set[Recorder] = set()
-"""The recorders with steps to write, held here so that they are not garbage-collected before."""
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
 
 
@@ -163,7 +161,7 @@ class Recorder:
         report : Report or dict of str to 0-d array
             The report of `uniclip.clip` or `uniclip.Rule.update`, also from compiled code, but not inside of it; or
             its scalars, which optax and Keras keep. Scalars that a scan has stacked, arrays of shape (n,), are those of
-            n steps; the other arguments then have a first axis of n, too.
+            n steps, and so are ``loss``, ``leaves`` and ``**extra`` then.
         step : int, optional
             The number of the (first) step; by default the one after the last.
         loss : float or 0-d array, optional
@@ -194,7 +192,11 @@ class Recorder:
         flags = [getattr(one, "finite", None) for one in each if not has_values(one)]
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
-        check("report", report, one, "of one step; of a scan return report.scalars(), which can be recorded together")
+        wanted = (
+            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be recorded together: ravel "
+            "those of scans inside of scans, and of a vmap over seeds take one"
+        )
+        check("report", report, one, wanted)
         for name in extra:
             own = name in OWN or name.startswith(LOGGED)
             check("the name of a number", name, not own, f"none of {', '.join(sorted(OWN))}")
@@ -209,7 +211,7 @@ class Recorder:
             number = self._number(step)
             if self._is_first_process(report):
                 self._kept.append((number, self._labels, keep_arrays((report, leaves, numbers))))
-                _WAITING.add(self)
+                WAITING.add(self)
             self.step, self.loss = number, None
             if len(self._kept) >= self.every:
                 self._flush_in_training()
@@ -289,7 +291,7 @@ class Recorder:
         """
         with self._lock:
             kept, self._kept = self._kept, []
-            _WAITING.discard(self)
+            WAITING.discard(self)
             if not kept or self._process != os.getpid():  # what was forked has no steps of its own
                 return
             numbers, labels, trees = zip(*kept, strict=True)
@@ -345,7 +347,7 @@ class Recorder:
 @atexit.register
 def _at_exit() -> None:
     """Write the remaining rows at exit."""
-    for recorder in list(_WAITING):
+    for recorder in list(WAITING):
         recorder.close()
 
 

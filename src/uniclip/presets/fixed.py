@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from uniclip._errors import check
+from uniclip._errors import check, positive
 from uniclip._types import NonFinite, Number
 from uniclip.arraywise import ByValue
 from uniclip.curves import Curve, RejectAbove, hard, normalize
@@ -169,7 +169,7 @@ def by_global_norm(
     """
     if skip_above is not None:
         check("curve", curve, curve is hard, "left out beside skip_above=")
-        curve = RejectAbove(skip_above)
+        curve = RejectAbove(positive("skip_above", skip_above))
         if isinstance(max_norm, Real) and max_norm < math.inf and skip_above < max_norm:
             msg = f"skip_above must be at least max_norm, {max_norm}, got {skip_above}"
             raise ValueError(msg)

@@ -21,6 +21,33 @@ class Optimizer(Protocol):
         """What takes a step."""
 
 
+class Unnamed(int):
+    """The number of a parameter that has no name: a function that makes text of it looks for names, and fails."""
+
+    def __repr__(self) -> str:
+        """Refuse to be part of a text."""
+        raise TypeError(_NO_NAME)
+
+    def __format__(self, spec: str) -> str:
+        """Refuse to be part of a text."""
+        raise TypeError(_NO_NAME)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare numbers; refuse a text."""
+        if isinstance(other, str):
+            raise TypeError(_NO_NAME)
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        """Compare numbers; refuse a text."""
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+_NO_NAME = "a number, in the place of a name"
+
+
 def refuse_optimizer(optimizer: Any, rule: Any) -> None:
     """Refuse an object that is not an optimizer, or one whose hooks do not run."""
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -24,7 +24,7 @@ from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.clipper import Clipper
 from uniclip.decision import LaneDecision
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
+from uniclip.integrations.torch.checks import Optimizer, Unnamed, refuse_optimizer, unwrapped
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
@@ -604,19 +604,21 @@ class Attached:
             See `uniclip.plan.refuse_one_answer`.
         """
         params = self._params()
-        paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
+        keys = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
+        unnamed = all([isinstance(key, int) for _, key in keys])
+        paths = [(number, Unnamed(key)) for number, key in keys] if unnamed else keys
         some = len(self._names) > len(params)
         leaves = [p.detach() for p in params]
         try:
             refuse_one_answer_in(self.rule, [] if some else paths, [] if some else leaves)
         except (AttributeError, TypeError) as error:  # as of a number that is taken for a name
-            if not any([isinstance(key, int) for _, key in paths]):
-                raise
-            msg = (
-                f"{short(self.rule)} asks for names, and the optimizer knows numbers only, such as {paths[0]}: give "
-                f"them by attach(optimizer, rule, names=model) ({type(error).__name__}: {error})"
-            )
-            raise TypeError(msg) from error
+            msg = f"a function of {short(self.rule)} fails for paths as {keys[0]}, of group and name"
+            if unnamed:
+                msg = (
+                    f"{short(self.rule)} asks for names, and the optimizer knows numbers only, such as {keys[0]}: give "
+                    "them by attach(optimizer, rule, names=model)"
+                )
+            raise TypeError(f"{msg} ({type(error).__name__}: {error})") from error
 
     def _name(self, groups: list[dict[str, Any]]) -> None:
         """Name the parameters of each group, by numbers if some have no name, or names are not unique."""
