@@ -6,7 +6,7 @@ from typing import Any
 
 from uniclip._errors import check, short
 from uniclip.arraywise import AnyRule, as_rule
-from uniclip.combine import Masked, walk_rules
+from uniclip.combine import Masked, rules_with_norms, walk_rules
 from uniclip.limits import Split
 from uniclip.plan import refuse_one_answer
 from uniclip.rules import BaseRule, Rule
@@ -85,8 +85,3 @@ def refuse_record(record: Any, all_reduce: Any = None) -> None:
 def looks_at(what: str, rule: Any) -> bool:
     """Whether the limit of a rule, or of a rule inside it, uses ``"loss"`` or ``"params"``."""
     return any(what in one.limit.needs for one in rules_with_norms(rule))
-
-
-def rules_with_norms(rule: Any) -> list[Rule]:
-    """Return the rules that measure norms: a rule, and those inside of it, of chains and masks."""
-    return [one for one in walk_rules(rule) if isinstance(one, Rule)]

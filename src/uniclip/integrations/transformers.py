@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from uniclip._errors import check, needs, short
 from uniclip.arraywise import AnyRule
-from uniclip.integrations import refuse_record, rule_for_steps, rules_with_norms
+from uniclip.combine import rules_with_norms
+from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import NORM
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
@@ -101,7 +102,7 @@ class ClipGradients(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rule, without hooks in an optimizer."""
-        return dict(vars(ClipGradients(self.rule, self.all_reduce, self.shared, self.record)))
+        return vars(self) | {"handle": None, "_seen": None, "_loaded": {}, "_given": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`."""
@@ -232,7 +233,7 @@ class ClippedTrainer:
     def create_optimizer(self, model: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
         optimizer = super().create_optimizer(model, *args, **kwargs)  # type: ignore[misc]
-        if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer):
+        if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer)[0]:
             _refuse(self.accelerator.distributed_type.value, self._rule)
             if self.clipping is not None:
                 self.clipping.remove()

@@ -14,8 +14,9 @@ from uniclip._errors import short
 from uniclip._types import Path
 from uniclip.arraywise import AnyRule
 from uniclip.backends.dtensor import is_dtensor
-from uniclip.integrations import rule_for_steps, rules_with_norms
-from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
+from uniclip.combine import rules_with_norms
+from uniclip.integrations import rule_for_steps
+from uniclip.integrations.torch.checks import Optimizer, optimizer_inside
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.optimizer import Names, attach, names_of
 from uniclip.integrations.torch.processes import several
@@ -156,8 +157,7 @@ def check_layout(
     one process: norm 1.73205
     process 0: norm 1.73205, share 1.73205
     """
-    refuse_optimizer(optimizer, rule)
-    optimizer, rule = unwrapped(optimizer), rule_for_steps(rule)
+    optimizer, rule = optimizer_inside(optimizer, rule), rule_for_steps(rule)
     groups, known = optimizer.param_groups, names_of(names, optimizer)
     if names is not None:
         named = [{"param_names": [known.get(p, n) for n, p in enumerate(group["params"])]} for group in groups]

@@ -24,7 +24,7 @@ from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.clipper import Clipper
 from uniclip.decision import LaneDecision
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
+from uniclip.integrations.torch.checks import Optimizer, optimizer_inside
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
@@ -142,9 +142,7 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    refuse_optimizer(optimizer, rule)
-    optimizer = unwrapped(optimizer)
-    rule = rule_for_steps(rule)
+    optimizer, rule = optimizer_inside(optimizer, rule), rule_for_steps(rule)
     refuse_shared(all_reduce, shared)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
@@ -507,10 +505,8 @@ class Attached:
 
     def _agree(self, loss: Any, all_reduce: Any, device: Any) -> tuple[Any, Any]:
         """Return the loss and GradScaler's flag, in which all processes of a step take part."""
-        if several():
-            loss = of_all(loss, device)
-            if looks_at("loss", self.rule):
-                loss()  # also without any gradient, or other processes would wait
+        if several() and looks_at("loss", self.rule):
+            loss = of_all(loss, device)  # also without any gradient, or other processes would wait
         return loss, of_any(getattr(self.optimizer, "found_inf", None), all_reduce, device)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from uniclip._errors import refuse_in_step, short
 from uniclip.arraywise import ByValue
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.combine import Chain, walk_rules
-from uniclip.integrations import rules_with_norms
+from uniclip.combine import Chain, rules_with_norms, walk_rules
 from uniclip.joins import Loss, mean_loss, reducer_of
 from uniclip.rules import Rule
 from uniclip.scopes import all_leaves
@@ -77,14 +75,10 @@ def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
 
 
 def of_all(loss: Any, device: Any) -> Loss:
-    """Return the mean of the losses of all processes that have one, reduced once by all of them."""
+    """Return the mean of the losses of all processes that have one; all of them take part."""
     refuse_in_step(loss)
-    return Loss(partial(_mean, loss, device), loss)
-
-
-def _mean(loss: Any, device: Any) -> Any:
     own = 0.0 if loss is None else loss.full_tensor() if is_dtensor(loss) else loss
     value = torch.as_tensor(own, dtype=torch.float32, device=device).detach().reshape(())
     sums = torch.stack([value, torch.full_like(value, float(loss is not None))])
     torch.distributed.all_reduce(sums)
-    return mean_loss(BACKEND, loss, sums.unbind())
+    return Loss(mean_loss(BACKEND, loss, sums.unbind()), loss)
