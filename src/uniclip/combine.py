@@ -17,7 +17,7 @@ from uniclip.backends.arrays import from_numpy
 from uniclip.limits import NoState
 from uniclip.plan import is_new, refuse_one_answer
 from uniclip.report import ChainReport, Report, without_skip
-from uniclip.rules import BaseRule, take_step
+from uniclip.rules import BaseRule, Rule, take_step
 from uniclip.step import state_where
 from uniclip.tree import Flat, backend_for, flatten
 
@@ -187,6 +187,11 @@ def walk_rules(rule: Any) -> Iterator[Any]:
     yield rule
     for inner in rule.rules if isinstance(rule, Chain) else [rule.rule] if isinstance(rule, Masked) else ():
         yield from walk_rules(inner)
+
+
+def rules_with_norms(rule: Any) -> list[Rule]:
+    """Return the rules that measure norms: a rule, and those inside of it, of chains and masks."""
+    return [one for one in walk_rules(rule) if isinstance(one, Rule)]
 
 
 def _truth(answer: Any) -> bool:

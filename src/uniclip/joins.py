@@ -439,17 +439,10 @@ def mean_loss(library: Backend, loss: Any, sums: list[Any]) -> Any:
     return total / xp.where(known, count, xp.ones_like(count)) + xp.log(xp.astype(known, count.dtype))
 
 
-class Loss:
-    """A loss that is already reduced; it is computed on first access and then stays the same."""
+class Loss(NamedTuple):
+    """A loss that is already reduced."""
 
-    def __init__(self, find: Callable[[], Any], own: Any = None) -> None:
-        self._find, self._found = find, False
-        self.own = own
-        """That of this process."""
-        self._value: Any = None
-
-    def __call__(self) -> Any:
-        """Return the loss, ``None`` if there is none."""
-        if not self._found:
-            self._value, self._found = self._find(), True
-        return self._value
+    mean: Any
+    """That of all processes, ``None`` if there is none."""
+    own: Any
+    """That of this process."""

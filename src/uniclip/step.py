@@ -243,7 +243,7 @@ def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
     if sums is not None:
         loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
     elif isinstance(loss, Loss):
-        loss = loss()
+        loss = loss.mean
     if loss is None:
         return None
     loss = plan.math.library.detach(xp.astype(xp.asarray(loss), xp.float32))

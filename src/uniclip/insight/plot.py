@@ -11,7 +11,7 @@ import numpy as np
 
 from uniclip._errors import check, needs
 from uniclip.insight.record import INSTALL, Record
-from uniclip.insight.spikes import largest
+from uniclip.insight.spikes import Spike, largest
 from uniclip.insight.summary import bounds_of, printable
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -71,7 +71,7 @@ def plot(record: Record, ax: Any = None) -> Any:
     >>> ax = insight.plot(record)
     >>> ax.figure.savefig("run.png")
     """
-    check("record", record, isinstance(record, Record), "a uniclip.insight.Record, as insight.read() returns")
+    found = largest(record)
     check("ax", ax, ax is None or hasattr(ax, "inset_axes"), "one Axes of matplotlib, or None")
     if ax is None:
         with needs("matplotlib", INSTALL):
@@ -90,7 +90,7 @@ def plot(record: Record, ax: Any = None) -> Any:
     _line(ax, record.steps, level, "threshold" if has_thresholds else "limit", color=GREEN, linestyle="--")
     bounds = bounds_of(record)  # no line of their own where they are the limits or the thresholds
     _line(ax, record.steps, np.where(bounds == level, np.nan, bounds), "skips", color=PURPLE, linestyle=":")
-    _spikes(ax, record)
+    _spikes(ax, record, [one for one in found if math.isfinite(one.ratio)][:NAMED])
     _losses(ax, record, _strips(ax, record))
     _name_lines(ax)
     return ax
@@ -131,9 +131,8 @@ def _line(ax: Any, steps: Array, values: Array, label: str, **look: Any) -> None
     ax.plot(steps, values, marker=marker, label=label, **{"linewidth": 1.2} | look)
 
 
-def _spikes(ax: Any, record: Record) -> None:
+def _spikes(ax: Any, record: Record, found: list[Spike]) -> None:
     """Mark the largest spikes, with their step and the leaf that stands out most, in rows where they cross nothing."""
-    found = [one for one in largest(record) if math.isfinite(one.ratio)][:NAMED]
     if not found:
         return
     look: dict[str, Any] = {"color": VERMILION, "fillstyle": "none", "clip_on": False, "label": "_spikes"}

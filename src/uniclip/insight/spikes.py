@@ -128,10 +128,10 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
 def largest(record: Record) -> list[Spike]:
     """Return the spikes, the largest ratios first after those that are not finite; of such steps in a row the first."""
-    broken = ~record.finite
+    found, broken = spikes(record), ~record.finite
     again = set(record.steps[1:][broken[1:] & broken[:-1]].tolist())
-    found = [spike for spike in spikes(record) if spike.step not in again]
-    return sorted(found, key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
+    first = [spike for spike in found if spike.step not in again]
+    return sorted(first, key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
 
 
 def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) -> tuple[Array, Array]:
@@ -152,19 +152,15 @@ def compared(norms: Array, finite: Array, z: float = Z, window: int = WINDOW) ->
         middles[start : start + len(rows)], spreads[start : start + len(rows)] = _middle_and_spread(rows)
     before: Array = np.cumsum(usable) - usable
     least = np.where(np.arange(len(middles)) < FEWEST, math.log(LEAST_EARLY), math.log(LEAST))
-    return np.exp(middles)[before], _exp(middles + np.maximum(z * np.maximum(spreads, LEAST_SPREAD), least))[before]
+    with np.errstate(over="ignore"):
+        bounds = np.exp(middles + np.maximum(z * np.maximum(spreads, LEAST_SPREAD), least))
+    return np.exp(middles)[before], np.where(np.isnan(bounds), np.inf, bounds)[before]
 
 
 def _middle_and_spread(rows: Array) -> tuple[Array, Array]:
     """Return median and estimated standard deviation of each row."""
     middles = np.median(rows, axis=1)
     return middles, NORMAL * np.median(np.abs(rows - middles[:, None]), axis=1)
-
-
-def _exp(logs: Array) -> Array:
-    """Return exponentials, ∞ where unknown."""
-    with np.errstate(over="ignore"):
-        return np.where(np.isnan(logs), np.inf, np.exp(logs))
 
 
 def _largest(record: Record, step: int, usual: Array, window: int) -> list[tuple[str, float]]:

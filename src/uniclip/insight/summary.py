@@ -65,9 +65,7 @@ def summary(record: Record) -> str:
     broken, clipped = record.steps[~record.finite], shares > 0
     of_norms = f" ({_percent(shares)} of the norms)" if (shares[clipped] < 1).any() else ""
     first = f" (first step {broken[0]})" if len(broken) else ""
-    lines = _find_faults(record)
-    lines += [] if _is_dead(record) else _judge_limit(record, clipped)
-    lines += [f"{counted(len(record.steps), 'step')}, {name_rule(record)}: clipped "]
+    lines = [*_judge_run(record, clipped), f"{counted(len(record.steps), 'step')}, {name_rule(record)}: clipped "]
     lines[-1] += f"{_percent(clipped)}{of_norms}, skipped {record.skipped.sum():,}, not finite {len(broken):,}{first}"
     if norms.size:
         parts = [f"p{q} {norm:.3g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
@@ -85,11 +83,12 @@ def summary(record: Record) -> str:
     return "\n".join(lines)
 
 
-def _find_faults(record: Record) -> list[str]:
-    """Return what is wrong with a run, a line for each."""
+def _judge_run(record: Record, clipped: np.ndarray) -> list[str]:
+    """Return what is wrong with a run, a line for each, and what its limit is unless most steps were skipped."""
     count, skipped, lines = len(record.steps), int(record.skipped.sum()), []
     in_row = _count_last(record.skipped)
-    if _is_dead(record):
+    dead = 2 * skipped > count or in_row >= MANY_SKIPPED
+    if dead:
         last, known = f", the last {in_row} in a row" if in_row > 1 else "", record.norms[np.isfinite(record.norms)]
         bounds = bounds_of(record)
         usual, bound = (float(np.median(some)) if some.size else math.nan for some in (known, bounds[bounds > 0]))
@@ -98,12 +97,7 @@ def _find_faults(record: Record) -> list[str]:
     in_row = _count_last(~record.finite)
     if in_row > 1:
         lines.append(f"not finite from step {record.steps[-in_row]:,} on, {in_row:,} steps in a row")
-    return lines
-
-
-def _is_dead(record: Record) -> bool:
-    """Whether most steps were skipped, or all of the last ones."""
-    return bool(2 * record.skipped.sum() > len(record.steps)) or _count_last(record.skipped) >= MANY_SKIPPED
+    return lines if dead else [*lines, *_judge_limit(record, clipped)]
 
 
 def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
@@ -126,11 +120,10 @@ def bounds_of(record: Record) -> np.ndarray:
     """Return the norm above which each step is skipped, NaN where that is not known."""
     if constant := _BOUND.search(record.rule or ""):
         return np.full(len(record.steps), float(constant[1]))
-    nothing = np.full(len(record.steps), np.nan)
     if not record.skipped.any():
-        return nothing
+        return np.full(len(record.steps), np.nan)
     levels = record.thresholds if np.isfinite(record.thresholds).any() else record.limits
-    return np.where(np.isfinite(levels), levels, nothing)
+    return np.where(np.isfinite(levels), levels, np.nan)
 
 
 def _count_last(flags: np.ndarray) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 
 from uniclip._errors import check, short
 from uniclip.arraywise import AnyRule, as_rule
-from uniclip.combine import walk_rules
+from uniclip.combine import Masked, rules_with_norms, walk_rules
 from uniclip.limits import Split
 from uniclip.plan import refuse_one_answer
-from uniclip.rules import BaseRule
+from uniclip.rules import BaseRule, Rule
 from uniclip.scopes import each_example, each_row, everything
 
 _package = sys.modules[__name__.partition(".")[0]]
@@ -32,7 +32,11 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
         If it clips the gradients of single examples, which optimizers do not get.
     """
     rule = as_rule(rule)
-    if any(map(_is_by_example, walk_rules(rule))):
+    # The second is uniclip.by_example_layer_norm.
+    if any(
+        one.scope == each_example or (one.scope == each_row and isinstance(one.limit, Split))
+        for one in rules_with_norms(rule)
+    ):
         msg = (
             f"{short(rule)} clips the gradients of single examples, and an optimizer gets those of the batch: sum them "
             "by uc.clip_and_sum before, and give that, divided by their number, to the optimizer"
@@ -47,15 +51,15 @@ def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None
     Where it does not, the rule asks no more: at a step there may be only some of the leaves.
     """
     for inner in walk_rules(rule):
-        label, where = getattr(getattr(inner, "scope", None), "label", everything), getattr(inner, "where", None)
-        if label is not None and label is not everything:
-            labels = [label(*pair) for pair in zip(paths, leaves, strict=True)]
-            refuse_one_answer("scopes.groups(label)", label, paths, labels)
-        if where is not None:
-            answers = [bool(where(*pair)) for pair in zip(paths, leaves, strict=True)]
-            refuse_one_answer("masked(rule, where)", where, paths, answers)
-        if hasattr(inner, "tells_apart"):
-            inner.tells_apart.append(True)
+        if isinstance(inner, Masked):
+            answers = [bool(inner.where(*pair)) for pair in zip(paths, leaves, strict=True)]
+            refuse_one_answer("masked(rule, where)", inner.where, paths, answers)
+        elif isinstance(inner, Rule) and inner.scope.label not in {None, everything}:
+            labels = [inner.scope.label(*pair) for pair in zip(paths, leaves, strict=True)]
+            refuse_one_answer("scopes.groups(label)", inner.scope.label, paths, labels)
+        else:
+            continue
+        inner.tells_apart.append(True)
 
 
 def refuse_record(record: Any, all_reduce: Any = None) -> None:
@@ -80,10 +84,4 @@ def refuse_record(record: Any, all_reduce: Any = None) -> None:
 
 def looks_at(what: str, rule: Any) -> bool:
     """Whether the limit of a rule, or of a rule inside it, uses ``"loss"`` or ``"params"``."""
-    return any([what in getattr(getattr(inner, "limit", None), "needs", ()) for inner in walk_rules(rule)])
-
-
-def _is_by_example(rule: Any) -> bool:
-    """Whether a rule has a norm for each example."""
-    scope, limit = getattr(rule, "scope", None), getattr(rule, "limit", None)
-    return scope == each_example or (scope == each_row and isinstance(limit, Split))  # uniclip.by_example_layer_norm
+    return any(what in one.limit.needs for one in rules_with_norms(rule))

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from uniclip._errors import check, needs, short
 from uniclip.arraywise import AnyRule
-from uniclip.combine import walk_rules
+from uniclip.combine import rules_with_norms
 from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import NORM
-from uniclip.rules import Rule
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback
@@ -103,7 +102,7 @@ class ClipGradients(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle: the rule, without hooks in an optimizer."""
-        return dict(vars(ClipGradients(self.rule, self.all_reduce, self.shared, self.record)))
+        return vars(self) | {"handle": None, "_seen": None, "_loaded": {}, "_given": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's memory as plain numbers and lists, in the format of `uniclip.Clipper.state_dict`."""
@@ -143,9 +142,7 @@ class ClipGradients(TrainerCallback):
         self._loaded = {}
         if self.record is not None:
             self.record.resume(state.global_step)
-        self._given = args, args.max_grad_norm
-        _warn(args)
-        args.max_grad_norm = 0.0
+        self._given = args, _take_max_grad_norm(args)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Omit the numbers of steps that a loss scale skipped."""
@@ -236,7 +233,7 @@ class ClippedTrainer:
     def create_optimizer(self, model: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
         optimizer = super().create_optimizer(model, *args, **kwargs)  # type: ignore[misc]
-        if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer):
+        if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer)[0]:
             _refuse(self.accelerator.distributed_type.value, self._rule)
             if self.clipping is not None:
                 self.clipping.remove()
@@ -247,8 +244,7 @@ class ClippedTrainer:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; the trainer does not also clip."""
-        _warn(self.args)
-        given, self.args.max_grad_norm = self.args.max_grad_norm, 0.0
+        given = _take_max_grad_norm(self.args)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -267,7 +263,7 @@ class ClippedTrainer:
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return a number in the place of the norm, which the rule measures in the step; `log` has it then."""
-        if any([isinstance(rule, Rule) for rule in walk_rules(self._rule)]):
+        if rules_with_norms(self._rule):
             return 0.0
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
 
@@ -303,9 +299,11 @@ def _refuse(kind: str, rule: Any) -> None:
         raise ValueError(msg)
 
 
-def _warn(args: Any) -> None:
-    """Warn that ``max_grad_norm`` is not used if the user has set it."""
+def _take_max_grad_norm(args: Any) -> Any:
+    """Set ``max_grad_norm`` to 0 and return it; warn that it is not used if the user has set it."""
     default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
     if args.max_grad_norm and args.max_grad_norm != default:
         msg = f"max_grad_norm={args.max_grad_norm} is not used, since ClipGradients clips: leave it out, or set it to 0"
         warnings.warn(msg, UserWarning, stacklevel=3)
+    given, args.max_grad_norm = args.max_grad_norm, 0.0
+    return given

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,10 +15,11 @@ import optree
 
 from uniclip._errors import counted, short
 from uniclip.arraywise import AnyRule
-from uniclip.backends import DEFAULT, backend_of
+from uniclip.config import from_config as rule_from_config
+from uniclip.config import to_config
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.keras.config import output_last, rule_from_config, rule_to_config
-from uniclip.integrations.keras.variables import parts_of, paths_of, replicated, stand_in, summed, value_of, when
+from uniclip.integrations.keras.config import output_last, registered
+from uniclip.integrations.keras.variables import paths_of, replica_here, stand_in, summed, traced, value_of, when
 from uniclip.report import AVERAGED, LOGGED, NORM_MAX, Report
 from uniclip.saved import from_dict, to_dict
 
@@ -102,8 +104,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             return f"{clips}, not built>"
         steps: Any = value_of(self.iterations)
-        traced = (backend_of(steps) or DEFAULT).traced(steps)
-        seen = "" if traced else f", {counted(int(keras.ops.convert_to_numpy(steps)), 'step')}"
+        seen = "" if traced(steps) else f", {counted(int(keras.ops.convert_to_numpy(steps)), 'step')}"
         return f"{clips} of {counted(len(self._paths), 'variable')}{seen}>"
 
     def build(self, variables: Any) -> None:
@@ -205,14 +206,14 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         learning_rate: Any,
     ) -> None:
         """Clip, and let the wrapped optimizer take the step: Keras gives gradients that are unscaled and averaged."""
-        several = replicated()
-        if several and self.gradient_accumulation_steps:
+        replica = replica_here()
+        if replica is not None and self.gradient_accumulation_steps:
             self._refuse_replicas("gradients are accumulated")
-        clipped, report = self._clip(summed(grads) if several else grads, trainable_variables)
-        if several and report.skipped is not None:
+        clipped, report = self._clip(grads if replica is None else summed(replica, grads), trainable_variables)
+        if replica is not None and report.skipped is not None:
             self._refuse_replicas(f"{short(self.rule)} may skip a step")
-        if several:
-            clipped = parts_of(clipped)  # which the wrapped optimizer sums again
+        if replica is not None:
+            clipped = [grad / replica.num_replicas_in_sync for grad in clipped]  # the wrapped optimizer sums them again
         if report.skipped is None:
             self.inner.apply(clipped, trainable_variables)
         else:
@@ -301,7 +302,7 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
         return {
             "name": self.name,
             "inner": keras.saving.serialize_keras_object(self.inner),
-            "rule": rule_to_config(self.rule),
+            "rule": to_config(self.rule, other=registered),
             "loss_scale_factor": self.loss_scale_factor,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
@@ -309,8 +310,8 @@ class ClippedOptimizer(keras.optimizers.Optimizer):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ClippedOptimizer:
         """Return the optimizer described by a config."""
-        inner = keras.saving.deserialize_keras_object(config["inner"], custom_objects=custom_objects)
-        return cls(**{**config, "inner": inner, "rule": rule_from_config(config["rule"], custom_objects)})
+        read = partial(keras.saving.deserialize_keras_object, custom_objects=custom_objects)
+        return cls(**{**config, "inner": read(config["inner"]), "rule": rule_from_config(config["rule"], other=read)})
 
 
 def _refuse_optimizer(inner: Any, name: str = "inner") -> None:

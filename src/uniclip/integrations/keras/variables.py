@@ -38,19 +38,20 @@ def stand_in(variable: Any) -> Any:
     return np.broadcast_to(np.zeros((), np.float64 if wide else np.float32), tuple(variable.shape))
 
 
-def replicated() -> bool:
-    """Whether this is a replica of TensorFlow's that may have others.
+def replica_here() -> Any:
+    """Return the context of a replica of TensorFlow's that may have others; ``None`` if this is none.
 
     Raises
     ------
     ValueError
         If the replicas of the strategy do not keep a copy of each variable, or it is untested.
     """
-    if keras.backend.backend() != "tensorflow" or not tf.distribute.get_replica_context():
-        return False
+    replica = tf.distribute.get_replica_context() if keras.backend.backend() == "tensorflow" else None
+    if replica is None or not tf.distribute.has_strategy():
+        return None
     strategy = tf.distribute.get_strategy()
-    if not tf.distribute.has_strategy() or isinstance(strategy, tf.distribute.OneDeviceStrategy):
-        return False
+    if isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return None
     if not isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)):
         msg = (
             f"ClippedOptimizer is not for {type(strategy).__name__}: take MirroredStrategy, OneDeviceStrategy or "
@@ -58,18 +59,12 @@ def replicated() -> bool:
             "uc.clip, and hand that to the optimizer inside"
         )
         raise ValueError(msg)  # noqa: TRY004 - a strategy it is
-    return True
+    return replica
 
 
-def summed(grads: Sequence[Any]) -> Any:
+def summed(replica: Any, grads: Sequence[Any]) -> Any:
     """Return the sums of the gradients of all replicas, dense ones: sums of sparse ones lose their shape."""
-    dense = list(map(tf.convert_to_tensor, grads))
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, dense)
-
-
-def parts_of(grads: Sequence[Any]) -> list[Any]:
-    """Return equal parts of the gradients, one for each replica."""
-    return [grad / tf.distribute.get_replica_context().num_replicas_in_sync for grad in grads]
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, list(map(tf.convert_to_tensor, grads)))
 
 
 def traced(flag: Any) -> bool:

@@ -48,16 +48,14 @@ class Unnamed(int):
 _NO_NAME = "a number, in the place of a name"
 
 
-def refuse_optimizer(optimizer: Any, rule: Any) -> None:
-    """Refuse an object that is not an optimizer, or one whose hooks do not run."""
+def optimizer_inside(optimizer: Any, rule: Any) -> Any:
+    """Return the optimizer inside its wrappers; refuse an object that is none, or one whose hooks do not run."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        inner, outer, path = unwrapped(optimizer), optimizer, "optimizer"
-        while outer is not inner:
-            outer, path = outer.optimizer, f"{path}.optimizer"
+        inner, path = unwrapped(optimizer)
         if not hasattr(inner, "_optimizer_step_pre_hooks"):
             msg = f"{type(optimizer).__qualname__} runs no hooks before its step: attach to the optimizer inside"
             raise TypeError(msg)
-        inside = [] if _steps_by_itself(inner) else _optimizers_in(inner)
+        inside = _optimizers_in(inner)
         if inside:
             calls = " and ".join([f"attach({path}.{one}, rule)" for one in inside])
             msg = (
@@ -65,7 +63,7 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
                 f"own step(), as the two of SAM do: attach to what is inside, {calls}"
             )
             raise ValueError(msg)
-        return
+        return inner
     fix = "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) returns it"
     if isinstance(rule, torch.optim.Optimizer):
         fix = "the arguments are swapped, it is attach(optimizer, rule)"
@@ -75,15 +73,14 @@ def refuse_optimizer(optimizer: Any, rule: Any) -> None:
     raise TypeError(msg)
 
 
-def _steps_by_itself(optimizer: Any) -> bool:
-    """Whether it is of a class of PyTorch's, which takes all its steps by ``step()``, whatever it holds."""
-    bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}
-    return any(base.__module__.startswith("torch.") for base in bases)
-
-
 def _optimizers_in(optimizer: Any) -> list[str]:
-    """Return the places in which an optimizer holds others: attributes, and lists and dicts in these."""
-    places = []
+    """Return the places in which an optimizer holds others: attributes, and lists and dicts in these.
+
+    What a class of PyTorch's holds does not count, since such a class takes all its steps by ``step()``.
+    """
+    bases, places = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}, []
+    if any(base.__module__.startswith("torch.") for base in bases):
+        return []
     for name, value in vars(optimizer).items():
         keyed = (
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -94,11 +91,12 @@ def _optimizers_in(optimizer: Any) -> list[str]:
     return places
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside its wrappers, which may have no state of their own."""
+def unwrapped(optimizer: Any) -> tuple[Any, str]:
+    """Return the optimizer inside its wrappers, which may have no state of their own, and where it is."""
+    path = "optimizer"
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+        optimizer, path = optimizer.optimizer, f"{path}.optimizer"
+    return optimizer, path
 
 
 def names_in(model: torch.nn.Module, optimizer: Any) -> torch.nn.Module | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
@@ -114,10 +115,11 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     else:
         step = _IN_PLACE
-    if isinstance(max_norm, torch.Tensor) or any([grad is not None and grad.requires_grad for grad in grads]):
-        with torch.no_grad():
-            return _clipped(rule, grads, step, limit)
-    return _clipped(rule, grads, step, limit)
+    recorded = isinstance(max_norm, torch.Tensor) or any([grad is not None and grad.requires_grad for grad in grads])
+    with torch.no_grad() if recorded else nullcontext():
+        decision = decide(rule, grads, NOTHING, step, limit)
+        decision.clip_leaves()
+        return decision.norms()
 
 
 def _clipped_in_lane(parameters: Any, max_norm: Any, error_if_nonfinite: bool) -> torch.Tensor | None:
@@ -132,13 +134,6 @@ def _clipped_in_lane(parameters: Any, max_norm: Any, error_if_nonfinite: bool) -
         return None
     norm: Any = result.norm
     return torch.scalar_tensor(norm, dtype=torch.float32, device=_CPU) if type(norm) is float else norm
-
-
-def _clipped(rule: Rule, grads: list[Any], step: Step, limit: Any) -> Any:
-    """Clip in place, and return the norm."""
-    decision = decide(rule, grads, NOTHING, step, limit)
-    decision.clip_leaves()
-    return decision.norms()
 
 
 def clip_grad_value_(
@@ -337,25 +332,18 @@ def _described(value: Any) -> str:
 
 def _limit(name: str, value: Any, hint: str = LIMIT) -> Any:
     """Return a limit; a tensor that can be read at no cost as a number."""
-    if isinstance(value, torch.Tensor):
-        value = _single(name, value)
-        value = value.item() if BACKEND.readable(value) else value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item() if BACKEND.readable(value) else value.reshape(())
     return nonnegative(name, value, hint)
 
 
 def _known(norm: Any) -> Any:
     """Return a given norm, which may be NaN."""
     if isinstance(norm, torch.Tensor):
-        return _single("total_norm", norm.full_tensor() if is_dtensor(norm) else norm)
+        norm = norm.full_tensor() if is_dtensor(norm) else norm
+        return norm.reshape(()) if norm.numel() == 1 else norm  # which a step refuses
     value = number("total_norm", norm, "a number or a 0-d tensor")
     return value if math.isnan(value) else nonnegative("total_norm", value)
-
-
-def _single(name: str, tensor: Any) -> Any:
-    if tensor.numel() != 1:
-        msg = f"{name} must be one number, got {short(tensor)}"
-        raise ValueError(msg)
-    return tensor.reshape(())
 
 
 def _order(norm_type: Any) -> float:

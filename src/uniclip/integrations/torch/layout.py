@@ -14,9 +14,9 @@ from uniclip._errors import short
 from uniclip._types import Path
 from uniclip.arraywise import AnyRule
 from uniclip.backends.dtensor import is_dtensor
-from uniclip.combine import walk_rules
+from uniclip.combine import rules_with_norms
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, refuse_optimizer, unwrapped
+from uniclip.integrations.torch.checks import Optimizer, optimizer_inside
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.optimizer import Names, attach, names_of
 from uniclip.integrations.torch.processes import several
@@ -157,9 +157,8 @@ def check_layout(
     one process: norm 1.73205
     process 0: norm 1.73205, share 1.73205
     """
-    refuse_optimizer(optimizer, rule)
-    optimizer, rule = unwrapped(optimizer), rule_for_steps(rule)
-    groups, known = optimizer.param_groups, names_of(names)
+    optimizer, rule = optimizer_inside(optimizer, rule), rule_for_steps(rule)
+    groups, known = optimizer.param_groups, names_of(names, optimizer)
     if names is not None:
         named = [{"param_names": [known.get(p, n) for n, p in enumerate(group["params"])]} for group in groups]
         groups = [names | group for names, group in zip(named, groups, strict=True)]  # the optimizer's own first
@@ -283,15 +282,10 @@ def _merged(leaves: list[_Leaf], rule: Any) -> list[_Leaf]:
 def _in_a_row(parts: list[_Leaf], rule: Any) -> _Leaf:
     """Return one leaf of all entries of its parts: norms of whole leaves do not depend on how these are laid out."""
     path, *both = zip(*parts, strict=True)
-    if _along_axes(rule):
+    if any(one.scope.axes is not None for one in rules_with_norms(rule)):
         msg = f"norms along axes of {place('grads', path[0])} cannot be checked: processes have plain parts of it"
         raise ValueError(msg)
     return _Leaf(path[0], *(torch.cat([one.flatten() for one in some]) for some in both))
-
-
-def _along_axes(rule: Any) -> bool:
-    """Whether a rule, or one inside it, has norms along axes."""
-    return any([getattr(getattr(inner, "scope", None), "axes", None) is not None for inner in walk_rules(rule)])
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> Iterator[str]:

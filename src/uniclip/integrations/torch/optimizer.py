@@ -24,7 +24,7 @@ from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.clipper import Clipper
 from uniclip.decision import LaneDecision
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, Unnamed, refuse_optimizer, unwrapped
+from uniclip.integrations.torch.checks import Optimizer, Unnamed, optimizer_inside
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
@@ -142,9 +142,7 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    refuse_optimizer(optimizer, rule)
-    optimizer = unwrapped(optimizer)
-    rule = rule_for_steps(rule)
+    optimizer, rule = optimizer_inside(optimizer, rule), rule_for_steps(rule)
     refuse_shared(all_reduce, shared)
     if optimizer in _rules:
         msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
@@ -153,8 +151,7 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
         msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
         raise ValueError(msg)
     refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, all_reduce)
-    known = names_of(names)
-    refuse_other_names(known, optimizer)
+    known = names_of(names, optimizer)
     if all_reduce is not None:
         reducer_of(BACKEND, all_reduce)  # which says what is taken
         refuse_unnamed(rule, optimizer.param_groups, known)
@@ -203,7 +200,7 @@ class Attached:
         self._skip_flag: Any = None
         """The flag that was set for a fused kernel, by which it skips a step."""
         self._next_memory: Any = None
-        """What loads the memory that was saved, and the parameters that it has nothing of, between two hooks."""
+        """What loads the memory that was saved, between two hooks."""
         # Optimizers without a count of steps have no state at first.
         used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
         self._lacks_memory = self.rule.memory and used
@@ -217,7 +214,7 @@ class Attached:
         self._depth: int | None = None
         """How many nested calls of ``step`` run, in a class that calls ``super().step()``; ``None`` outside of one."""
         self._step_before = vars(optimizer).get("step")
-        self._counting_step = self._count_steps()
+        self._counting_step = self._count_steps(optimizer)
         rule = clipper.rule
         fits = type(rule) is Rule and rule.simple and type(rule.constant) in {float, int}
         alone = all_reduce is None and shared is None and clipper.record is None and self._counting_step is None
@@ -275,9 +272,10 @@ class Attached:
 
     def remove(self) -> None:
         """Detach from the optimizer, which is left as it was before. Idempotent."""
-        if self._hooks:
-            self._give_back()
-            _rules.pop(self.optimizer, None)
+        if not self._hooks:
+            return
+        self._give_back()
+        _rules.pop(self.optimizer, None)
         if self._counting_step is not None and vars(self.optimizer).get("step") is self._counting_step:
             del self.optimizer.step
             if self._step_before is not None:
@@ -326,9 +324,7 @@ class Attached:
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         if saved:
-            load, new = self._look_up(saved)
-            load()
-            self._warn_of_new(new, 2)
+            self._look_up(saved)(3)
         else:
             self._look_up_leaves()
             self._begin()
@@ -338,8 +334,8 @@ class Attached:
         """Make the state before the first step."""
         self._clipper.init(self._tree([p.detach() for p in self._params()]))
 
-    def _look_up(self, saved: dict[str, Any]) -> tuple[Callable[[], None], list[str]]:
-        """Return what loads a saved memory, and the parameters that it has nothing of, whatever groups they were in."""
+    def _look_up(self, saved: dict[str, Any]) -> Callable[[int], None]:
+        """Return what loads a saved memory, whatever groups its parameters were in, and warns of those it lacks."""
         self._look_up_leaves()
         theirs = labels_of(saved.get("leaves")) if isinstance(saved, dict) else []
         names = [path.partition("]")[2] for path in [*self._leaves, *theirs]]
@@ -350,13 +346,15 @@ class Attached:
             for name in here.keys() & strange.keys()
             if "'" in name and here[name] != strange[name] and names.count(name) == 2
         }
-        return self._clipper.look_up(renamed(saved, moved) if moved else saved)
+        load, new = self._clipper.look_up(renamed(saved, moved) if moved else saved)
 
-    def _warn_of_new(self, new: list[str], level: int) -> None:
-        """Warn that a saved memory has nothing of some parameters."""
-        if new:
-            msg = f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which begin anew"
-            warnings.warn(msg, UserWarning, stacklevel=level + 1)
+        def load_and_warn(level: int) -> None:
+            load()
+            if new:
+                msg = f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which begin anew"
+                warnings.warn(msg, UserWarning, stacklevel=level)
+
+        return load_and_warn
 
     def _save(self, _: Any, state_dict: dict[str, Any]) -> None:
         if self.record is not None:
@@ -371,12 +369,10 @@ class Attached:
 
     def _load(self, _: Any) -> None:
         """Restore the loaded state, now that the optimizer has accepted the rest."""
-        self._lacks_memory = self.rule.memory and self._next_memory is None
-        found, self._next_memory = self._next_memory, None
-        if found is not None:
-            load, new = found
-            load()
-            self._warn_of_new(new, 5)
+        load, self._next_memory = self._next_memory, None
+        self._lacks_memory = self.rule.memory and load is None
+        if load is not None:
+            load(6)
 
     # A step.
 
@@ -439,20 +435,17 @@ class Attached:
             warnings.warn(msg, UserWarning, stacklevel=4)
         self._lacks_memory = False
 
-    def _count_steps(self) -> Any:
-        """Put a step that counts into an optimizer whose class calls ``super().step()``; ``None`` for other classes."""
+    def _count_steps(self, optimizer: Any) -> Any:
+        """Put a step that counts into an optimizer whose class calls ``super().step()``; ``None`` for other classes.
+
+        The call runs the hooks once more, and only the outermost act. If the step fails, the next one begins at the
+        outermost again.
+        """
         # PyTorch puts a wrapper of an inherited step into a class.
-        steps = {unwrap(vars(kind)["step"]) for kind in type(self.optimizer).__mro__ if "step" in vars(kind)}
+        steps = {unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
         if len(steps) <= 2:
             return None
-        self.optimizer.step = counting = self._counted(self.optimizer.step)
-        return counting
-
-    def _counted(self, step: Callable[..., Any]) -> Any:
-        """Return a step of a class that calls ``super().step()``, which runs the hooks once more.
-
-        Only the outermost hooks act. If the step fails, the next one begins at the outermost again.
-        """
+        step = optimizer.step
 
         @wraps(step)
         def count_depth(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -464,7 +457,8 @@ class Attached:
                 if outer is None:
                     self._give_back()
 
-        return MethodType(count_depth, self.optimizer)
+        optimizer.step = counting = MethodType(count_depth, optimizer)
+        return counting
 
     def _clip_in_lane(self, rule: Rule) -> bool:
         """Clip in the lane; return False, with nothing changed, if the step needs the general way."""
@@ -511,10 +505,8 @@ class Attached:
 
     def _agree(self, loss: Any, all_reduce: Any, device: Any) -> tuple[Any, Any]:
         """Return the loss and GradScaler's flag, in which all processes of a step take part."""
-        if several():
-            loss = of_all(loss, device)
-            if looks_at("loss", self.rule):
-                loss()  # also without any gradient, or other processes would wait
+        if several() and looks_at("loss", self.rule):
+            loss = of_all(loss, device)  # also without any gradient, or other processes would wait
         return loss, of_any(getattr(self.optimizer, "found_inf", None), all_reduce, device)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
@@ -652,8 +644,8 @@ class Attached:
         return moved
 
 
-def names_of(names: Any) -> WeakTensorKeyDictionary:
-    """Return the names of parameters, from a module or from pairs."""
+def names_of(names: Any, optimizer: Any) -> WeakTensorKeyDictionary:
+    """Return the names of parameters, from a module or from pairs; refuse those of another model."""
     found = WeakTensorKeyDictionary()
     pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else () if names is None else names
     wanted = "a torch.nn.Module, or pairs as of model.named_parameters()"
@@ -666,12 +658,8 @@ def names_of(names: Any) -> WeakTensorKeyDictionary:
     if twice:
         msg = f"names gives two parameters the name {twice[0]!r}"
         raise ValueError(msg)
-    return found
-
-
-def refuse_other_names(names: WeakTensorKeyDictionary, optimizer: Any) -> None:
-    """Refuse names of other parameters than those of an optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if names and params and not any([p in names for p in params]):
+    if found and params and not any([p in found for p in params]):
         msg = "names has none of the parameters of the optimizer: give the model that it was made for"
         raise ValueError(msg)
+    return found

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from uniclip._errors import refuse_in_step, short
 from uniclip.arraywise import ByValue
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.combine import Chain, walk_rules
-from uniclip.joins import Loss, reducer_of
+from uniclip.combine import Chain, rules_with_norms, walk_rules
+from uniclip.joins import Loss, mean_loss, reducer_of
 from uniclip.rules import Rule
-from uniclip.scopes import all_leaves, everything
+from uniclip.scopes import all_leaves
 
 
 def several() -> bool:
@@ -34,7 +33,11 @@ def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) 
         If there is one, and there are several processes.
     """
     flat = any(getattr(tensor, "_fsdp_flattened", False) for tensor in tensors)
-    if not flat or not several() or by_entry(rule) or (all_reduce is not None and of_whole_tree(rule)):
+    if not flat or not several():
+        return
+    parts = [one for one in walk_rules(rule) if not isinstance(one, (Chain, ByValue))]
+    one_norm = all(isinstance(one, Rule) and one.scope == all_leaves for one in parts)
+    if not parts or (all_reduce is not None and one_norm):
         return
     what = f"{name} holds parameters of FullyShardedDataParallel (FSDP1), of which each process has a part"
     if all_reduce is not None:
@@ -51,32 +54,16 @@ def refuse_parts(tensors: Iterable[Any], name: str, rule: Any, all_reduce: Any) 
     raise ValueError(msg)
 
 
-def by_entry(rule: Any) -> bool:
-    """Whether a rule is elementwise."""
-    return isinstance(rule, ByValue)
-
-
-def of_whole_tree(rule: Any) -> bool:
-    """Whether a rule has one norm for all leaves."""
-    if isinstance(rule, Chain):
-        return all(by_entry(one) or of_whole_tree(one) for one in rule.rules)
-    return isinstance(rule, Rule) and rule.scope == all_leaves
-
-
 def refuse_unnamed(rule: Any, param_groups: Any, names: Any) -> None:
     """Refuse to join norms of leaves without names, since other processes have leaves with the same numbers."""
     unnamed = [p for group in param_groups if "param_names" not in group for p in group["params"] if p not in names]
-    if unnamed and any(map(_is_by_leaf, walk_rules(rule))):
+    if unnamed and any(one.scope.label is None for one in rules_with_norms(rule)):
         msg = (
             f"{short(rule)} has a norm for each leaf, and processes know their leaves by name, but the optimizer knows "
             "its parameters by their numbers only: give their names, by attach(optimizer, rule, names=model), or to "
             "the optimizer, as in torch.optim.AdamW(model.named_parameters())"
         )
         raise ValueError(msg)
-
-
-def _is_by_leaf(rule: Any) -> bool:
-    return getattr(getattr(rule, "scope", everything), "label", everything) is None
 
 
 def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
@@ -88,15 +75,10 @@ def of_any(found_inf: Any, all_reduce: Any, device: Any) -> Any:
 
 
 def of_all(loss: Any, device: Any) -> Loss:
-    """Return the mean of the losses of all processes that have one, reduced once by all of them."""
+    """Return the mean of the losses of all processes that have one; all of them take part."""
     refuse_in_step(loss)
-    return Loss(partial(_mean, loss, device), loss)
-
-
-def _mean(loss: Any, device: Any) -> Any:
     own = 0.0 if loss is None else loss.full_tensor() if is_dtensor(loss) else loss
     value = torch.as_tensor(own, dtype=torch.float32, device=device).detach().reshape(())
     sums = torch.stack([value, torch.full_like(value, float(loss is not None))])
     torch.distributed.all_reduce(sums)
-    total, count = sums.unbind()
-    return total / count if loss is not None or bool(count > 0) else None
+    return Loss(mean_loss(BACKEND, loss, sums.unbind()), loss)
