@@ -121,13 +121,13 @@ def test_steps_are_shown() -> None:
 def test_lines_are_named_beside_their_ends() -> None:
     """Those of which there are any: norm, limit or threshold, and the bound above which steps are skipped."""
     skipping = recorded.run(60, skipped=np.arange(60) == 30, rule="uc.by_global_norm(1.0, skip_above=4.0)")
-    for record, names in [(recorded.run(60), ["norm", "limit"]), (skipping, ["norm", "limit", "skips"])]:
+    for record, names in [(recorded.run(60), ["norm", "limit"]), (skipping, ["norm", "limit", "skips above"])]:
         ax = plot(record, Figure().subplots())
         written = [text for text in ax.texts if text.get_transform() == ax.transAxes]
         assert sorted(text.get_text() for text in written) == sorted(names)
         heights = sorted(text.get_position()[1] for text in written)
         assert all(high - low > 0.06 for low, high in itertools.pairwise(heights))
-    assert set(lines(ax)["skips"].get_ydata()) == {4.0}
+    assert set(lines(ax)["skips above"].get_ydata()) == {4.0}
 
 
 def test_names_of_spikes_cross_no_other() -> None:
@@ -274,13 +274,18 @@ FIRST = {
     ),
     "30 of 200 steps skipped, the last 30 in a row": recorded.run(200, skipped=np.arange(200) >= 170),
     "not finite from step 31 on, 30 steps in a row": recorded.run(60, broken=range(31, 61)),
+    "norms reach 0.6 and never exceed it: something else clips before": recorded.run(  # to less than the limit
+        60, norms=np.minimum(recorded.run(60).norms, 0.6), limits=np.ones(60), shares=np.zeros(60)
+    ),
+    "all gradients are 0": recorded.run(60, norms=np.zeros(60), limits=np.ones(60), shares=np.zeros(60)),
+    "31 of 60 steps skipped": recorded.run(60, skipped=np.arange(60) % 2 + (np.arange(60) == 58) > 0),
     "clipped 100 %: the limit is a normalizer": recorded.run(60, limits=np.full(60, 1e-3), shares=np.ones(60)),
     "clipped 25 %: the limit is a step-size limiter": recorded.run(60, shares=np.arange(60) % 4 == 0),
     "clipped 5 %: the limit is a safety net": recorded.run(60, shares=np.arange(60) % 20 == 0),
     "never clipped: norms are at most 0.05 of the limit": recorded.run(
         60, norms=np.full(60, 5.0), limits=np.full(60, 100.0), shares=np.zeros(60)
     ),
-    "norms reach the limit 0.5 and never exceed it: something else clips before": recorded.run(
+    "norms reach 0.5 and never exceed it: something else clips before": recorded.run(
         60, norms=np.minimum(recorded.run(60).norms, 0.5), limits=np.full(60, 0.5), shares=np.zeros(60)
     ),
 }
@@ -290,6 +295,25 @@ FIRST = {
 def test_a_summary_begins_with_what_stands_out(line: str) -> None:
     """What is wrong with a run comes first; else what the limit is to it."""
     assert summary(FIRST[line]).splitlines()[0] == line
+
+
+def test_what_a_summary_advises() -> None:
+    """Three limits, and 1 where it would clip; of a run that skipped its steps another bound, of limits that learn none."""
+    record = recorded.run(60, norms=np.full(60, 0.3), limits=np.ones(60), shares=np.zeros(60))
+    assert summary(record).splitlines()[-2] == "No limit follows from norms alone: compare 0.0625, 0.25 and 1,"
+    assert ": try 1, or compare " in summary(record._replace(norms=np.linspace(0.3, 2.0, 60)))
+    dead = summary(record._replace(skipped=np.arange(60) > 9))
+    assert dead.endswith("\nRaise the bound, or lower the learning rate, and record again.")
+    assert "No limit" not in dead
+    assert "No limit" not in summary(record._replace(limits=np.linspace(1.0, 2.0, 60)))
+    broken = summary(recorded.run(60, broken=range(31, 61)))
+    assert "the limit is" not in broken
+
+
+def test_a_level_that_stays_is_one_spike() -> None:
+    """What is listed is its first step."""
+    text = summary(recorded.run(200, norms=np.where(np.arange(200) < 120, 1.0, 900.0)))
+    assert "1 spike:\n  step 121, 900 times the median\n" in text
 
 
 def test_a_rule_that_is_not_known() -> None:
@@ -308,8 +332,10 @@ def test_bounds_of_runs_that_skip() -> None:
         "uc.Rule(1.0, curve=uc.curves.reject)": set(),
     }.items():
         ax = plot(recorded.run(60, skipped=skipped, rule=rule), Figure().subplots())
-        assert {value for line in ax.get_lines() if line.get_label() == "skips" for value in line.get_ydata()} == bounds
-    assert "skips" not in lines(plot(recorded.run(60, skipped=skipped, thresholds=levels), Figure().subplots()))
+        assert {
+            value for line in ax.get_lines() if line.get_label() == "skips above" for value in line.get_ydata()
+        } == bounds
+    assert "skips above" not in lines(plot(recorded.run(60, skipped=skipped, thresholds=levels), Figure().subplots()))
     text = summary(recorded.run(60, skipped=np.arange(60) > 20, thresholds=np.full(60, 0.01)))
     assert text.startswith("39 of 60 steps skipped, the last 39 in a row: the bound 0.01 is below the usual norm 0.")
 
@@ -324,7 +350,7 @@ def test_what_a_summary_counts_as_clipped() -> None:
     """Neither skipped steps nor those that are not finite are; of several norms it also says how many were."""
     skipped, shares = np.arange(20) < 12, np.where(np.arange(20) < 12, 1.0, 0.0)
     record = recorded.run(20, norms=np.full(20, 0.5), skipped=skipped, shares=shares, factors=1 - shares)
-    assert ": clipped 0 %, skipped 12, not finite 0\n" in summary(record)
+    assert ": skipped 12, clipped 0 % of the others, not finite 0\n" in summary(record)
     record = recorded.run(20, norms=np.full(20, 5.0), shares=np.full(20, 0.25))
     assert ": clipped 100 % (25 % of the norms), skipped 0" in summary(record)
 

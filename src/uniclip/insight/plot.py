@@ -89,7 +89,9 @@ def plot(record: Record, ax: Any = None) -> Any:
     level = record.thresholds if has_thresholds else record.limits
     _line(ax, record.steps, level, "threshold" if has_thresholds else "limit", color=GREEN, linestyle="--")
     bounds = bounds_of(record)  # no line of their own where they are the limits or the thresholds
-    _line(ax, record.steps, np.where(bounds == level, np.nan, bounds), "skips", color=PURPLE, linestyle=":")
+    _line(ax, record.steps, np.where(bounds == level, np.nan, bounds), "skips above", color=PURPLE, linestyle=":")
+    if record.steps.size > 1:
+        ax.set_xlim(record.steps[0] - 0.5, record.steps[-1] + 0.5)
     _spikes(ax, record, [one for one in found if math.isfinite(one.ratio)][:NAMED])
     _losses(ax, record, _strips(ax, record))
     _name_lines(ax)
@@ -170,10 +172,11 @@ def _losses(ax: Any, record: Record, bottom: float) -> None:
     if not np.isfinite(record.losses).any():
         return
     panel = ax.inset_axes((0, 1.03 + bottom, 1, 0.2), sharex=ax)
+    if not (record.losses <= 0).any():
+        panel.set_yscale("log")
     _line(panel, record.steps, record.losses, "loss", color=GRAY, linewidth=0.8)
-    panel.tick_params(length=0, labelbottom=False, labelsize="small")
+    panel.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
     panel.margins(y=0.2)  # what is above the axes may be cut by a constrained layout
-    panel.set_yticks([])
     panel.set_ylabel("loss", fontsize="small", rotation=0, ha="right", va="center")
     panel.spines[:].set_visible(False)
 
@@ -202,8 +205,8 @@ def _strips(ax: Any, record: Record) -> float:
         share = np.bincount(columns, flag, count) / of_each
         row[:, :3] = to_rgb(color)
         row[:, 3] = np.where(share > 0, 0.4 + 0.6 * share if name == "clipped" else 1, 0)
-    strip = ax.inset_axes((0, 1.02, 1, 0.06 * len(drawn)), sharex=ax)
+    strip = ax.inset_axes((0, 1.05, 1, 0.06 * len(drawn)), sharex=ax)  # above the label of a tick at the very top
     strip.imshow(pixels, extent=(first - 0.5, last + 0.5, len(drawn), 0), aspect="auto", interpolation="nearest")
     strip.set_yticks(np.arange(len(drawn)) + 0.5, drawn, fontsize="small")
     strip.tick_params(length=0, labelbottom=False)
-    return 0.06 * len(drawn)
+    return 0.03 + 0.06 * len(drawn)

@@ -127,10 +127,10 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
 
 def largest(record: Record) -> list[Spike]:
-    """Return the spikes, the largest ratios first after those that are not finite; of such steps in a row the first."""
-    found, broken = spikes(record), ~record.finite
-    again = set(record.steps[1:][broken[1:] & broken[:-1]].tolist())
-    first = [spike for spike in found if spike.step not in again]
+    """Return the spikes, the largest ratios first after those that are not finite; of steps in a row the first."""
+    found, number = spikes(record), {step: number for number, step in enumerate(record.steps.tolist())}
+    there = {number[spike.step] for spike in found}
+    first = [spike for spike in found if number[spike.step] - 1 not in there]
     return sorted(first, key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
 
 

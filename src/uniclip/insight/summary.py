@@ -18,7 +18,7 @@ _PERCENTILES = 10, 50, 90, 99
 _SHOWN = 5
 """The number of spikes that are listed."""
 _ROUNDING, _REACHED = 1e-4, 0.05
-"""How near to the limit a norm reaches it, and the share of norms that do so only if something else clips."""
+"""How near to the largest norm another one reaches it, and the share that does so only if something else clips."""
 _BOUND = re.compile(r"(?:skip_above=|RejectAbove\()([0-9.]+(?:e[+-]?[0-9]+)?)")
 """The bound in the text of a rule that skips steps above one."""
 
@@ -65,8 +65,12 @@ def summary(record: Record) -> str:
     broken, clipped = record.steps[~record.finite], shares > 0
     of_norms = f" ({_percent(shares)} of the norms)" if (shares[clipped] < 1).any() else ""
     first = f" (first step {broken[0]})" if len(broken) else ""
-    lines = [*_judge_run(record, clipped), f"{counted(len(record.steps), 'step')}, {name_rule(record)}: clipped "]
-    lines[-1] += f"{_percent(clipped)}{of_norms}, skipped {record.skipped.sum():,}, not finite {len(broken):,}{first}"
+    skipped, others = f"skipped {record.skipped.sum():,}", " of the others" if record.skipped.any() else ""
+    share = [f"clipped {_percent(clipped)}{of_norms}{others}"] if clipped.size else []
+    words = [skipped, *share] if others else [*share, skipped]
+    words += [f"not finite {len(broken):,}{first}"]
+    lines = [*_judge_run(record, clipped)]
+    lines += [f"{counted(len(record.steps), 'step')}, {name_rule(record)}: {', '.join(words)}"]
     if norms.size:
         parts = [f"p{q} {norm:.3g}" for q, norm in zip(_PERCENTILES, np.percentile(norms, _PERCENTILES), strict=True)]
         parts += [f"largest {norms.max():.3g} (step {steps[norms.argmax()]})"]
@@ -75,21 +79,33 @@ def summary(record: Record) -> str:
     if found:
         more = f", the {_SHOWN} largest" if len(found) > _SHOWN else ""
         lines += [f"{counted(len(found), 'spike')}{more}:", *map(_described, found[:_SHOWN])]
-    if (norms > 0).any():
-        middle = 4.0 ** round(math.log(np.median(norms[norms > 0]), 4))
-        three = f"{middle / 4:g}, {middle:g} and {4 * middle:g}"
-        lines += [f"No limit follows from norms alone: try 1, or compare {three},"]
-        lines += ["around the power of four nearest the median."]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_advise(record, norms[norms > 0])])
+
+
+def _advise(record: Record, norms: np.ndarray) -> list[str]:
+    """Return what to try next, but of a limit that learns: there is no other to try."""
+    if _is_dead(record):
+        return ["Raise the bound, or lower the learning rate, and record again."] * bool(norms.size)
+    if not norms.size or np.unique(record.limits[np.isfinite(record.limits)]).size > 1:
+        return []
+    middle = 4.0 ** round(math.log(np.median(norms), 4))
+    one = "try 1, or " if norms.max() > 1 else ""
+    three = f"{middle / 4:g}, {middle:g} and {4 * middle:g}"
+    return [f"No limit follows from norms alone: {one}compare {three},", "around the power of four nearest the median."]
+
+
+def _is_dead(record: Record) -> bool:
+    """Whether most steps were skipped, or many at the end."""
+    return bool(2 * record.skipped.sum() > len(record.steps)) or _count_last(record.skipped) >= MANY_SKIPPED
 
 
 def _judge_run(record: Record, clipped: np.ndarray) -> list[str]:
-    """Return what is wrong with a run, a line for each, and what its limit is unless most steps were skipped."""
+    """Return what is wrong with a run, a line for each; of one that went on to its end, what its limit is."""
     count, skipped, lines = len(record.steps), int(record.skipped.sum()), []
-    in_row = _count_last(record.skipped)
-    dead = 2 * skipped > count or in_row >= MANY_SKIPPED
+    in_row, dead = _count_last(record.skipped), _is_dead(record)
     if dead:
-        last, known = f", the last {in_row} in a row" if in_row > 1 else "", record.norms[np.isfinite(record.norms)]
+        known = record.norms[np.isfinite(record.norms)]
+        last = f", the last {in_row} in a row" if in_row >= min(MANY_SKIPPED, count) else ""
         bounds = bounds_of(record)
         usual, bound = (float(np.median(some)) if some.size else math.nan for some in (known, bounds[bounds > 0]))
         why = f": the bound {bound:.3g} is below the usual norm {usual:.3g}" if bound < usual else ""
@@ -97,7 +113,7 @@ def _judge_run(record: Record, clipped: np.ndarray) -> list[str]:
     in_row = _count_last(~record.finite)
     if in_row > 1:
         lines.append(f"not finite from step {record.steps[-in_row]:,} on, {in_row:,} steps in a row")
-    return lines if dead else [*lines, *_judge_limit(record, clipped)]
+    return lines or _judge_limit(record, clipped)
 
 
 def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
@@ -106,10 +122,13 @@ def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
     norms, limits = record.norms[known], record.limits[known]
     if not (norms.size and clipped.size):
         return []
+    most, reached = norms.max(), norms >= norms.max() * (1 - _ROUNDING)
+    if not most:
+        return ["all gradients are 0"]
+    alike = not reached.all() or (np.abs(limits / most - 1) < _ROUNDING).all()  # or the gradients are just the same
+    if alike and reached.sum() > max(2, _REACHED * norms.size):
+        return [f"norms reach {most:.3g} and never exceed it: something else clips before"]
     if not clipped.any():
-        reached = np.abs(norms / limits - 1) < _ROUNDING
-        if reached.mean() > _REACHED:
-            return [f"norms reach the limit {limits.max():.3g} and never exceed it: something else clips before"]
         return [f"never clipped: norms are at most {(norms / limits).max():.2g} of the limit"]
     share = clipped.mean()
     what = "normalizer" if share > 2 / 3 else "step-size limiter" if share >= 0.1 else "safety net"
