@@ -407,9 +407,9 @@ class Wrapper(Optimizer):
 
 def test_one_rule_for_each_optimizer() -> None:
     """A second rule is refused, through wrappers, too; after ``remove`` the optimizer is as it was."""
-    w = five()
+    w, record = five(), insight.Recorder(lambda row: None)
     optimizer = SGD([w], lr=1.0)
-    handle = attach(Wrapper(Wrapper(optimizer)), uc.autoclip())  # which looks for steps before
+    handle = attach(Wrapper(Wrapper(optimizer)), uc.autoclip(), record=record)  # which looks for steps before
     for again in (optimizer, Wrapper(optimizer)):
         with pytest.raises(ValueError, match=r"remove\(\)"):
             attach(again, uc.by_global_norm(1.0))
@@ -418,8 +418,10 @@ def test_one_rule_for_each_optimizer() -> None:
     assert "uniclip" not in optimizer.state_dict()
     optimizer.step()
     assert w.tolist() == [-3, -4]
-    last = attach(optimizer, uc.by_global_norm(1.0))
+    last = attach(optimizer, uc.by_global_norm(1.0), record=record)
     handle.remove()
+    with pytest.raises(ValueError, match="a recorder of its own"):
+        attach(SGD([five()]), uc.by_global_norm(1.0), record=record)
     Wrapper(optimizer).step()
     assert last.report.norms.item() == 5
 

@@ -171,11 +171,13 @@ def test_odd_runs(record: Any, tmp_path: Path, command: Any, capsys: pytest.Capt
     assert not re.search(r"\bnan\b|\binf\b", words)
 
 
-@pytest.mark.parametrize("arguments", [({"norm": [1.0]},), (recorded.run(5), 3)])
-def test_wrong_arguments(arguments: Any) -> None:
+@pytest.mark.parametrize(
+    ("show", "arguments"), [(plot, ({"norm": [1.0]},)), (summary, ({"norm": [1.0]},)), (plot, (recorded.run(5), 3))]
+)
+def test_wrong_arguments(show: Any, arguments: Any) -> None:
     """What is no record or no axes is named."""
     with pytest.raises(TypeError, match=r"^(record|ax) must be "):
-        plot(*arguments)
+        show(*arguments)
 
 
 def test_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -486,7 +486,10 @@ class Attached:
         """Gather the gradients, agree with other processes, and clip."""
         params, all_reduce = self._look_up_leaves(), follow_reference(self._join)
         grads = grads_of(params)
-        loss, found_inf = self._agree(loss, all_reduce, params[0].device if params else None)
+        device = params[0].device if params else None
+        if several() and looks_at("loss", self.rule):
+            loss = of_all(loss, device)  # also without any gradient, or other processes would wait
+        found_inf = of_any(getattr(self.optimizer, "found_inf", None), all_reduce, device)
         absent = sum([grad is None for grad in grads])
         if absent == len(grads) and all_reduce is None:
             return
@@ -502,12 +505,6 @@ class Attached:
         report = self._clipper.clip_(self._tree(grads), every, all_reduce, loss=loss, shared=self._shared)
         if report.skipped is not None:
             self._skip(report.skipped, found_inf)
-
-    def _agree(self, loss: Any, all_reduce: Any, device: Any) -> tuple[Any, Any]:
-        """Return the loss and GradScaler's flag, in which all processes of a step take part."""
-        if several() and looks_at("loss", self.rule):
-            loss = of_all(loss, device)  # also without any gradient, or other processes would wait
-        return loss, of_any(getattr(self.optimizer, "found_inf", None), all_reduce, device)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by the scale of a GradScaler, as a fused kernel would do later."""
