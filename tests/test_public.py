@@ -234,3 +234,10 @@ def test_no_test_passes_for_nothing() -> None:
 def _of_numpy(names: set[str]) -> bool:
     """Whether one of the functions is an assertion of NumPy's or PyTorch's."""
     return any(name.startswith("assert_") for name in names)
+
+
+def test_commits_are_looked_at_by_the_linter_of_the_matrix() -> None:
+    """The hook has the version that tox installs."""
+    root = Path(__file__).parents[1]
+    [hook] = re.findall(r"rev: v(.+)", (root / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert f'"ruff=={hook}"' in (root / "pyproject.toml").read_text(encoding="utf-8")

@@ -300,7 +300,7 @@ def test_a_summary_begins_with_what_stands_out(line: str) -> None:
 
 
 def test_what_a_summary_advises() -> None:
-    """Three limits, and 1 where it would clip; of a run that skipped its steps another bound, of limits that learn none."""
+    """Three limits, and 1 where it would clip; of a run that skipped its steps another bound; of learned limits none."""
     record = recorded.run(60, norms=np.full(60, 0.3), limits=np.ones(60), shares=np.zeros(60))
     assert summary(record).splitlines()[-2] == "No limit follows from norms alone: compare 0.0625, 0.25 and 1,"
     assert ": try 1, or compare " in summary(record._replace(norms=np.linspace(0.3, 2.0, 60)))

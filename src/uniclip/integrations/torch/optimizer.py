@@ -601,13 +601,14 @@ class Attached:
         try:
             refuse_one_answer_in(self.rule, [] if some else paths, [] if some else leaves)
         except (AttributeError, TypeError) as error:  # as of a number that is taken for a name
-            msg = f"a function of {short(self.rule)} fails for paths as {keys[0]}, of group and name"
+            what = f"a function of {short(self.rule)} fails for paths as {keys[0]}, of group and name"
             if unnamed:
-                msg = (
+                what = (
                     f"{short(self.rule)} asks for names, and the optimizer knows numbers only, such as {keys[0]}: give "
                     "them by attach(optimizer, rule, names=model)"
                 )
-            raise TypeError(f"{msg} ({type(error).__name__}: {error})") from error
+            msg = f"{what} ({type(error).__name__}: {error})"
+            raise TypeError(msg) from error
 
     def _name(self, groups: list[dict[str, Any]]) -> None:
         """Name the parameters of each group, by numbers if some have no name, or names are not unique."""
