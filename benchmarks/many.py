@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import uniclip as uc
-from calls import AGC, BY_NORM, EPS, GLOBAL, RATIO, to_time
+import numpy as np
+from timing import NATIVE, Row, interleave, row
 
-CHAIN = "chain(agc, by_global_norm)"
+import uniclip as uc
+from calls import Framework  # which knows where the kit is
+from kit.frameworks import JAX, TensorFlow, Torch
+
+GLOBAL, BY_NORM, AGC, CHAIN = "by_global_norm", "by_norm", "agc", "chain(agc, by_global_norm)"
+RATIO, EPS = 0.01, 1e-3  # of adaptive gradient clipping, as in the paper, timm and optax
 SIZES = {(32, 32): "32x32", (128, 128): "128x128", (16,): "16"}
 WARM_UP = 100
 """The steps of AdaGC's warm-up."""
+BUILDS = 2
+"""How often each program is compiled, after a first time."""
+FRAMEWORKS: dict[str, Framework] = {"torch": Torch(), "tensorflow": TensorFlow(), "jax": JAX()}
 
 
 def is_even(path: tuple[int, ...], _: Any = None) -> bool:
@@ -40,43 +51,125 @@ RULES: dict[str, Any] = {
     AGC: uc.agc(RATIO, EPS),
     CHAIN: uc.chain(uc.agc(RATIO, EPS), uc.by_global_norm(1.0)),
 }
-Update = Callable[[Any, Any, Any], Any]
-"""A function of gradients, a state and parameters."""
 
 
-def shapes() -> dict[tuple[str, str, str], tuple[str, list[tuple[int, ...]]]]:
-    """Return what is measured: the rule and the shapes of the leaves, by framework, way and title."""
+def shapes() -> dict[tuple[str, str], tuple[str, list[tuple[int, ...]]]]:
+    """Return what is measured: the rule and the shapes of the leaves, by framework and title."""
     square, long, short = SIZES
-    wanted = [("jax", "jax.jit", rule, count, square) for rule in RULES for count in (10, 100, 400)]
-    wanted += [("jax", "jax.jit", rule, 50, long) for rule in (GLOBAL, BY_NORM, "zclip", "adagc", AGC)]
-    wanted += [("jax", "jax.jit", GLOBAL, 1000, short)]
+    wanted = [("jax", rule, count, square) for rule in RULES for count in (10, 100, 400)]
+    wanted += [("jax", rule, 50, long) for rule in (GLOBAL, BY_NORM, "zclip", "adagc", AGC)]
+    wanted += [("jax", GLOBAL, 1000, short)]
     some = (GLOBAL, "nonfinite='skip'", "zclip")
-    wanted += [("tensorflow", "tf.function, XLA", rule, count, square) for rule in some for count in (10, 100, 300)]
-    wanted += [("torch", "torch.compile", rule, count, square) for rule in (BY_NORM, AGC) for count in (10, 50)]
+    wanted += [("tensorflow", rule, count, square) for rule in some for count in (10, 100, 300)]
+    wanted += [("torch", rule, count, square) for rule in (BY_NORM, AGC) for count in (10, 50)]
     return {
-        (framework, way, f"{rule}, {count} leaves of {SIZES[shape]}"): (rule, [shape] * count)
-        for framework, way, rule, count, shape in wanted
+        (framework, f"{rule}, {count} leaves of {SIZES[shape]}"): (rule, [shape] * count)
+        for framework, rule, count, shape in wanted
     }
 
 
 MANY = shapes()
+JOBS = list(MANY)
+"""What is measured: a framework, and a rule with its leaves."""
 
 
-def updates(framework: str, way: str, rule: str, grads: list[Any]) -> dict[str, tuple[Update, Any]]:
+def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
+    """Yield the processor's time until a program is there, in JAX also of its compiler alone; and that of a run."""
+    (rule, leaves), rng = MANY[framework, what], np.random.default_rng(0)
+    grads, params = (
+        [FRAMEWORKS[framework].array(1e-3 * rng.standard_normal(shape)) for shape in leaves] for _ in range(2)
+    )
+    made, programs, spent = updates(framework, rule, grads), {}, {NATIVE: [], "uniclip": []}
+    for _ in range(BUILDS + 1):
+        for name, (update, state) in made.items():
+            programs[name], stages = build_program(framework, update, (grads, state, params))
+            spent[name].append(stages)
+    for number, stage in enumerate(["first call", "compiler alone"] if framework == "jax" else ["first call"]):
+        # The compiler itself has a first time, too.
+        yield {"stage": stage, **row({name: [stages[number] for stages in found[1:]] for name, found in spent.items()})}
+    runs = {name: partial(programs[name], grads, state, params) for name, (_, state) in made.items()}
+    yield {"stage": "a run", **interleave(runs, lambda: None, rounds)}
+
+
+def build_program(framework: str, update: Any, given: Any) -> tuple[Callable[..., Any], list[float]]:
+    """Compile a function; return it, and the seconds from the start, and of the compiler alone if that is known."""
+    if framework == "jax":
+        import jax
+
+        jax.clear_caches()
+        start = time.process_time()
+        traced = jax.jit(update).trace(*given)
+        between = time.process_time()
+        program = traced.lower().compile()
+        end = time.process_time()
+        return lambda *some: jax.block_until_ready(program(*some)), [end - start, end - between]
+    if framework == "torch":
+        import torch
+
+        torch.compiler.reset()
+        compiled = partial(torch.compile, fullgraph=True, dynamic=False)
+    else:
+        import tensorflow as tf
+
+        compiled = partial(tf.function, autograph=False, jit_compile=True)
+    start = time.process_time()
+    program = compiled(update)
+    program(*given)
+    return program, [time.process_time() - start]
+
+
+def use_one_core() -> None:
+    """Keep this process, before it imports a framework, to one core, as far as the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
+
+
+Update = Callable[[Any, Any, Any], Any]
+"""A function of gradients, a state and parameters."""
+
+
+def updates(framework: str, rule: str, grads: list[Any]) -> dict[str, tuple[Update, Any]]:
     """Return what a framework has of the kind of a rule, and the rule, each with its first state."""
     ours = RULES[rule]
-    update, state = lambda *given: ours.update(*given)[:2], ours.init(grads)
+    if framework == "torch":  # in place, as the lines by hand; the report is no output of the program
+        by_hand = {BY_NORM: norms_by_hand, AGC: agc_by_hand}[rule]
+        return {NATIVE: (by_hand, None), "uniclip": (partial(clip_in_place, ours), None)}
     if framework == "jax":
         native = (adagc, ([0.0] * len(grads), 0)) if rule == "adagc" else of_optax(rule, grads)
-        return {"native": native, "uniclip": (update, state)}
-    calls = to_time(framework, way, rule if rule in {BY_NORM, AGC} else GLOBAL, c=1.0, rule=ours)
+    else:
+        native = (clip_by_tensorflow, None)
+    return {NATIVE: native, "uniclip": (lambda *given: ours.update(*given)[:2], ours.init(grads))}
 
-    def clip_in_place(grads: Any, _: Any, params: Any) -> None:
-        """Clip, as the lines by hand do; the report is no output of the program."""
-        calls["uniclip"](grads, params)
 
-    native = lambda grads, _, params: calls["native"](grads, params), None
-    return {"native": native, "uniclip": (clip_in_place, None) if framework == "torch" else (update, state)}
+def clip_in_place(rule: Any, grads: list[Any], _: Any, params: list[Any]) -> None:
+    """Clip tensors of PyTorch."""
+    uc.clip_(grads, rule, params)
+
+
+def clip_by_tensorflow(grads: list[Any], *others: Any) -> list[Any]:
+    """Clip by the global norm."""
+    import tensorflow as tf
+
+    return tf.clip_by_global_norm(grads, 1.0)[0]
+
+
+def norms_by_hand(grads: list[Any], *others: Any) -> None:
+    """Clip each tensor of PyTorch by its norm, as ``clip_grad_norm_`` would."""
+    import torch
+
+    for grad in grads:
+        grad.mul_((1.0 / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
+
+
+def agc_by_hand(grads: list[Any], _: Any, params: list[Any]) -> None:
+    """Clip each unit of tensors of PyTorch, as timm's ``adaptive_clip_grad`` does."""
+    import torch
+
+    for grad, param in zip(grads, params, strict=True):
+        units = tuple(range(1, grad.ndim))
+        size, limit = (torch.linalg.vector_norm(tensor, dim=units, keepdim=True) for tensor in (grad, param))
+        limit = RATIO * limit.clamp(min=EPS)
+        grad.copy_(torch.where(size > limit, grad * (limit / size.clamp(min=1e-6)), grad))
 
 
 def of_optax(rule: str, grads: list[Any]) -> tuple[Update, Any]:

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: MIT
-"""Clipping in PyTorch as in training: after a forward and a backward pass, where neither code nor data is cached."""
+"""Clipping as it is in training: in PyTorch after a backward pass, in Keras and optax as part of a whole step."""
 
 from __future__ import annotations
 
-import random
-import time
+import math
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from timing import NATIVE, Call, Row, interleave
 
 import uniclip as uc
-from trees import LAYERS
 
-CALLS = 20
-"""How often each contender runs in a round, after a backward pass of its own."""
-Call = Callable[[], object]
+LAYERS = [32, 64, 64, 64, 64, 10]
+"""The small MLP."""
+NETS = {"small MLP": LAYERS, "wide MLP": [784, 1024, 1024, 1024, 1024, 10]}
+PLAIN = "not clipped"
+BATCH, RATE, LIMIT = 128, 1e-6, 1e-3  # of whole steps: the weights hardly move, and every step is clipped
 
 
 def layers(sizes: list[int], bias: bool = True) -> Any:  # noqa: FBT001, FBT002
-    """Return linear layers, with activations where they have biases."""
+    """Return linear layers of PyTorch, with activations where they have biases."""
     from torch import nn
 
     linear = [nn.Linear(a, b, bias) for a, b in pairwise(sizes)]
@@ -40,17 +42,62 @@ def lstm() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    "one leaf of 16": (partial(layers, [16, 1], bias=False), (8, 16)),
-    "MLP, ten leaves": (partial(layers, LAYERS), (128, 32)),
-    "LSTM, four leaves": (lstm, (16, 8, 32)),
-    "50 leaves of 16 k": (partial(layers, [128] * 51, bias=False), (8, 128)),
-    "4 leaves of 1 M": (partial(layers, [1000] * 5, bias=False), (8, 1000)),
+    "16 entries": (partial(layers, [16, 1], bias=False), (8, 16)),
+    "small MLP": (partial(layers, LAYERS), (128, 32)),
+    "LSTM": (lstm, (16, 8, 32)),
+    "50 x 16 k": (partial(layers, [128] * 51, bias=False), (8, 128)),
+    "4 x 1 M": (partial(layers, [1000] * 5, bias=False), (8, 1000)),
 }
-"""Each model, and the shape of its input."""
+"""Each model of PyTorch, and the shape of its input."""
+JOBS = [("torch", what) for what in MODELS] + [(framework, net) for framework in ("tensorflow", "jax") for net in NETS]
+"""What is measured: a framework, and a model."""
+
+
+def measure(framework: str, what: str, rounds: int) -> Iterator[Row]:
+    """Yield the rows of a model: not clipped and clipped in PyTorch, else clipped."""
+    if framework == "torch":
+        yield from clip_after_backward(what, rounds)
+        return
+    rng, sizes = np.random.default_rng(0), NETS[what]
+    data = rng.normal(size=(BATCH, sizes[0])).astype("f"), rng.integers(sizes[-1], size=BATCH)
+    steps = {"tensorflow": keras_steps, "jax": optax_steps}[framework](sizes, *data)
+    yield {"clipped": True, **interleave(dict(steps), lambda: None, rounds)}
+
+
+def clip_after_backward(what: str, rounds: int) -> Iterator[Row]:
+    """Time PyTorch's function, the drop-in, and the hooks of `attach` around a step, each after a backward pass."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.manual_seed(0)
+    make, shape = MODELS[what]
+    model, batch = make(), torch.randn(shape)
+    params = list(model.parameters())
+
+    def make_gradients() -> None:
+        for param in params:
+            param.grad = None
+        out = model(batch)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+
+    def norm() -> float:
+        return float(uc.global_norm([param.grad for param in params]))
+
+    make_gradients()
+    before = norm()
+    for clipped, limit in ((False, 2 * before), (True, before / 2)):
+        calls = clips(params, limit)
+        for name, call in calls.items():
+            make_gradients()
+            call()
+            if not math.isclose(norm(), min(before, limit), rel_tol=1e-3):
+                msg = f"{what}: after {name} the norm is {norm()}, and the limit {limit}"
+                raise ValueError(msg)
+        yield {"clipped": clipped, **interleave(calls, make_gradients, rounds)}
 
 
 def clips(params: list[Any], limit: float) -> dict[str, Call]:
-    """Return what clips gradients alone: PyTorch's function, the drop-in, the hooks of `attach` around a step."""
+    """Return what clips gradients alone."""
     import torch
 
     from uniclip.integrations.torch import attach, clip_grad_norm_
@@ -66,67 +113,50 @@ def clips(params: list[Any], limit: float) -> dict[str, Call]:
             hook(attached, (attached,), {})
 
     native = partial(torch.nn.utils.clip_grad_norm_, params, limit)
-    return {"native": native, "clip_grad_norm_": partial(clip_grad_norm_, params, limit), "attach": run_hooks}
+    return {NATIVE: native, "clip_grad_norm_": partial(clip_grad_norm_, params, limit), "attach": run_hooks}
 
 
-def whole_steps(params: list[Any], limit: float) -> dict[str, Call]:
-    """Return steps of SGD clipped in each of these ways, and one that is not clipped."""
-    import torch
+def keras_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Call]]:
+    """Yield calls of ``train_on_batch`` with Adam, compiled as Keras does by itself."""
+    import keras
 
-    from uniclip.integrations.torch import attach, clip_grad_norm_
+    from uniclip.integrations.keras import ClippedOptimizer
 
-    plain, attached = (torch.optim.SGD(params, lr=1e-12) for _ in range(2))
-    attach(attached, uc.by_global_norm(limit))
-
-    def step(clip: Any) -> None:
-        clip(params, limit)
-        plain.step()
-
-    return {
-        "native": partial(step, torch.nn.utils.clip_grad_norm_),
-        "clip_grad_norm_": partial(step, clip_grad_norm_),
-        "attach": attached.step,
-        "not clipped": plain.step,
-    }
+    adam = partial(keras.optimizers.Adam, RATE)
+    ours = ClippedOptimizer(adam(), uc.by_global_norm(LIMIT))
+    for name, optimizer in {NATIVE: adam(global_clipnorm=LIMIT), "ClippedOptimizer": ours, PLAIN: adam()}.items():
+        dense = [keras.layers.Dense(n, activation="relu") for n in sizes[1:-1]]
+        model = keras.Sequential([keras.Input(sizes[:1]), *dense, keras.layers.Dense(sizes[-1])])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        yield name, partial(model.train_on_batch, *data)
 
 
-def measure(what: str, threads: int, rounds: int) -> Iterator[tuple[str, bool, dict[str, np.ndarray]]]:
-    """Yield what is measured, whether it is clipped, and the median seconds of each contender in each round."""
-    import torch
+def optax_steps(sizes: list[int], *data: np.ndarray) -> Iterator[tuple[str, Call]]:
+    """Yield steps with Adam under ``jax.jit``, the clipping in a chain of optax."""
+    import jax
+    import optax
 
-    torch.set_num_threads(threads)
-    make, shape = MODELS[what]
-    torch.manual_seed(0)
-    model, batch = make(), torch.randn(shape)
-    params = list(model.parameters())
+    from uniclip.integrations.optax import to_optax
 
-    def make_gradients() -> None:
-        for param in params:
-            param.grad = None
-        out = model(batch)
-        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+    (x, y), rng = map(jax.numpy.asarray, data), np.random.default_rng(0)
+    start = [
+        jax.numpy.asarray(1e-3 * rng.standard_normal(shape, "f"))
+        for a, b in pairwise(sizes)
+        for shape in ((a, b), (b,))
+    ]
 
-    make_gradients()
-    norm = float(uc.global_norm([param.grad for param in params]))
-    for title, contenders in (("the clip", clips), ("a step of SGD", whole_steps)):
-        for clipped in (False, True):
-            calls = contenders(params, norm / 2 if clipped else 2 * norm)
-            yield title, clipped, interleave(calls, make_gradients, rounds)
+    def loss(params: list[Any]) -> Any:
+        out = x
+        for weight, bias in zip(params[::2], params[1::2], strict=True):
+            out = jax.nn.relu(out @ weight + bias)
+        return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
 
+    def step(transform: Any, params: list[Any], state: Any) -> tuple[list[Any], Any]:
+        updates, state = transform.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
 
-def interleave(calls: dict[str, Call], make_gradients: Call, rounds: int) -> dict[str, np.ndarray]:
-    """Return the median seconds of each call in each round; each call follows a backward pass, in a random order."""
-    order, shuffle = list(calls), random.Random(0).shuffle  # noqa: S311 - no secret
-    medians: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        spent: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(CALLS):
-            shuffle(order)
-            for name in order:
-                make_gradients()
-                start = time.perf_counter()
-                calls[name]()
-                spent[name].append(time.perf_counter() - start)
-        for name, seconds in spent.items():
-            medians[name].append(float(np.median(seconds)))
-    return {name: np.asarray(seconds[1:]) for name, seconds in medians.items()}
+    native, ours = optax.clip_by_global_norm(LIMIT), to_optax(uc.by_global_norm(LIMIT))
+    for name, clip in {NATIVE: native, "to_optax": ours, PLAIN: optax.identity()}.items():
+        transform = optax.chain(clip, optax.adam(RATE))
+        held, call = [(start, transform.init(start))], jax.jit(partial(step, transform))
+        yield name, lambda held=held, call=call: held.append(jax.block_until_ready(call(*held.pop())))

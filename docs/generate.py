@@ -22,10 +22,12 @@ from kit import contract  # noqa: E402 - needs the path above
 def everything() -> None:
     """Write the tables and draw the pictures that are made of what is measured."""
     pictures, tables = HERE / "_static" / "generated", HERE / "_generated"
-    compared, speed = (json.loads((HERE / f"{name}.json").read_bytes()) for name in ("compared-pages", "performance"))
+    compared, *speed = (
+        json.loads((HERE / f"{name}.json").read_bytes()) for name in ("compared-pages", "speed-step", "speed-growth")
+    )
     texts = {"promises": contract.table(), "dtypes": contract.dtypes()} | rule_tables.parts()
     texts |= {f"compared-{name}": text for name, text in compared["parts"].items()}
-    texts |= {f"speed-{name}": text for name, text in performance_tables.parts(speed).items()}
+    texts |= {f"speed-{name}": text for name, text in performance_tables.parts(*speed).items()}
     for folder in (pictures, tables):
         folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

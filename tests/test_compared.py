@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
-import math
+import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
+import many
 import pytest
+import steps
 
 import calls
-import speed
 from calls import LIBRARIES, uniclip_on
 from cases import GROUPS, Case
 from compared import RIGHT, offers, result
-from trees import LSTM, RESNET, SMALL, TREES
 
 ROOT = Path(__file__).parents[1]
 CASES = [case for cases in GROUPS.values() for case in cases]
@@ -52,18 +54,38 @@ def test_what_is_said() -> None:
 
 
 def test_speed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's table has the ratios that were measured, as the page has them."""
+    """The README has the ratios that were measured, as the page has them, and says where uniclip is slower."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     tables = importlib.import_module("performance_tables")
-    results = json.loads((ROOT / "docs" / "performance.json").read_text(encoding="utf-8"))
-    parts, readme = tables.parts(results), (ROOT / "README.md").read_text(encoding="utf-8")
+    step, growth = (json.loads((ROOT / "docs" / f"speed-{name}.json").read_bytes()) for name in ("step", "growth"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     said = readme[readme.index("- **Fast.**") : readme.index("- **Small")]
-    steps, others = (cells(text) for text in said.split("Elsewhere"))
-    assert steps == cells(parts["steps"])
-    head, line, *measured = cells(parts["ratios"])
-    assert others[:2] == [head, line]
-    assert [row[0] for row in others[2:]] == ["TensorFlow, eager", "JAX, `jit`", "JAX, no `jit`"]
-    assert [row for row in others[2:] if row not in measured] == []
+    assert cells(said) == cells(tables.parts(step, growth)["steps"])
+    rows = [row for row in step["rows"] if row["framework"] == "torch"]
+    slow = {row["what"] for row in rows if any(round(ratio[1], 2) < 1 for ratio in row["times"].values())}
+    assert slow == {name for names in re.findall(r"Slower: [^(]*\(([^)]+)\)", said) for name in names.split(", ")}
+
+
+def test_sizes_are_said() -> None:
+    """The README has the lines of code of today, to hundreds: without docstrings, comments and blank lines."""
+    source = ROOT / "src" / "uniclip"
+    files = [file for file in source.rglob("*.py") if not {"integrations", "insight"} & {*file.parts}]
+    core, step = (100 * round(sum(map(count_lines, some)) / 100) for some in (files, [source / "step.py"]))
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"is {core:,} lines of code in {len(files)} files, the step that all take {step} of them" in readme
+
+
+def count_lines(file: Path) -> int:
+    """Return the number of lines of code."""
+    lines, begins = set[int](), True
+    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+        between = token.type in {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+        if between or token.type in {tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER}:
+            begins |= between
+        else:
+            docstring, begins = begins and token.type == tokenize.STRING, False
+            lines |= set() if docstring else {*range(token.start[0], token.end[0] + 1)}
+    return len(lines)
 
 
 def cells(text: str) -> list[list[str]]:
@@ -71,24 +93,26 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
 
 
-@pytest.mark.parametrize(("tree", "leaves", "entries"), [(RESNET, 161, 25_557_032), (LSTM, 10, 66_688)])
-def test_trees(tree: str, leaves: int, entries: int) -> None:
-    """The networks whose gradients are clipped have as many parameters as they have where they are published."""
-    assert (len(TREES[tree]), sum(map(math.prod, TREES[tree]))) == (leaves, entries)
-
-
 def test_speed(tmp_path: Path) -> None:
-    """The program that measures speed measures one small tree, and keeps it."""
+    """The program that measures speed measures a small model, and keeps the row."""
     path = tmp_path / "speed.json"
-    words = ["--only", "numpy", SMALL, "--rounds", "2", "--out", str(path)]
+    words = ["step", "--only", "16 entries", "--rounds", "2", "--out", str(path)]
     subprocess.run([sys.executable, ROOT / "benchmarks" / "speed.py", *words], check=True)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [row["clipped"] for row in rows] == [False, True]
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert results["about"].keys() == {"cpu", "cores", "date", "versions"}
+    assert [row["clipped"] for row in results["rows"]] == [False, True]
+    assert all(row["us"].keys() == {"native", "clip_grad_norm_", "attach"} for row in results["rows"])
+
+
+def test_growth() -> None:
+    """Both programs are compiled and run."""
+    rows = list(many.measure("jax", "by_norm, 10 leaves of 32x32", 1))
+    assert [row["stage"] for row in rows] == ["first call", "compiler alone", "a run"]
     assert all(row["us"].keys() == {"native", "uniclip"} for row in rows)
 
 
 def test_wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is timed has to clip."""
-    monkeypatch.setitem(calls.NATIVE, ("numpy", calls.GLOBAL), "grads")
-    with pytest.raises(ValueError, match=r"after native the norm is 2\.0"):
-        list(speed.clipping("numpy", calls.EAGER, SMALL, 1))
+    monkeypatch.setattr(steps, "clips", lambda params, limit: {"native": lambda: None})
+    with pytest.raises(ValueError, match="after native the norm is"):
+        list(steps.measure("torch", "16 entries", 1))

@@ -132,7 +132,7 @@ def leave_out_the_head(clips: str) -> list[float]:
 
 
 class Agent:
-    """It makes its optimizer, clips in a step of its own, and loads what it saved."""
+    """It makes its optimizer, and clips in a step of its own."""
 
     def __init__(self, max_grad_norm: float, optimizer_class: Any) -> None:
         self.model, self.x, self.y = network()
@@ -274,4 +274,4 @@ def test_what_was_clipped_before(tmp_path: Path) -> None:
         handle = attach(agent.optimizer, uc.by_global_norm(LIMIT), record=record)
         agent.learn()
     assert str(handle.report) == f"norm {LIMIT}, limit {LIMIT}, not clipped, finite"
-    assert "something else clips before" in insight.summary(insight.read(tmp_path / "run.jsonl"))
+    assert "something else seems to clip before" in insight.summary(insight.read(tmp_path / "run.jsonl"))

@@ -961,6 +961,7 @@ NAMED: dict[str, Any] = {
     "in": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: "head.bias" not in path),
     "equal": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and path[1] != "body.weight"),
     "format": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" not in f"{path[1]}"),
+    "in a set": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and path[1] not in {"head.bias"}),
     "and shape": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" in str(path)),
 }
 
@@ -978,7 +979,7 @@ def test_masks_of_names_that_are_not_there(name: str) -> None:
     model = two_layers()
     model.body.weight.requires_grad_(False).grad = None
     unnamed = SGD(model.parameters())
-    with pytest.raises(TypeError, match=r"knows numbers only, such as \(0, 0\).*names=model"):
+    with pytest.raises(TypeError, match=r"fails for paths as \(0, 0\), of group and number: .*names=model"):
         attach(unnamed, NAMED[name])
     attach(unnamed, NAMED[name], names=model).remove()  # nothing was attached before
     optimizer = SGD(model.head.parameters(), lr=0.1)
@@ -1000,8 +1001,9 @@ def test_functions_of_paths_that_fail() -> None:
 
 def test_labels_of_groups() -> None:
     """A label that is a key of the path is one of a single group, too; numbers are numbers."""
-    half = uc.masked(uc.by_norm(1.0), lambda path, leaf: path[1] % 2 == 0 and path != (5, 5) and path[1] in {0, 1})
+    half = uc.masked(uc.by_norm(1.0), lambda path, leaf: path[1] % 2 == 0 and path != (5, 5) and path[1] in (0, 1))
     attach(SGD([five(), five()]), half)
+    attach(SGD([five(), five()]), uc.by_group_norm({"wide": 1.0}, lambda path, leaf: "wide" if leaf.ndim else "one"))
     for rule in (
         uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0])),
         uc.by_group_norm({0: 1.0, 1: 2.0}, lambda path, leaf: path[0]),

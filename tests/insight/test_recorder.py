@@ -460,5 +460,5 @@ def test_a_file_that_is_read_while_it_is_recorded(tmp_path: Path) -> None:
     found = insight.read(path)
     assert found.norms.tolist() == [1.0, 2.0, 3.0]
     assert repr(found) == "<Record: 3 steps, an unknown rule>"
-    with pytest.raises(TypeError, match="ravel those of scans inside of scans"):
+    with pytest.raises(TypeError, match="ravel those of nested scans"):
         record({"clip/norm": np.ones((2, 3))})

@@ -276,8 +276,14 @@ FIRST = {
     ),
     "30 of 200 steps skipped, the last 30 in a row": recorded.run(200, skipped=np.arange(200) >= 170),
     "not finite from step 31 on, 30 steps in a row": recorded.run(60, broken=range(31, 61)),
-    "norms reach 0.6 and never exceed it: something else clips before": recorded.run(  # to less than the limit
+    "many norms are 0.6 and none is larger: something else seems to clip before": recorded.run(  # to less than the limit
         60, norms=np.minimum(recorded.run(60).norms, 0.6), limits=np.ones(60), shares=np.zeros(60)
+    ),
+    "never clipped: norms are at most 0.1 of the limit": recorded.run(  # and few different ones
+        60, norms=np.arange(60) % 3 / 2, limits=np.full(60, 10.0), shares=np.zeros(60)
+    ),
+    "50 of 60 steps skipped, the last 50 in a row": recorded.run(  # not for a bound
+        60, norms=np.full(60, 5.0), limits=np.ones(60), broken=range(11, 61), skipped=np.arange(60) > 9
     ),
     "all gradients are 0": recorded.run(60, norms=np.zeros(60), limits=np.ones(60), shares=np.zeros(60)),
     "31 of 60 steps skipped": recorded.run(60, skipped=np.arange(60) % 2 + (np.arange(60) == 58) > 0),
@@ -287,7 +293,7 @@ FIRST = {
     "never clipped: norms are at most 0.05 of the limit": recorded.run(
         60, norms=np.full(60, 5.0), limits=np.full(60, 100.0), shares=np.zeros(60)
     ),
-    "norms reach 0.5 and never exceed it: something else clips before": recorded.run(
+    "many norms are 0.5 and none is larger: something else seems to clip before": recorded.run(
         60, norms=np.minimum(recorded.run(60).norms, 0.5), limits=np.full(60, 0.5), shares=np.zeros(60)
     ),
 }
@@ -307,15 +313,25 @@ def test_what_a_summary_advises() -> None:
     dead = summary(record._replace(skipped=np.arange(60) > 9))
     assert dead.endswith("\nRaise the bound, or lower the learning rate, and record again.")
     assert "No limit" not in dead
+    nan = summary(record._replace(skipped=np.arange(60) > 9, finite=np.arange(60) <= 9))
+    assert nan.endswith("\nLook for what is not finite, or lower the learning rate, and record again.")
     assert "No limit" not in summary(record._replace(limits=np.linspace(1.0, 2.0, 60)))
     broken = summary(recorded.run(60, broken=range(31, 61)))
     assert "the limit is" not in broken
 
 
-def test_a_level_that_stays_is_one_spike() -> None:
-    """What is listed is its first step."""
-    text = summary(recorded.run(200, norms=np.where(np.arange(200) < 120, 1.0, 900.0)))
-    assert "1 spike:\n  step 121, 900 times the median\n" in text
+def test_a_row_of_spikes_is_one() -> None:
+    """What is listed is the first step of a level that stays, the large one of a growing spike, and what is not finite."""
+    level = np.where(np.arange(200) < 120, 1.0, 900.0)
+    assert "1 spike:\n  step 121, 900 times the median\n" in summary(recorded.run(200, norms=level))
+    growing = np.ones(200)
+    growing[120:123] = 6.0, 900.0, 800.0
+    assert "1 spike:\n  step 122, 900 times the median\n" in summary(recorded.run(200, norms=growing))
+    growing[121] = np.nan
+    text = summary(recorded.run(200, norms=growing, broken=[122]))
+    assert (
+        "3 spikes:\n  step 122, not finite\n  step 123, 800 times the median\n  step 121, 6 times the median\n" in text
+    )
 
 
 def test_a_rule_that_is_not_known() -> None:

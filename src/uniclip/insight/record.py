@@ -42,7 +42,7 @@ LOGGED = "clip/"
 OWN = frozenset({"uniclip", "step", "norm", "limit", "threshold", "factor", "share", "finite", "skipped", "leaves"})
 """The keys of a line that are neither the loss nor the user's own."""
 WAITING: set[Any] = set()
-"""The recorders with steps to write, held here so that they are not garbage-collected before."""
+"""The recorders with steps to write, held here so that they are not garbage-collected before these are written."""
 _ROW = re.compile(rb'{"step": (\d+)')
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
@@ -106,7 +106,7 @@ class Record(NamedTuple):
 def read(path: str | os.PathLike[str]) -> Record:
     """Read a recorded run.
 
-    A recorder of this program first writes the steps that it still keeps; of another program they are not in the file.
+    A recorder of this program first writes the steps that it still keeps; those that another program keeps are not in the file.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def read(path: str | os.PathLike[str]) -> Record:
     >>> len(record.steps), record.rule, float(record.norms.max())
     (400, 'uc.by_global_norm(1.0)', 20.0)
     """
-    for recorder in [one for one in WAITING if one.path == Path(path).absolute()]:
+    for recorder in [one for one in list(WAITING) if one.path and one.path.resolve() == Path(path).resolve()]:
         recorder.flush()
     text = Path(path).read_bytes()
     if not text.startswith(BEGINNING):

@@ -161,7 +161,7 @@ class Recorder:
         report : Report or dict of str to 0-d array
             The report of `uniclip.clip` or `uniclip.Rule.update`, also from compiled code, but not inside of it; or
             its scalars, which optax and Keras keep. Scalars that a scan has stacked, arrays of shape (n,), are those of
-            n steps, and so are ``loss``, ``leaves`` and ``**extra`` then.
+            n steps; ``loss``, ``leaves`` and ``**extra`` then have a first axis of n, too.
         step : int, optional
             The number of the (first) step; by default the one after the last.
         loss : float or 0-d array, optional
@@ -193,8 +193,8 @@ class Recorder:
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
         wanted = (
-            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be recorded together: "
-            "ravel those of scans inside of scans, and of a vmap over seeds take one"
+            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be recorded together: ravel "
+            "those of nested scans, and of a vmap over seeds give one seed"
         )
         check("report", report, one, wanted)
         for name in extra:

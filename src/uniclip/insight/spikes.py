@@ -127,10 +127,19 @@ def spikes(record: Record, z: float = Z, window: int = WINDOW) -> list[Spike]:
 
 
 def largest(record: Record) -> list[Spike]:
-    """Return the spikes, the largest ratios first after those that are not finite; of steps in a row the first."""
-    found, number = spikes(record), {step: number for number, step in enumerate(record.steps.tolist())}
-    there = {number[spike.step] for spike in found}
-    first = [spike for spike in found if number[spike.step] - 1 not in there]
+    """Return the spikes, the largest ratios first after those that are not finite.
+
+    Of steps in a row that are spikes the first counts that is at least half as large as the largest of them.
+    """
+    found, rows = spikes(record), list[list[Spike]]()
+    number = {step: number for number, step in enumerate(record.steps.tolist())}
+    for spike in found:
+        follows = rows and number[spike.step] == number[rows[-1][-1].step] + 1
+        if follows and math.isnan(spike.norm) == math.isnan(rows[-1][-1].norm):
+            rows[-1].append(spike)
+        else:
+            rows.append([spike])
+    first = [next(one for one in row if not one.norm < max([other.norm for other in row]) / 2) for row in rows]
     return sorted(first, key=lambda spike: -math.inf if math.isnan(spike.ratio) else -spike.ratio)
 
 

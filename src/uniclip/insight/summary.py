@@ -83,9 +83,10 @@ def summary(record: Record) -> str:
 
 
 def _advise(record: Record, norms: np.ndarray) -> list[str]:
-    """Return what to try next, but of a limit that learns: there is no other to try."""
+    """Return what to try next; nothing where the limit varied."""
     if _is_dead(record):
-        return ["Raise the bound, or lower the learning rate, and record again."] * bool(norms.size)
+        cause = "Raise the bound, or lower" if _skips_finite(record) else "Look for what is not finite, or lower"
+        return [f"{cause} the learning rate, and record again."]
     if not norms.size or np.unique(record.limits[np.isfinite(record.limits)]).size > 1:
         return []
     middle = 4.0 ** round(math.log(np.median(norms), 4))
@@ -99,40 +100,56 @@ def _is_dead(record: Record) -> bool:
     return bool(2 * record.skipped.sum() > len(record.steps)) or _count_last(record.skipped) >= MANY_SKIPPED
 
 
+def _skips_finite(record: Record) -> bool:
+    """Whether most of the steps that were skipped were finite."""
+    return bool(2 * (record.skipped & record.finite).sum() > record.skipped.sum())
+
+
 def _judge_run(record: Record, clipped: np.ndarray) -> list[str]:
-    """Return what is wrong with a run, a line for each; of one that went on to its end, what its limit is."""
-    count, skipped, lines = len(record.steps), int(record.skipped.sum()), []
-    in_row, dead = _count_last(record.skipped), _is_dead(record)
-    if dead:
-        known = record.norms[np.isfinite(record.norms)]
-        last = f", the last {in_row} in a row" if in_row >= min(MANY_SKIPPED, count) else ""
-        bounds = bounds_of(record)
-        usual, bound = (float(np.median(some)) if some.size else math.nan for some in (known, bounds[bounds > 0]))
-        why = f": the bound {bound:.3g} is below the usual norm {usual:.3g}" if bound < usual else ""
-        lines.append(f"{skipped:,} of {count:,} steps skipped{last}{why}")
-    in_row = _count_last(~record.finite)
-    if in_row > 1:
-        lines.append(f"not finite from step {record.steps[-in_row]:,} on, {in_row:,} steps in a row")
+    """Return what is wrong with a run, a line for each; if nothing is, how its limit acts."""
+    count, lines = len(record.steps), []
+    skipped, broken = _count_last(record.skipped), _count_last(~record.finite)
+    if _is_dead(record):
+        last = f", the last {skipped} in a row" if skipped >= min(MANY_SKIPPED, count) else ""
+        lines.append(f"{record.skipped.sum():,} of {count:,} steps skipped{last}{_compare_bound(record)}")
+    if broken > 1 and broken >= min(MANY_SKIPPED, count / 10):
+        lines.append(f"not finite from step {record.steps[-broken]:,} on, {broken:,} steps in a row")
     return lines or _judge_limit(record, clipped)
 
 
+def _compare_bound(record: Record) -> str:
+    """Return that the bound of a run is below its usual norm, if it is."""
+    bounds, norms = bounds_of(record), record.norms[np.isfinite(record.norms)]
+    bounds = bounds[bounds > 0]
+    if not (_skips_finite(record) and norms.size and bounds.size and np.median(bounds) < np.median(norms)):
+        return ""
+    return f": the bound {np.median(bounds):.3g} is below the usual norm {np.median(norms):.3g}"
+
+
 def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
-    """Return what a limit is to a run, from how many of its steps it clipped."""
+    """Return how a limit acts in a run, from the share of its steps that it clipped."""
     known = np.isfinite(record.limits) & np.isfinite(record.norms) & (record.limits > 0)
     norms, limits = record.norms[known], record.limits[known]
     if not (norms.size and clipped.size):
         return []
-    most, reached = norms.max(), norms >= norms.max() * (1 - _ROUNDING)
-    if not most:
+    if not norms.any():
         return ["all gradients are 0"]
-    alike = not reached.all() or (np.abs(limits / most - 1) < _ROUNDING).all()  # or the gradients are just the same
-    if alike and reached.sum() > max(2, _REACHED * norms.size):
-        return [f"norms reach {most:.3g} and never exceed it: something else clips before"]
+    if _are_clipped(norms, limits):
+        return [f"many norms are {norms.max():.3g} and none is larger: something else seems to clip before"]
     if not clipped.any():
         return [f"never clipped: norms are at most {(norms / limits).max():.2g} of the limit"]
     share = clipped.mean()
     what = "normalizer" if share > 2 / 3 else "step-size limiter" if share >= 0.1 else "safety net"
     return [f"clipped {_percent(clipped)}: the limit is a {what}"]
+
+
+def _are_clipped(norms: np.ndarray, limits: np.ndarray) -> bool:
+    """Whether norms look as if something had clipped them: many are the largest, and that is the limit, or others vary."""
+    reached = norms >= norms.max() * (1 - _ROUNDING)
+    at_limit = bool((np.abs(limits[reached] / norms.max() - 1) < _ROUNDING).all())
+    others = norms[~reached]
+    vary = others.size > 0 and 2 * np.unique(others).size > others.size
+    return bool(reached.sum() > max(2, _REACHED * norms.size)) and (at_limit or vary)
 
 
 def bounds_of(record: Record) -> np.ndarray:
@@ -164,9 +181,10 @@ def printable(text: str) -> str:
 
 def name_rule(record: Record) -> str:
     """Return the rule of a run; where the recorder was not told it, what its limits say."""
-    limits = {f"{limit:.3g}" for limit in record.limits[np.isfinite(record.limits)]}
-    known = f"limit {limits.pop()} of an unknown rule" if len(limits) == 1 else "an unknown rule"
-    return printable(record.rule) or known
+    if record.rule:
+        return printable(record.rule)
+    limits = np.unique(record.limits[np.isfinite(record.limits)])
+    return f"limit {limits[0]:.3g} of an unknown rule" if limits.size == 1 else "an unknown rule"
 
 
 def _percent(flags: np.ndarray) -> str:

@@ -45,17 +45,19 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
     return rule
 
 
-def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
+def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any], asked: list[Any] | None = None) -> None:
     """Refuse a mask or a label inside of a rule that says the same of all leaves, see `uniclip.plan.refuse_one_answer`.
 
-    Where it does not, the rule asks no more: at a step there may be only some of the leaves.
+    The functions get ``asked`` in the place of the paths. Where they tell leaves apart, the rule asks no more: at a
+    step there may be only some of the leaves.
     """
+    pairs = list(zip(asked or paths, leaves, strict=True))
     for inner in walk_rules(rule):
         if isinstance(inner, Masked):
-            answers = [bool(inner.where(*pair)) for pair in zip(paths, leaves, strict=True)]
+            answers = [bool(inner.where(*pair)) for pair in pairs]
             refuse_one_answer("masked(rule, where)", inner.where, paths, answers)
         elif isinstance(inner, Rule) and inner.scope.label not in {None, everything}:
-            labels = [inner.scope.label(*pair) for pair in zip(paths, leaves, strict=True)]
+            labels = [inner.scope.label(*pair) for pair in pairs]
             refuse_one_answer("scopes.groups(label)", inner.scope.label, paths, labels)
         else:
             continue

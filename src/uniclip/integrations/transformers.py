@@ -230,14 +230,15 @@ class ClippedTrainer:
         self.clipping: Attached | None = None
         super().__init__(*args, **kwargs)
 
-    def create_optimizer(self, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
-        optimizer = super().create_optimizer(model, *args, **kwargs)  # type: ignore[misc]
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer)[0]:
             _refuse(self.accelerator.distributed_type.value, self._rule)
             if self.clipping is not None:
                 self.clipping.remove()
-            names = names_in(self.model if model is None else model, optimizer)
+            model = next(iter(args), kwargs.get("model")) or self.model  # under FSDP the one that is prepared
+            names = names_in(model, optimizer)
             self.clipping = attach(optimizer, self._rule, *self._how, names=names)
             self.clipping.logs()
         return optimizer
@@ -303,7 +304,7 @@ def _take_max_grad_norm(args: Any) -> Any:
     """Set ``max_grad_norm`` to 0 and return it; warn that it is not used if the user has set it."""
     default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
     if args.max_grad_norm and args.max_grad_norm != default:
-        msg = f"max_grad_norm={args.max_grad_norm} is not used, since ClipGradients clips: leave it out, or set it to 0"
+        msg = f"max_grad_norm={args.max_grad_norm} is not used, since uniclip clips: leave it out, or set it to 0"
         warnings.warn(msg, UserWarning, stacklevel=3)
     given, args.max_grad_norm = args.max_grad_norm, 0.0
     return given

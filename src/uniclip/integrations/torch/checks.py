@@ -22,7 +22,7 @@ class Optimizer(Protocol):
 
 
 class Unnamed(int):
-    """The number of a parameter that has no name: a function that makes text of it looks for names, and fails."""
+    """The number of a parameter that has no name: a function fails that makes text of it, or looks it up."""
 
     def __repr__(self) -> str:
         """Refuse to be part of a text."""
@@ -42,10 +42,12 @@ class Unnamed(int):
         """Compare numbers; refuse a text."""
         return not self == other
 
-    __hash__ = int.__hash__
+    def __hash__(self) -> int:
+        """Refuse to be looked up, which finds no name."""
+        raise TypeError(_NO_NAME)
 
 
-_NO_NAME = "a number, in the place of a name"
+_NO_NAME = "a parameter has a number in the place of a name, which is no text"
 
 
 def optimizer_inside(optimizer: Any, rule: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from uniclip._errors import LIMIT, article, nonnegative, number, short, within
+from uniclip._errors import LIMIT, article, check, nonnegative, number, short, within
 from uniclip._types import Array, NonFinite, Step
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
@@ -341,7 +341,8 @@ def _known(norm: Any) -> Any:
     """Return a given norm, which may be NaN."""
     if isinstance(norm, torch.Tensor):
         norm = norm.full_tensor() if is_dtensor(norm) else norm
-        return norm.reshape(()) if norm.numel() == 1 else norm  # which a step refuses
+        check("total_norm", norm, norm.numel() == 1, "one number")
+        return norm.reshape(())
     value = number("total_norm", norm, "a number or a 0-d tensor")
     return value if math.isnan(value) else nonnegative("total_norm", value)
 

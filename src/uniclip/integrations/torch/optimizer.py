@@ -593,21 +593,19 @@ class Attached:
             See `uniclip.plan.refuse_one_answer`.
         """
         params = self._params()
-        keys = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
-        unnamed = all([isinstance(key, int) for _, key in keys])
-        paths = [(number, Unnamed(key)) for number, key in keys] if unnamed else keys
+        paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
+        numbered = [path for path in paths if isinstance(path[1], int)]
+        asked = [(number, Unnamed(key)) for number, key in paths] if len(numbered) == len(paths) else paths
         some = len(self._names) > len(params)
         leaves = [p.detach() for p in params]
         try:
-            refuse_one_answer_in(self.rule, [] if some else paths, [] if some else leaves)
+            refuse_one_answer_in(self.rule, *([], []) if some else (paths, leaves, asked))
         except (AttributeError, TypeError) as error:  # as of a number that is taken for a name
-            what = f"a function of {short(self.rule)} fails for paths as {keys[0]}, of group and name"
-            if unnamed:
-                what = (
-                    f"{short(self.rule)} asks for names, and the optimizer knows numbers only, such as {keys[0]}: give "
-                    "them by attach(optimizer, rule, names=model)"
-                )
-            msg = f"{what} ({type(error).__name__}: {error})"
+            where, fix = f"{paths[0]}, of group and name", ""
+            if numbered:
+                where = f"{numbered[0]}, of group and number"
+                fix = ": where it looks for names, give them by attach(optimizer, rule, names=model)"
+            msg = f"a function of {short(self.rule)} fails for paths as {where}{fix} ({type(error).__name__}: {error})"
             raise TypeError(msg) from error
 
     def _name(self, groups: list[dict[str, Any]]) -> None:
