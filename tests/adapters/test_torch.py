@@ -961,7 +961,7 @@ NAMED: dict[str, Any] = {
     "in": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: "head.bias" not in path),
     "equal": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and path[1] != "body.weight"),
     "format": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" not in f"{path[1]}"),
-    "in a set": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and path[1] not in {"head.bias"}),
+    "in a set": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim < 9 and path[1] not in {"c", "d"}),
     "and shape": uc.masked(uc.by_global_norm(1.0), lambda path, leaf: leaf.ndim > 1 and "head" in str(path)),
 }
 

@@ -276,7 +276,7 @@ FIRST = {
     ),
     "30 of 200 steps skipped, the last 30 in a row": recorded.run(200, skipped=np.arange(200) >= 170),
     "not finite from step 31 on, 30 steps in a row": recorded.run(60, broken=range(31, 61)),
-    "many norms are 0.6 and none is larger: something else seems to clip before": recorded.run(  # to less than the limit
+    "many norms are 0.6 and none is larger: something else seems to clip before": recorded.run(
         60, norms=np.minimum(recorded.run(60).norms, 0.6), limits=np.ones(60), shares=np.zeros(60)
     ),
     "never clipped: norms are at most 0.1 of the limit": recorded.run(  # and few different ones
@@ -306,7 +306,7 @@ def test_a_summary_begins_with_what_stands_out(line: str) -> None:
 
 
 def test_what_a_summary_advises() -> None:
-    """Three limits, and 1 where it would clip; of a run that skipped its steps another bound; of learned limits none."""
+    """Three limits, and 1 where it would clip; of one that skipped its steps another bound; of learned limits none."""
     record = recorded.run(60, norms=np.full(60, 0.3), limits=np.ones(60), shares=np.zeros(60))
     assert summary(record).splitlines()[-2] == "No limit follows from norms alone: compare 0.0625, 0.25 and 1,"
     assert ": try 1, or compare " in summary(record._replace(norms=np.linspace(0.3, 2.0, 60)))
@@ -321,7 +321,7 @@ def test_what_a_summary_advises() -> None:
 
 
 def test_a_row_of_spikes_is_one() -> None:
-    """What is listed is the first step of a level that stays, the large one of a growing spike, and what is not finite."""
+    """What is listed is the first step of a level that stays, the large one of a spike that grows, and NaN."""
     level = np.where(np.arange(200) < 120, 1.0, 900.0)
     assert "1 spike:\n  step 121, 900 times the median\n" in summary(recorded.run(200, norms=level))
     growing = np.ones(200)

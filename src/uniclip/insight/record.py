@@ -106,7 +106,8 @@ class Record(NamedTuple):
 def read(path: str | os.PathLike[str]) -> Record:
     """Read a recorded run.
 
-    A recorder of this program first writes the steps that it still keeps; those that another program keeps are not in the file.
+    A recorder of this program first writes the steps that it still keeps; those that another program keeps are not
+    there.
 
     Parameters
     ----------

@@ -193,8 +193,8 @@ class Recorder:
         single = [*report.values()] if isinstance(report, dict) else flags
         one = all([math.prod(getattr(value, "shape", ())) == 1 for value in single])
         wanted = (
-            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be recorded together: ravel "
-            "those of nested scans, and of a vmap over seeds give one seed"
+            "of one step; of a scan return report.scalars(), arrays of shape (n,), which can be recorded together: "
+            "ravel those of nested scans, and of a vmap over seeds give one seed"
         )
         check("report", report, one, wanted)
         for name in extra:

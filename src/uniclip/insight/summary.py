@@ -144,7 +144,7 @@ def _judge_limit(record: Record, clipped: np.ndarray) -> list[str]:
 
 
 def _are_clipped(norms: np.ndarray, limits: np.ndarray) -> bool:
-    """Whether norms look as if something had clipped them: many are the largest, and that is the limit, or others vary."""
+    """Whether norms look as if something had clipped them: many are the largest, which is the limit, or others vary."""
     reached = norms >= norms.max() * (1 - _ROUNDING)
     at_limit = bool((np.abs(limits[reached] / norms.max() - 1) < _ROUNDING).all())
     others = norms[~reached]
