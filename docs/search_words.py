@@ -21,6 +21,7 @@ WORDS = {
     "rules/index": ["gallery", "rules"],
     "skip-a-step": ["NaN", "inf", "infinity", "nonfinite", "skip"],
     "use-it-on-many-processes": ["FSDP", "DDP", "DTensor", "tensor parallel", "pipeline parallel"],
+    "use-it-with-pytorch": ["Stable-Baselines3", "sb3"],
     "versions": ["numbers changed", "epsilon"],
     "what-happened-at-step-n": ["spike", "loss spike"],
     "write-your-own-rule": ["custom rule"],

@@ -1003,6 +1003,10 @@ def test_labels_of_groups() -> None:
     """A label that is a key of the path is one of a single group, too; numbers are numbers."""
     half = uc.masked(uc.by_norm(1.0), lambda path, leaf: path[1] % 2 == 0 and path != (5, 5) and path[1] in (0, 1))
     attach(SGD([five(), five()]), half)
+    table = {(0, 0): "a", (0, 1): "b"}
+    for label in (lambda path, leaf: path[1], lambda path, leaf: str(path), lambda path, leaf: table[path]):
+        attach(SGD([five(), five()]), uc.Rule(1.0, scope=uc.scopes.groups(label)))
+    attach(SGD([five(), five()]), uc.masked(uc.by_norm(1.0), lambda path, leaf: path[1] in {0, 2}))
     attach(SGD([five(), five()]), uc.by_group_norm({"wide": 1.0}, lambda path, leaf: "wide" if leaf.ndim else "one"))
     for rule in (
         uc.Rule(1.0, scope=uc.scopes.groups(lambda path, leaf: path[0])),

@@ -130,6 +130,12 @@ def test_lines_are_named_beside_their_ends() -> None:
     assert set(lines(ax)["skips above"].get_ydata()) == {4.0}
 
 
+def test_lines_that_end_at_one_place() -> None:
+    """As where the last norm is the limit."""
+    record = recorded.run(3, norms=np.asarray([0.5, 2.0, 1.0]))
+    assert {"norm", "limit"} <= lines(plot(record, Figure().subplots())).keys()
+
+
 def test_names_of_spikes_cross_no_other() -> None:
     """Where several are near they are in rows."""
     record = recorded.run(1000, 3, spikes=[500, 520, 540, 900, 990])

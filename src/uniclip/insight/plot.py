@@ -108,10 +108,9 @@ def _tick(axis: Any, value: float, _: int) -> str:
 def _name_lines(ax: Any) -> None:
     """Write the name of each line beside its end, one above the other where they are near."""
     low, high = np.log(ax.get_ylim())
-    ends = sorted([(np.log(line.get_ydata()[-1]), line) for line in ax.get_lines() if line.get_label()[:1] != "_"])
-    place = -1.0
-    for end, line in ends:
-        place = max((end - low) / (high - low), place + 0.07)
+    lines, place = [line for line in ax.get_lines() if line.get_label()[:1] != "_"], -1.0
+    for line in sorted(lines, key=lambda line: line.get_ydata()[-1]):
+        place = max((np.log(line.get_ydata()[-1]) - low) / (high - low), place + 0.07)
         ax.text(
             1.01, place, line.get_label(), color=line.get_color(), transform=ax.transAxes, va="center", fontsize="small"
         )

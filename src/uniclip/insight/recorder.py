@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -347,8 +348,9 @@ class Recorder:
 @atexit.register
 def _at_exit() -> None:
     """Write the remaining rows at exit."""
-    for recorder in list(WAITING):
-        recorder.close()
+    with ExitStack() as closing:  # all, also after one that fails
+        for recorder in list(WAITING):
+            closing.callback(recorder.close)
 
 
 def _count_steps(scalars: dict[str, Any]) -> int:

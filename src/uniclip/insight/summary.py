@@ -89,7 +89,7 @@ def _advise(record: Record, norms: np.ndarray) -> list[str]:
         return [f"{cause} the learning rate, and record again."]
     if not norms.size or np.unique(record.limits[np.isfinite(record.limits)]).size > 1:
         return []
-    middle = 4.0 ** round(math.log(np.median(norms), 4))
+    middle = 4.0 ** min(round(math.log(np.median(norms), 4)), 510)
     one = "try 1, or " if norms.max() > 1 else ""
     three = f"{middle / 4:g}, {middle:g} and {4 * middle:g}"
     return [f"No limit follows from norms alone: {one}compare {three},", "around the power of four nearest the median."]
@@ -169,7 +169,7 @@ def _count_last(flags: np.ndarray) -> int:
 
 def _described(spike: Spike) -> str:
     """Return a spike in words."""
-    size = f"{spike.ratio:.3g} times the median" if math.isfinite(spike.ratio) else "not finite"
+    size = "not finite" if math.isnan(spike.norm) else f"{spike.ratio:.3g} times the median"
     first = f", first in {printable(spike.leaves[0][0])}" if spike.leaves else ""
     return f"  step {spike.step}, {size}{first}"
 

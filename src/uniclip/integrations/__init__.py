@@ -45,13 +45,12 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
     return rule
 
 
-def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any], asked: list[Any] | None = None) -> None:
+def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
     """Refuse a mask or a label inside of a rule that says the same of all leaves, see `uniclip.plan.refuse_one_answer`.
 
-    The functions get ``asked`` in the place of the paths. Where they tell leaves apart, the rule asks no more: at a
-    step there may be only some of the leaves.
+    Where it does not, the rule asks no more: at a step there may be only some of the leaves.
     """
-    pairs = list(zip(asked or paths, leaves, strict=True))
+    pairs = list(zip(paths, leaves, strict=True))
     for inner in walk_rules(rule):
         if isinstance(inner, Masked):
             answers = [bool(inner.where(*pair)) for pair in pairs]

@@ -217,6 +217,7 @@ class ClippedTrainer:
     args: Any
     accelerator: Any
     model: Any
+    optimizer: Any
 
     def __init__(
         self,
@@ -232,7 +233,8 @@ class ClippedTrainer:
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        optimizer = self.optimizer if made is None else made
         if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer)[0]:
             _refuse(self.accelerator.distributed_type.value, self._rule)
             if self.clipping is not None:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from uniclip.combine import walk_rules
+
 
 class Optimizer(Protocol):
     """A ``torch.optim.Optimizer``, for type checkers to tell it from a model even where PyTorch is not installed."""
@@ -22,14 +24,16 @@ class Optimizer(Protocol):
 
 
 class Unnamed(int):
-    """The number of a parameter that has no name: a function fails that makes text of it, or looks it up."""
+    """The number of a parameter that has no name: a function that makes text of it, or looks it up, fails."""
 
-    def __repr__(self) -> str:
-        """Refuse to be part of a text."""
+    def __repr__(self, *_: Any) -> str:
+        """Refuse to be a text."""
         raise TypeError(_NO_NAME)
 
-    def __format__(self, spec: str) -> str:
-        """Refuse to be part of a text."""
+    __format__ = __repr__
+
+    def __hash__(self) -> int:
+        """Refuse to be looked up."""
         raise TypeError(_NO_NAME)
 
     def __eq__(self, other: object) -> bool:
@@ -42,12 +46,44 @@ class Unnamed(int):
         """Compare numbers; refuse a text."""
         return not self == other
 
-    def __hash__(self) -> int:
-        """Refuse to be looked up, which finds no name."""
-        raise TypeError(_NO_NAME)
-
 
 _NO_NAME = "a parameter has a number in the place of a name, which is no text"
+_OTHERS = 1009, 20011
+"""What is added to numbers, to see whether a function tells them apart."""
+
+
+def refuse_names(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
+    """Refuse a mask or a label inside of a rule that looks for names, where paths end with numbers.
+
+    It does if it makes text of a number, or looks it up, and any other number would do as well.
+
+    Raises
+    ------
+    TypeError
+        If it does.
+    """
+    for inner in walk_rules(rule):
+        function = getattr(inner, "where", None) or getattr(getattr(inner, "scope", None), "label", None)
+        if function is None:
+            continue
+        try:
+            for (number, key), leaf in zip(paths, leaves, strict=True):
+                function((number, Unnamed(key)), leaf)
+        except TypeError as error:
+            if str(error) == _NO_NAME and not _tells_numbers_apart(function, paths, leaves):
+                raise
+
+
+def _tells_numbers_apart(function: Any, paths: list[Any], leaves: list[Any]) -> bool:
+    """Whether a function of a path says something else of other numbers."""
+    try:
+        answers = [
+            [function((number, key + more), leaf) for (number, key), leaf in zip(paths, leaves, strict=True)]
+            for more in (0, *_OTHERS)
+        ]
+    except LookupError:  # a table of the numbers that there are
+        return True
+    return any([one != answers[0] for one in answers])
 
 
 def optimizer_inside(optimizer: Any, rule: Any) -> Any:

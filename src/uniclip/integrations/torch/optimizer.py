@@ -24,7 +24,7 @@ from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.clipper import Clipper
 from uniclip.decision import LaneDecision
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, Unnamed, optimizer_inside
+from uniclip.integrations.torch.checks import Optimizer, optimizer_inside, refuse_names
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
 from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
@@ -595,11 +595,12 @@ class Attached:
         params = self._params()
         paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]
         numbered = [path for path in paths if isinstance(path[1], int)]
-        asked = [(number, Unnamed(key)) for number, key in paths] if len(numbered) == len(paths) else paths
         some = len(self._names) > len(params)
         leaves = [p.detach() for p in params]
         try:
-            refuse_one_answer_in(self.rule, *([], []) if some else (paths, leaves, asked))
+            if len(numbered) == len(paths):
+                refuse_names(self.rule, paths, leaves)
+            refuse_one_answer_in(self.rule, *([], []) if some else (paths, leaves))
         except (AttributeError, TypeError) as error:  # as of a number that is taken for a name
             where, fix = f"{paths[0]}, of group and name", ""
             if numbered:
