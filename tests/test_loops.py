@@ -219,7 +219,7 @@ LOOPS: dict[Loop, str] = {
     leave_out_the_head: "torch",
     clip_inside: "torch",
     scan_it_all: "optax",
-    replay_in_keras: "keras on tensorflow",
+    replay_in_keras: "keras",
 }
 
 
