@@ -25,7 +25,7 @@ def parts(step: dict[str, Any], growth: dict[str, Any]) -> dict[str, str]:
         "quartiles": table(["", "native", *[f"`{way}`" for way in WAYS]], quartiles(torch)),
         "training": table(["a whole step", "not clipped", "native", "uniclip"], training(others)),
         "growth": table(["", "leaves", "first call", "compiler alone", "a run"], grown(growth["rows"])),
-        "versions": f"{versions(step['about'])} Many leaves: {versions(growth['about'])}",
+        "versions": f"Steps were {versions(step['about'])} Many leaves were {versions(growth['about'])}",
     }
 
 
