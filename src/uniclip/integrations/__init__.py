@@ -2,6 +2,7 @@
 """Clipping inside training frameworks; each module imports its own library, and nothing here imports any."""
 
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from uniclip._errors import check, short
@@ -50,17 +51,22 @@ def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None
 
     Where it does not, the rule asks no more: at a step there may be only some of the leaves.
     """
-    pairs = list(zip(paths, leaves, strict=True))
+    for inner, function in masks_and_labels(rule):
+        answers = [function(*pair) for pair in zip(paths, leaves, strict=True)]
+        if isinstance(inner, Masked):
+            refuse_one_answer("masked(rule, where)", function, paths, list(map(bool, answers)))
+        else:
+            refuse_one_answer("scopes.groups(label)", function, paths, answers)
+        inner.tells_apart.append(True)
+
+
+def masks_and_labels(rule: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Yield the masks and labels inside of a rule, functions of (path, leaf), each after the rule that has it."""
     for inner in walk_rules(rule):
         if isinstance(inner, Masked):
-            answers = [bool(inner.where(*pair)) for pair in pairs]
-            refuse_one_answer("masked(rule, where)", inner.where, paths, answers)
+            yield inner, inner.where
         elif isinstance(inner, Rule) and inner.scope.label not in {None, everything}:
-            labels = [inner.scope.label(*pair) for pair in pairs]
-            refuse_one_answer("scopes.groups(label)", inner.scope.label, paths, labels)
-        else:
-            continue
-        inner.tells_apart.append(True)
+            yield inner, inner.scope.label
 
 
 def refuse_record(record: Any, all_reduce: Any = None) -> None:

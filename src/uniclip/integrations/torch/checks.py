@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from uniclip.combine import walk_rules
+from uniclip.integrations import masks_and_labels
 
 
 class Optimizer(Protocol):
@@ -62,16 +62,19 @@ def refuse_names(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
     TypeError
         If it does.
     """
-    for inner in walk_rules(rule):
-        function = getattr(inner, "where", None) or getattr(getattr(inner, "scope", None), "label", None)
-        if function is None:
-            continue
-        try:
-            for (number, key), leaf in zip(paths, leaves, strict=True):
-                function((number, Unnamed(key)), leaf)
-        except TypeError as error:
-            if str(error) == _NO_NAME and not _tells_numbers_apart(function, paths, leaves):
-                raise
+    for _, function in masks_and_labels(rule):
+        if _asks_for_names(function, paths, leaves) and not _tells_numbers_apart(function, paths, leaves):
+            raise TypeError(_NO_NAME)
+
+
+def _asks_for_names(function: Any, paths: list[Any], leaves: list[Any]) -> bool:
+    """Whether a function of a path makes text of a number, or looks it up."""
+    try:
+        for (number, key), leaf in zip(paths, leaves, strict=True):
+            function((number, Unnamed(key)), leaf)
+    except TypeError as error:
+        return str(error) == _NO_NAME
+    return False
 
 
 def _tells_numbers_apart(function: Any, paths: list[Any], leaves: list[Any]) -> bool:
