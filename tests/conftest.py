@@ -32,6 +32,7 @@ NEEDS = {
     "test_processes.py": {"torch"},
     "test_sharding.py": {"jax", "optax"},
     "adapters/test_torch.py": {"torch"},
+    "adapters/test_torch_several.py": {"torch"},
     "adapters/test_tensorflow1.py": {"tensorflow"},
     "adapters/test_optax.py": {"optax"},
     "adapters/test_keras.py": {"keras"},

@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 import uniclip as uc
 from adapters.contract import variants
-from adapters.trainers import Handled, Net, sgd, tensors
+from adapters.on_torch import Combined, Plain
+from adapters.trainers import Handled, Net, by_hand, joint, near, sgd, tensors
 from kit.training import Batch, batches, parts
 from uniclip.integrations.torch import attach
 
@@ -108,3 +109,24 @@ def test_bfloat16() -> None:
     adapter.step(batches()[0])
     assert adapter.handle.report.norms.dtype is torch.float32
     assert adapter.scalars()["clip/factor"] < 1
+
+
+@pytest.mark.parametrize("kind", [Combined, Plain])
+@pytest.mark.parametrize("first", ["attach", "prepare"])
+def test_several_optimizers_as_one(kind: Any, first: str) -> None:
+    """They have one norm, also where Accelerate gives an object back as it is that is no optimizer of PyTorch's."""
+    net, rule = Net(), uc.by_global_norm(0.5, skip_above=20.0)
+    optimizer = joint(net, kind)
+    handle = attach(optimizer, rule, names=net) if first == "attach" else None
+    accelerator = Accelerator(cpu=True)
+    net, optimizer = accelerator.prepare(net, optimizer)
+    handle = handle or attach(optimizer, rule, names=net)
+    some = batches()[:6]
+    for batch in some:
+        accelerator.backward(net(**tensors(batch))["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+    hand, steps = by_hand(rule, some)
+    near(net.arrays(), hand.weights)
+    assert float(handle.scalars()["clip/norm"]) == pytest.approx(steps[-1]["clip/norm"], rel=1e-4)
+    assert any(step["clip/skipped"] for step in steps)

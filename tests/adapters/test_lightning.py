@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import uniclip as uc
 from adapters.contract import variants
-from adapters.trainers import Fed, Looping, Net, by_hand, near, remembers, sgd, tensors
+from adapters.on_torch import Combined
+from adapters.trainers import Fed, Looping, Net, by_hand, joint, near, remembers, sgd, tensors
 from kit.pages import run_story
 from kit.training import Batch, batches
 from uniclip import insight
@@ -266,6 +268,19 @@ def test_fit_again() -> None:
     attach(optimizer, uc.by_norm(1.0))
     with pytest.raises(ValueError, match="clipped already"):
         fit(module, BATCHES[:1], callback)
+
+
+@pytest.mark.parametrize("rule", [uc.by_global_norm(0.5), uc.autoclip(50, window=4, nonfinite="skip")])
+@pytest.mark.filterwarnings("ignore:.*may leave out what")
+def test_several_optimizers_as_one(rule: Any) -> None:
+    """They have one norm, and a step that is skipped is taken by none of them."""
+    module = Module(partial(joint, kind=Combined))
+    logged = fit(module, batches(), ClipGradients(rule)).callback_metrics
+    hand, steps = by_hand(rule, batches())
+    if rule.nonfinite == "skip":  # else NaN is in all of them
+        near(module.net.arrays(), hand.weights)
+        assert logged["clip/skipped"] == pytest.approx(1 / len(steps))
+    assert logged["clip/norm"] == pytest.approx(steps[-1]["clip/norm"], rel=1e-4, nan_ok=True)
 
 
 def test_parameters_outside_of_the_module() -> None:

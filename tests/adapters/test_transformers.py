@@ -7,6 +7,7 @@ import gc
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -19,7 +20,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import uniclip as uc
 from adapters.contract import contract
-from adapters.trainers import Fed, Looping, Net, by_hand, long, near, remembers, sgd, short, tensors
+from adapters.on_torch import Combined
+from adapters.trainers import Fed, Looping, Net, by_hand, joint, long, near, remembers, sgd, short, tensors
 from kit.pages import run_story
 from kit.training import Batch, batches
 from uniclip import insight
@@ -122,6 +124,17 @@ def _end(tmp_path: Path) -> Iterator[None]:
 
 
 KINDS = ("by_norm", "by_global_norm", "autoclip", "adagc", "skip", "chain")
+
+
+@pytest.mark.parametrize("rule", [uc.by_global_norm(0.5), uc.autoclip(50, window=4, nonfinite="skip")])
+def test_several_optimizers_as_one(rule: Any, tmp_path: Path) -> None:
+    """They have one norm, and a step that is skipped is taken by none of them."""
+    some = batches() if rule.nonfinite == "skip" else BATCHES
+    trainer = train(tmp_path, some, ClipGradients(rule), make=partial(joint, kind=Combined), max_grad_norm=0.0)
+    hand, steps = by_hand(rule, some)
+    near(trainer.model.arrays(), hand.weights)
+    norms = [step["clip/norm"] for step in steps]
+    np.testing.assert_allclose(trainer.logged("clip/norm"), norms, rtol=1e-3)
 
 
 @pytest.mark.parametrize("check", contract(Trained, KINDS))

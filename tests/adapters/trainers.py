@@ -42,6 +42,11 @@ def sgd(net: Any) -> Any:
     return torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
+def joint(net: Any, kind: Any) -> Any:
+    """Return two of these optimizers, each of some of the parameters, as one."""
+    return kind(*(torch.optim.SGD(some, lr=RATE, momentum=MOMENTUM) for some in ([net.table], [net.b, net.w])))
+
+
 def tensors(batch: Batch) -> dict[str, Any]:
     """Return a batch as the model takes it."""
     return {"ids": torch.tensor(batch.ids), "targets": torch.tensor(batch.targets)}

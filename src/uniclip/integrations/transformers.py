@@ -10,14 +10,16 @@ from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import NORM
 
 with needs("Hugging Face transformers", "'transformers[torch]'"):
+    from accelerate.state import AcceleratorState
     from transformers import TrainerCallback
 
 import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from uniclip.integrations.torch.checks import names_in, unwrapped
+from uniclip.integrations.torch.checks import names_in
 from uniclip.integrations.torch.optimizer import Attached, attach
+from uniclip.integrations.torch.stepped import find_stepped
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
@@ -129,7 +131,7 @@ class ClipGradients(TrainerCallback):
         """Attach to the optimizer, and restore the state from a checkpoint if there is one."""
         self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
-        _refuse(optimizer.accelerator_state.distributed_type.value, self.rule)
+        _refuse(AcceleratorState().distributed_type.value, self.rule)
         names = names_in(kwargs["model"], optimizer)
         self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names)
         self.handle.logs()
@@ -152,11 +154,13 @@ class ClipGradients(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse a step that was not clipped, unless GradScaler skipped it."""
         report = None if self.handle is None else self.handle.report
-        if (report is None or report is self._seen) and not kwargs["optimizer"].step_was_skipped:
+        # Accelerate wraps PyTorch's optimizers only, and a scaler skips the steps of what it wraps.
+        was_skipped = getattr(kwargs["optimizer"], "step_was_skipped", False)
+        if (report is None or report is self._seen) and not was_skipped:
+            outer = type(find_stepped(kwargs["optimizer"]).outer).__qualname__
             msg = (
-                f"{type(kwargs['optimizer'].optimizer).__name__} took a step in which {short(self.rule)} saw no "
-                "gradients: ClipGradients needs an optimizer that takes them from p.grad in step(), which layer-wise "
-                "ones do not"
+                f"{outer} took a step in which {short(self.rule)} saw no gradients: ClipGradients needs an optimizer "
+                "that takes them from p.grad in step(), which layer-wise ones do not"
             )
             raise RuntimeError(msg)
         self._seen = report
@@ -235,7 +239,7 @@ class ClippedTrainer:
         """Create the optimizer, and attach the rule to it, with the names of the model."""
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         optimizer = self.optimizer if made is None else made
-        if self.clipping is None or self.clipping.optimizer is not unwrapped(optimizer)[0]:
+        if self.clipping is None or self.clipping.optimizer is not find_stepped(optimizer).outer:
             _refuse(self.accelerator.distributed_type.value, self._rule)
             if self.clipping is not None:
                 self.clipping.remove()

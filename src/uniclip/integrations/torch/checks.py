@@ -8,7 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from uniclip.combine import rules_with_norms
+from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
+from uniclip.integrations.torch.stepped import Stepped, find_stepped, has_hooks, is_optimizer
+from uniclip.limits import Ema, PercentileOfAll, Split
 
 
 class Optimizer(Protocol):
@@ -89,55 +93,60 @@ def _tells_numbers_apart(function: Any, paths: list[Any], leaves: list[Any]) -> 
     return any([one != answers[0] for one in answers])
 
 
-def optimizer_inside(optimizer: Any, rule: Any) -> Any:
-    """Return the optimizer inside its wrappers; refuse an object that is none, or one whose hooks do not run."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        inner, path = unwrapped(optimizer)
-        if not hasattr(inner, "_optimizer_step_pre_hooks"):
-            msg = f"{type(optimizer).__qualname__} runs no hooks before its step: attach to the optimizer inside"
-            raise TypeError(msg)
-        inside = _optimizers_in(inner)
-        if inside:
-            calls = " and ".join([f"attach({path}.{one}, rule)" for one in inside])
-            msg = (
-                f"{type(inner).__qualname__} holds another optimizer, and may take steps that do not go through its "
-                f"own step(), as the two of SAM do: attach to what is inside, {calls}"
-            )
-            raise ValueError(msg)
-        return inner
-    fix = "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) returns it"
-    if isinstance(rule, torch.optim.Optimizer):
-        fix = "the arguments are swapped, it is attach(optimizer, rule)"
-    elif isinstance(optimizer, torch.nn.Module):
-        fix = "attach to the optimizer of its parameters, as in attach(torch.optim.AdamW(model.parameters()), rule)"
-    msg = f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__qualname__}: {fix}"
-    raise TypeError(msg)
+def stepped_by(optimizer: Any, rule: Any) -> Stepped:
+    """Return what is stepped where a rule is attached to ``optimizer``; refuse an object that is not stepped so.
 
-
-def _optimizers_in(optimizer: Any) -> list[str]:
-    """Return the places in which an optimizer holds others: attributes, and lists and dicts in these.
-
-    What a class of PyTorch's holds does not count, since such a class takes all its steps by ``step()``.
+    Raises
+    ------
+    TypeError
+        If it is not an optimizer, or holds an object without hooks, whose steps nobody sees.
     """
-    bases, places = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}, []
-    if any(base.__module__.startswith("torch.") for base in bases):
-        return []
-    for name, value in vars(optimizer).items():
-        keyed = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    if not is_optimizer(optimizer):
+        fix = "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) returns it"
+        if is_optimizer(rule):
+            fix = "the arguments are swapped, it is attach(optimizer, rule)"
+        elif isinstance(optimizer, torch.nn.Module):
+            fix = "attach to the optimizer of its parameters, as in attach(torch.optim.AdamW(model.parameters()), rule)"
+        msg = (
+            "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, "
+            f"got a {type(optimizer).__qualname__}: {fix}"
         )
-        if isinstance(value, torch.optim.Optimizer) and value is not optimizer:
-            places.append(name)
-        places += [f"{name}[{key!r}]" for key, one in keyed if isinstance(one, torch.optim.Optimizer)]
-    return places
+        raise TypeError(msg)
+
+    stepped = find_stepped(optimizer)
+    outer = type(stepped.outer).__qualname__
+    if not stepped.inner and not hasattr(stepped.outer, "param_groups"):
+        msg = (
+            f"{outer} has no param_groups and holds no optimizer: call super().__init__(params, defaults) in its class"
+        )
+        raise TypeError(msg)
+
+    for one in stepped.inner:
+        if not has_hooks(one):
+            msg = (
+                f"{outer} holds a {type(one).__qualname__}, which runs no hooks before its step: make it a "
+                "torch.optim.Optimizer, whose __init__ calls super().__init__(params, defaults)"
+            )
+            raise TypeError(msg)
+    if not has_hooks(stepped.outer) and not hasattr(stepped.outer, "__dict__"):
+        msg = f"{outer} has slots, so its step cannot be replaced by one that clips: give its class a __dict__"
+        raise TypeError(msg)
+    return stepped
 
 
-def unwrapped(optimizer: Any) -> tuple[Any, str]:
-    """Return the optimizer inside its wrappers, which may have no state of their own, and where it is."""
-    path = "optimizer"
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer, path = optimizer.optimizer, f"{path}.optimizer"
-    return optimizer, path
+def can_skip(rule: Any) -> bool:
+    """Return whether a rule may skip a step."""
+    return any(one.nonfinite == "skip" or rejects(one.curve) for one in rules_with_norms(rule))
+
+
+def spans_leaves(rule: Any) -> bool:
+    """Return whether a norm or a limit in a rule depends on several leaves."""
+    for one in rules_with_norms(rule):
+        # In its warm-up an average has the joint norm of all leaves.
+        joint_warmup = isinstance(one.limit, Ema) and one.limit.warmup > 0
+        if one.scope.label is not None or joint_warmup or isinstance(one.limit, (Split, PercentileOfAll)):
+            return True
+    return False
 
 
 def names_in(model: torch.nn.Module, optimizer: Any) -> torch.nn.Module | None:

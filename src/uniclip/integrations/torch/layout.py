@@ -16,7 +16,7 @@ from uniclip.arraywise import AnyRule
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.combine import rules_with_norms
 from uniclip.integrations import rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, optimizer_inside
+from uniclip.integrations.torch.checks import Optimizer, stepped_by
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.optimizer import Names, attach, names_of
 from uniclip.integrations.torch.processes import several
@@ -157,8 +157,8 @@ def check_layout(
     one process: norm 1.73205
     process 0: norm 1.73205, share 1.73205
     """
-    optimizer, rule = optimizer_inside(optimizer, rule), rule_for_steps(rule)
-    groups, known = optimizer.param_groups, names_of(names, optimizer)
+    groups, rule = stepped_by(optimizer, rule).groups(), rule_for_steps(rule)
+    known = names_of(names, groups)
     if names is not None:
         named = [{"param_names": [known.get(p, n) for n, p in enumerate(group["params"])]} for group in groups]
         groups = [names | group for names, group in zip(named, groups, strict=True)]  # the optimizer's own first

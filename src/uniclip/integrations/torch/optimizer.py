@@ -6,15 +6,14 @@ from __future__ import annotations
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import partial
 from inspect import unwrap
 from itertools import count
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
@@ -24,9 +23,17 @@ from uniclip.backends.torch_lane import gradients_of, lane
 from uniclip.clipper import Clipper
 from uniclip.decision import LaneDecision
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
-from uniclip.integrations.torch.checks import Optimizer, optimizer_inside, refuse_names
+from uniclip.integrations.torch.checks import (
+    Optimizer,
+    can_skip,
+    refuse_names,
+    spans_leaves,
+    stepped_by,
+)
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
+from uniclip.integrations.torch.step_wrapper import SkippedStep, StepWrapper
+from uniclip.integrations.torch.stepped import Stepped, has_hooks, parameters_of
 from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
 from uniclip.report import Report
 from uniclip.rules import BaseRule, Rule
@@ -47,8 +54,11 @@ That of SGD leaves its momentum uninitialized in a first step that is skipped.
 _KEY = "uniclip"
 """The key of the rule's state in a ``state_dict``."""
 
-_rules: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The rule attached to each optimizer."""
+_backward_number = torch._C._current_graph_task_id  # noqa: SLF001 - PyTorch has no public name for it
+"""Returns the number of the backward pass that runs in this thread, -1 outside of one."""
+
+_rules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The rule attached to each optimizer, and to those that it holds; by identity, as a dataclass has no hash."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -74,8 +84,9 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
 
     Parameters
     ----------
-    optimizer : torch.optim.Optimizer
-        Wrappers, such as those of Accelerate and Lightning, stand for the optimizer inside.
+    optimizer : torch.optim.Optimizer, or any object with ``step`` and ``param_groups``
+        A wrapper around one optimizer with the same parameters, such as those of Accelerate, Lightning and SAM, stands
+        for the optimizer inside. One that holds several is stepped as one: their parameters have one norm.
     rule : Rule or a function of one gradient
         The state of a rule with memory is saved in ``optimizer.state_dict()``. Paths are ``(group, name)``, where name
         is an index if neither the optimizer nor ``names`` knows names.
@@ -103,18 +114,23 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     TypeError
         If ``optimizer`` is not an optimizer, or ``rule`` not a rule, or ``names`` neither a module nor pairs.
     ValueError
-        If the optimizer already has a rule, holds another optimizer, or is differentiable; if ``names`` has none of its
+        If the optimizer already has a rule, or is differentiable; if ``names`` has none of its
         parameters, or a mask or label in the rule looks for names that they do not have. With several processes, if the
         parameters are those of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, or if ``all_reduce`` would
         join norms of leaves without names. At the first step, if the processes have different rules, or leaves that are
         neither parts of the same leaves nor distinct.
+    RuntimeError
+        At a step, if its gradients are not clipped, or not all of them: a closure that the optimizer does not call, a
+        step during backward under a norm that spans several leaves, a step of an optimizer inside of another by itself,
+        or none of one whose parameters have gradients.
 
     Warns
     -----
     UserWarning
         At a step of a rule with memory, if the optimizer had taken steps before it was attached, or loaded a
         ``state_dict`` without the state of the rule; and where a state is loaded that has none of the norms of some
-        parameters, which then begin anew.
+        parameters, which then begin anew. For a rule with memory, if the ``state_dict`` of an optimizer that holds
+        others may leave the rule's state out.
 
     Notes
     -----
@@ -124,7 +140,8 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
 
     A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
     taken: parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
-    the host, except in the fused Adam, AdamW and Adagrad.
+    the host, except in the fused Adam, AdamW and Adagrad. An optimizer that moves the parameters before it calls its
+    closure goes on without gradients.
 
     With several processes in ``torch.distributed``, a rule that uses the loss gets the mean of their losses, so that
     all decide alike. This takes one small reduction in the default group, in which every process must take part at each
@@ -142,21 +159,29 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     >>> w.tolist(), handle.report.norms.item()
     ([-0.6000000238418579, -0.800000011920929], 5.0)
     """
-    optimizer, rule = optimizer_inside(optimizer, rule), rule_for_steps(rule)
+    stepped, rule = stepped_by(optimizer, rule), rule_for_steps(rule)
     refuse_shared(all_reduce, shared)
-    if optimizer in _rules:
-        msg = f"this optimizer is clipped already, by {short(_rules[optimizer])}: call remove() of that handle first"
-        raise ValueError(msg)
-    if any(group.get("differentiable") for group in optimizer.param_groups):
+    for one in (stepped.outer, *stepped.inner):
+        if one in _rules:
+            msg = f"this optimizer is clipped already, by {short(_rules[one])}: call remove() of that handle first"
+            raise ValueError(msg)
+    groups = stepped.groups()
+    if any(group.get("differentiable") for group in groups):
         msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
         raise ValueError(msg)
-    refuse_parts((p for group in optimizer.param_groups for p in group["params"]), "optimizer", rule, all_reduce)
-    known = names_of(names, optimizer)
+    refuse_parts((p for group in groups for p in group["params"]), "optimizer", rule, all_reduce)
+    known = names_of(names, groups)
     if all_reduce is not None:
         reducer_of(BACKEND, all_reduce)  # which says what is taken
-        refuse_unnamed(rule, optimizer.param_groups, known)
+        refuse_unnamed(rule, groups, known)
     refuse_record(record, all_reduce)
-    return Attached(optimizer, Clipper(rule, record), all_reduce, shared, known)
+    if rule.memory and stepped.inner and not stepped.saves_state():
+        msg = (
+            f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave out what "
+            f"{short(rule)} remembers: save handle.state_dict() beside it, and load it by handle.load_state_dict(saved)"
+        )
+        warnings.warn(msg, UserWarning, stacklevel=2)
+    return Attached(stepped, Clipper(rule, record), all_reduce, shared, known)
 
 
 class Attached:
@@ -177,15 +202,15 @@ class Attached:
     """
 
     optimizer: Any
-    """The optimizer inside its wrappers."""
+    """The optimizer inside its wrappers, or the one that holds several."""
     loss: Number | None = None
     """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
     the step. With several processes the rule gets the mean."""
 
     def __init__(
-        self, optimizer: Any, clipper: Clipper, all_reduce: Any, shared: Any, names: WeakTensorKeyDictionary
+        self, stepped: Stepped, clipper: Clipper, all_reduce: Any, shared: Any, names: WeakTensorKeyDictionary
     ) -> None:
-        self.optimizer, self._clipper = optimizer, clipper
+        self._stepped, self.optimizer, self._clipper = stepped, stepped.outer, clipper
         self._join, self._shared = keep_reference(all_reduce), shared
         self._names = names
         """The names of parameters; those of the first time, as a file that is loaded may bring others."""
@@ -197,37 +222,59 @@ class Attached:
         """The parameters, weakly, in the order of the groups."""
         self._hidden_grads: list[tuple[Any, Any]] = []
         """The parameters and gradients of a step that is skipped, which the optimizer must not see."""
-        self._skip_flag: Any = None
-        """The flag that was set for a fused kernel, by which it skips a step."""
+        self._flagged: list[Any] = []
+        """The optimizers whose flag was set for a fused kernel, by which it skips a step."""
         self._next_memory: Any = None
         """What loads the memory that was saved, between two hooks."""
-        # Optimizers without a count of steps have no state at first.
-        used = any(one.get("step", 1) for one in optimizer.state.values() if isinstance(one, dict))
-        self._lacks_memory = self.rule.memory and used
+        self._waits_for_closure = False
+        """Whether the step was given a closure that it has not called yet."""
+        self._has_closure = False
+        """Whether the step was given a closure."""
+        self._versions: list[int] | None = None
+        """The versions of the parameters before the first closure of a step, ``None`` after it."""
+        self._taken: set[int] | None = None
+        """The optimizers inside that have stepped in the current step, by identity; ``None`` outside of a step."""
+        self._lacks_memory = bool(self.rule.memory) and _has_stepped(stepped.optimizers)
         """Whether the optimizer knows more steps than the rule."""
         self._takes_params = looks_at("params", self.rule)
+        self._spans_leaves = spans_leaves(self.rule)
         self._look_up_leaves()
         self._refuse_one_answer()
         self._begin()
         if self.record is not None:
             self.record.holder = ref(self)
-        self._depth: int | None = None
-        """How many nested calls of ``step`` run, in a class that calls ``super().step()``; ``None`` outside of one."""
-        self._step_before = vars(optimizer).get("step")
-        self._counting_step = self._count_steps(optimizer)
+
+        self._hooks: list[Any] = []
+        self._attached = True
+        self._add_hooks()
+        self._nested = _calls_super(self.optimizer)
+        self._wrapper = self._wrap_step()
+        for one in (stepped.outer, *stepped.inner):
+            _rules[one] = self.rule
+
         rule = clipper.rule
         fits = type(rule) is Rule and rule.simple and type(rule.constant) in {float, int}
-        alone = all_reduce is None and shared is None and clipper.record is None and self._counting_step is None
+        alone = all_reduce is None and shared is None and clipper.record is None and self._wrapper is None
         self._lane_rule: Any = rule if fits and alone else None
         """The rule, if its steps may take the lane."""
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-            optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._check),
-            optimizer.register_load_state_dict_post_hook(self._load),
-        ]
-        _rules[optimizer] = self.rule
+
+    def _add_hooks(self) -> None:
+        """Add the hooks around steps and states, where the optimizer has them, and around the steps inside."""
+        optimizer = self.optimizer
+        if has_hooks(optimizer):
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+                optimizer.register_state_dict_post_hook(self._save),
+                optimizer.register_load_state_dict_pre_hook(self._check),
+                optimizer.register_load_state_dict_post_hook(self._load),
+            ]
+        self._hooks += [one.register_step_pre_hook(self._before_inner) for one in self._stepped.inner]
+
+    def _wrap_step(self) -> StepWrapper | None:
+        """Put a wrapper in the place of the step, if hooks alone cannot do what this rule and optimizer need."""
+        enough = has_hooks(self.optimizer) and not (self._nested or self._stepped.inner or can_skip(self.rule))
+        return None if enough else StepWrapper(self.optimizer, self._before, self._after, self._end_step)
 
     @property
     def rule(self) -> BaseRule:
@@ -260,7 +307,7 @@ class Attached:
     def __repr__(self) -> str:
         """Return the rule and the optimizer."""
         clips = f"{type(self.optimizer).__name__} of {counted(len(self._params()), 'parameter')}"
-        return f"<attach: {self.rule!r}, {clips}{'' if self._hooks else ', removed'}>"
+        return f"<attach: {self.rule!r}, {clips}{'' if self._attached else ', removed'}>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled, since the hooks belong to one optimizer."""
@@ -272,14 +319,14 @@ class Attached:
 
     def remove(self) -> None:
         """Detach from the optimizer, which is left as it was before. Idempotent."""
-        if not self._hooks:
+        if not self._attached:
             return
-        self._give_back()
-        _rules.pop(self.optimizer, None)
-        if self._counting_step is not None and vars(self.optimizer).get("step") is self._counting_step:
-            del self.optimizer.step
-            if self._step_before is not None:
-                self.optimizer.step = self._step_before
+        self._attached = False
+        self._end_step()
+        for one in (self.optimizer, *self._stepped.inner):
+            _rules.pop(one, None)
+        if self._wrapper is not None:
+            self._wrapper.remove()
         while self._hooks:
             self._hooks.pop().remove()
         if self.record is not None:
@@ -383,41 +430,86 @@ class Attached:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and not kwargs and self._lane_rule is not None and self._clip_in_lane(self._lane_rule):
             return None
-        if self._counting_step is not None and self._depth is None:
+        wrapper = self._wrapper
+        if self._nested and wrapper is not None and wrapper.depth is None:
             msg = (
                 f"{type(optimizer).__name__} calls super().step(), and a wrapper runs the step that it had before the "
                 "rule was attached: attach first, then wrap the optimizer"
             )
             raise RuntimeError(msg)
-        if self._depth is not None:
-            self._depth += 1
-            if self._depth > 1:
+        if wrapper is not None and wrapper.depth is not None:
+            wrapper.depth += 1
+            if wrapper.depth > 1:
                 return None
-        self._hidden_grads.clear()
-        self._give_back()  # the flag, if the previous step failed
-        if closure is None and "closure" in kwargs and self._makes_state():
+
+        self._end_step()  # if the previous step failed
+        self._taken = set()
+        if closure is None and "closure" in kwargs and self._makes_state(self._stepped.groups()):
             return None
+        self._refuse_in_backward()
         self._warn()
         if "grad_scaler" in kwargs:
             msg = f"{type(self.optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
             raise TypeError(msg)
+
         given, self.loss = self.loss, None
         if not callable(closure):
             self._clip(given)
             return None
+        self._waits_for_closure = self._has_closure = True
+        if wrapper is not None:
+            self._versions = self._read_versions()
         clipped = partial(self._evaluate, closure, given)
         return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
 
+    def _before_inner(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the step of an optimizer inside; refuse one outside of the step that clips for all of them."""
+        if torch.compiler.is_dynamo_compiling():
+            _outside(self._before_inner, optimizer, args, kwargs)
+            return
+        if self._taken is not None:
+            self._taken.add(id(optimizer))
+            return
+
+        # A step that torch.distributed.checkpoint takes to make the state has no gradients to clip.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None and "closure" in kwargs and self._makes_state(optimizer.param_groups):
+            return
+        outer = type(self.optimizer).__qualname__
+        msg = (
+            f"{type(optimizer).__qualname__} took a step outside of the step of {outer}, which holds it and at whose "
+            "beginning all gradients are clipped together: call the step() of the outer one, and attach before another "
+            "library wraps it (Accelerate's prepare); or attach a rule to each of the optimizers inside"
+        )
+        raise RuntimeError(msg)
+
+    def _refuse_in_backward(self) -> None:
+        """Refuse a step during backward, where other gradients are not there yet, if the rule needs them.
+
+        Raises
+        ------
+        RuntimeError
+            If a norm or a limit of the rule depends on several leaves.
+        """
+        if not self._spans_leaves or _backward_number() == -1:
+            return
+        msg = (
+            f"{type(self.optimizer).__qualname__} took a step during backward, and a norm of {short(self.rule)} spans "
+            "several parameters, whose gradients are not all computed then: use a rule with a norm for each leaf, such "
+            "as uc.by_norm(1.0) or uc.agc(0.01), or take the step after backward"
+        )
+        raise RuntimeError(msg)
+
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _makes_state(self) -> bool:
+    def _makes_state(self, groups: list[dict[str, Any]]) -> bool:
         """Whether a step only makes the optimizer's state, as ``torch.distributed.checkpoint`` takes before it loads.
 
         Then all rates are 0, and each parameter that takes a gradient has one of zeros; all processes decide alike.
         """
-        rates = [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
+        rates = [group["lr"] for group in groups if "lr" in group]
         if any([rate is None or float(rate) != 0 for rate in rates]):
             return False
-        params, all_reduce = self._params(), follow_reference(self._join)
+        params, all_reduce = [p for group in groups for p in group["params"]], follow_reference(self._join)
         norm = get_total_norm([p.grad for p in params])  # NaN is no 0
         real = bool(norm != 0) or any([p.grad is None and p.requires_grad for p in params])
         flag = of_any(torch.tensor(float(real)), all_reduce, params[0].device if params else None)
@@ -435,39 +527,16 @@ class Attached:
             warnings.warn(msg, UserWarning, stacklevel=4)
         self._lacks_memory = False
 
-    def _count_steps(self, optimizer: Any) -> Any:
-        """Put a step that counts into an optimizer whose class calls ``super().step()``; ``None`` for other classes.
-
-        The call runs the hooks once more, and only the outermost act. If the step fails, the next one begins at the
-        outermost again.
-        """
-        # PyTorch puts a wrapper of an inherited step into a class.
-        steps = {unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
-        if len(steps) <= 2:
-            return None
-        step = optimizer.step
-
-        @wraps(step)
-        def count_depth(_: Any, *args: Any, **kwargs: Any) -> Any:
-            outer, self._depth = self._depth, 0
-            try:
-                return step(*args, **kwargs)
-            finally:
-                self._depth = outer
-                if outer is None:
-                    self._give_back()
-
-        optimizer.step = counting = MethodType(count_depth, optimizer)
-        return counting
-
     def _clip_in_lane(self, rule: Rule) -> bool:
         """Clip in the lane; return False, with nothing changed, if the step needs the general way."""
         optimizer = self.optimizer
-        if self._hidden_grads or self._skip_flag is not None or self.loss is not None:
+        if self._taken is not None or self.loss is not None:  # a step that failed has left something behind
+            return False
+        if _backward_number() != -1:
             return False
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return False
-        groups = optimizer.param_groups
+        groups = optimizer.param_groups  # a lane has no optimizers inside
         grads = gradients_of(groups[0]["params"] if len(groups) == 1 else self._params())
         result = None if grads is None else lane(grads, rule.constant, in_place=True)
         if result is None:
@@ -477,13 +546,15 @@ class Attached:
 
     def _evaluate(self, closure: Callable[[], Any], given: Any) -> Any:
         self._give_back()
+        self._waits_for_closure = False
         loss = closure()
-        self._clip(given if loss is None else loss)
+        self._clip(given if loss is None else loss, loss)
+        self._versions = None
         return loss
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _clip(self, loss: Any) -> None:
-        """Gather the gradients, agree with other processes, and clip."""
+    def _clip(self, loss: Any, result: Any = None) -> None:
+        """Gather the gradients, agree with other processes, and clip; ``result`` is what a skipped step returns."""
         params, all_reduce = self._look_up_leaves(), follow_reference(self._join)
         grads = grads_of(params)
         device = params[0].device if params else None
@@ -496,7 +567,7 @@ class Attached:
         policy = getattr(self.rule, "nonfinite", None)
         # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under these policies.
         if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
-            self._hide()  # GradScaler skips this step
+            self._leave_out(result)  # GradScaler skips this step
             return
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
@@ -504,7 +575,7 @@ class Attached:
         every = self._tree(params) if self._takes_params or absent or all_reduce is not None else None
         report = self._clipper.clip_(self._tree(grads), every, all_reduce, loss=loss, shared=self._shared)
         if report.skipped is not None:
-            self._skip(report.skipped, found_inf)
+            self._skip(report.skipped, found_inf, result)
 
     def _unscale(self, grads: list[Any], scale: Any) -> None:
         """Divide by the scale of a GradScaler, as a fused kernel would do later."""
@@ -518,18 +589,43 @@ class Attached:
         for grad in grads:
             grad.div_(scale.to(grad.device))
 
-    def _skip(self, skipped: Any, found_inf: Any) -> None:
-        """Skip a step, as the rule demands."""
-        optimizer = self.optimizer
-        fused = type(optimizer) in _SKIPPING and all(group["fused"] for group in optimizer.param_groups)
-        if fused and not BACKEND.readable(skipped):
-            flag = skipped.to(torch.float32)
-            if found_inf is None:
-                self._skip_flag = optimizer.found_inf = flag
-            else:
-                optimizer.found_inf = torch.maximum(flag, found_inf.to(flag.device))
-        elif bool(skipped):
+    def _skip(self, skipped: Any, found_inf: Any, result: Any) -> None:
+        """Skip a step, if the rule demands it: in fused kernels by a flag, so that the host need not read one."""
+        optimizers = self._stepped.optimizers
+        fused = all(
+            [type(one) in _SKIPPING and all(group["fused"] for group in one.param_groups) for one in optimizers]
+        )
+        if not fused or BACKEND.readable(skipped):
+            if bool(skipped):
+                self._leave_out(result)
+            return
+
+        flag = skipped.to(torch.float32)
+        if found_inf is not None:
+            flag = torch.maximum(flag, found_inf.to(flag.device))
+        for one in optimizers:
+            # A GradScaler takes the flag away that it has set itself.
+            if getattr(one, "found_inf", None) is None:
+                self._flagged.append(one)
+            one.found_inf = flag
+
+    def _leave_out(self, result: Any) -> None:
+        """Leave out the step: stop it, if it has changed nothing yet; else hide the gradients from the rest of it.
+
+        To hide them is no skip in an optimizer that takes an absent gradient for zeros, as Muon's reference does.
+        """
+        if self._wrapper is None or self._wrapper.depth is None:
             self._hide()
+            return
+        # With a closure: an optimizer may evaluate it again, or have moved the parameters before it.
+        if self._has_closure and self._versions != self._read_versions():
+            self._hide()
+            return
+        raise SkippedStep(result)
+
+    def _read_versions(self) -> list[int]:
+        """Return how often each parameter was written."""
+        return [p._version for p in self._params()]  # noqa: SLF001 - PyTorch has no public name for it
 
     def _hide(self) -> None:
         """Hide the gradients until the step is over, since optimizers skip parameters without one."""
@@ -538,27 +634,60 @@ class Attached:
             p.grad = None
 
     def _after(self, *_: Any) -> None:
-        """Give back after a step what the optimizer did not see."""
+        """End a step that went through: give back what the optimizer did not see, and refuse what was not clipped."""
         if torch.compiler.is_dynamo_compiling():
             _outside(self._after)
             return
-        if self._depth:
-            self._depth -= 1
-            if self._depth > 0:
+        wrapper = self._wrapper
+        if wrapper is not None and wrapper.depth:
+            wrapper.depth -= 1
+            if wrapper.depth > 0:
                 return
-        if self._hidden_grads or self._skip_flag is not None:
-            self._give_back()
+        if self._taken is None:  # the lane
+            return
+        try:
+            self._check_closure()
+            self._check_inner()
+        finally:
+            self._end_step()
+
+    def _check_closure(self) -> None:
+        """Refuse a step that was given a closure and did not call it: its gradients were not clipped."""
+        if self._waits_for_closure:
+            msg = (
+                f"{type(self.optimizer).__qualname__}.step was given a closure and did not call it, so the gradients "
+                "that it used are not clipped: call step() without it, after backward"
+            )
+            raise RuntimeError(msg)
+
+    def _check_inner(self) -> None:
+        """Refuse a step in which an optimizer inside, whose parameters have gradients, has not stepped."""
+        for one in self._stepped.inner:
+            if id(one) in (self._taken or ()) or all([p.grad is None for p in parameters_of(one)]):
+                continue
+            msg = (
+                f"{type(self.optimizer).__qualname__} took a step without the {type(one).__qualname__} inside, whose "
+                "parameters have gradients: they were clipped, and would be again together with what is added to them; "
+                "call zero_grad() first, or attach a rule to each of the optimizers inside"
+            )
+            raise RuntimeError(msg)
+
+    def _end_step(self) -> None:
+        """Leave nothing behind of a step."""
+        self._give_back()
+        self._taken = self._versions = None
+        self._waits_for_closure = self._has_closure = False
 
     def _give_back(self) -> None:
-        """Give back the gradients, and take away the flag."""
-        if self._skip_flag is not None:
-            del self.optimizer.found_inf
+        """Give back the gradients, and take away the flags."""
+        for one in self._flagged:
+            del one.found_inf
         for p, grad in self._hidden_grads:
             p.grad = grad
-        self._skip_flag, self._hidden_grads = None, []
+        self._flagged, self._hidden_grads = [], []
 
     def _params(self) -> list[Any]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for group in self._stepped.groups() for p in group["params"]]
 
     def _tree(self, values: list[Any]) -> list[Any]:
         """Return a value for each parameter, by its group and name."""
@@ -567,7 +696,8 @@ class Attached:
 
     def _look_up_leaves(self) -> list[Any]:
         """Return the parameters; if groups have changed, name them, and give each its own rows of the memory."""
-        params, groups = self._params(), self.optimizer.param_groups
+        groups = self._stepped.groups()
+        params = [p for group in groups for p in group["params"]]
         sizes = [len(group["params"]) for group in groups]
         same = sizes == list(map(len, self._keys)) and all([r() is p for r, p in zip(self._here, params, strict=True)])
         if same or not params:
@@ -641,7 +771,7 @@ class Attached:
         return moved
 
 
-def names_of(names: Any, optimizer: Any) -> WeakTensorKeyDictionary:
+def names_of(names: Any, groups: list[dict[str, Any]]) -> WeakTensorKeyDictionary:
     """Return the names of parameters, from a module or from pairs; refuse those of another model."""
     found = WeakTensorKeyDictionary()
     pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else () if names is None else names
@@ -655,8 +785,21 @@ def names_of(names: Any, optimizer: Any) -> WeakTensorKeyDictionary:
     if twice:
         msg = f"names gives two parameters the name {twice[0]!r}"
         raise ValueError(msg)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in groups for p in group["params"]]
     if found and params and not any([p in found for p in params]):
         msg = "names has none of the parameters of the optimizer: give the model that it was made for"
         raise ValueError(msg)
     return found
+
+
+def _has_stepped(optimizers: list[Any]) -> bool:
+    """Return whether one of the optimizers has taken a step; those without a count of steps have no state at first."""
+    states = [one for optimizer in optimizers for one in getattr(optimizer, "state", {}).values()]
+    return any(one.get("step", 1) for one in states if isinstance(one, dict))
+
+
+def _calls_super(optimizer: Any) -> bool:
+    """Return whether the class of an optimizer has a step that may call that of a base class, and so its hooks."""
+    # PyTorch puts a wrapper of an inherited step into a class.
+    steps = {unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
+    return has_hooks(optimizer) and len(steps) > 2

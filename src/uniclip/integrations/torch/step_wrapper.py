@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: MIT
+"""Replace the ``step`` of one optimizer object, where hooks are not enough to clip before it or to stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+
+class SkippedStep(BaseException):
+    """Stop a step that a rule skips, from a hook or a closure inside of it; `StepWrapper` catches it.
+
+    Like ``GeneratorExit`` it is not an error, and no handler of errors may hold it back.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__("a step was skipped")
+        self.loss = loss
+
+
+class StepWrapper:
+    """A bound method in the place of ``optimizer.step``.
+
+    Hooks run inside of a step and cannot stop it, run once more in a class that calls ``super().step()``, and do not
+    run at all in an object that is no ``torch.optim.Optimizer``. Where both are there, hooks act if something calls the
+    step that the wrapper has replaced.
+
+    Parameters
+    ----------
+    optimizer : object with a ``step``
+    before : callable
+        ``before(optimizer, args, kwargs)``, as a pre-hook of PyTorch.
+    after : callable
+        ``after()``, unless the step fails.
+    end : callable
+        ``end()`` after the outermost step, also if it fails.
+    """
+
+    depth: int | None = None
+    """How many nested calls of ``step`` run, as hooks count them; ``None`` outside of the wrapper."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        before: Callable[..., Any],
+        after: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._optimizer, self._before, self._after, self._end = optimizer, before, after, end
+        self._replaced = vars(optimizer).get("step")
+        """A ``step`` that the object had beside that of its class, as of a scheduler."""
+        self._removed = False
+
+        step = optimizer.step
+
+        # The attributes of the step go along: schedulers mark theirs, and warn where the mark is gone.
+        @wraps(step)
+        def run(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this is not optimizer:  # a copy, which has no rule
+                return type(this).step(this, *args, **kwargs)
+            if self._removed:  # a wrapper that was put around this one still calls it
+                return step(*args, **kwargs)
+            return self._run(step, args, kwargs)
+
+        # A bound method, since schedulers look for its __func__.
+        self._method = MethodType(run, optimizer)
+        optimizer.step = self._method
+
+    def remove(self) -> None:
+        """Put the replaced ``step`` back; a step that others have wrapped since then passes through."""
+        self._removed = True
+        if vars(self._optimizer).get("step") is not self._method:
+            return
+        del self._optimizer.step
+        if self._replaced is not None:
+            self._optimizer.step = self._replaced
+
+    def _run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer_depth, self.depth = self.depth, 0
+        try:
+            changed = self._before(self._optimizer, (self._optimizer, *args), kwargs)
+            if changed is not None:
+                (_, *args), kwargs = changed
+            result = step(*args, **kwargs)
+            self._after()
+        except SkippedStep as skipped:
+            return skipped.loss
+        else:
+            return result
+        finally:
+            self.depth = outer_depth
+            if outer_depth is None:
+                self._end()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: MIT
+"""Find the object whose ``step()`` is clipped: an optimizer inside of its wrappers, or one that holds several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class Stepped:
+    """An object that is stepped as one optimizer, with the optimizers that it holds."""
+
+    outer: Any
+    """The object whose ``step()`` is called."""
+    inner: list[Any]
+    """The optimizers that its step calls; empty for a single optimizer."""
+
+    def __init__(self, outer: Any, inner: list[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that change parameters: those inside, and the outer one if it has parameters of its own."""
+        known = parameter_ids(self.inner)
+        owns = any(id(p) not in known for p in parameters_of(self.outer))
+        return [*self.inner, self.outer] if owns or not self.inner else self.inner
+
+    def saves_state(self) -> bool:
+        """Return whether ``outer.state_dict()`` is PyTorch's own, whose hooks add the state of a rule."""
+        own = isinstance(self.outer, torch.optim.Optimizer) and has_hooks(self.outer)
+        return own and type(self.outer).state_dict is torch.optim.Optimizer.state_dict
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups as they are now, each parameter once.
+
+        A ``load_state_dict`` gives optimizers new groups, so those of the outer one may be copies by then.
+        """
+        if not self.inner:
+            groups: list[dict[str, Any]] = self.outer.param_groups
+            return groups
+
+        seen: set[int] = set()
+        groups = [_without(seen, group) for one in self.inner for group in one.param_groups]
+        own = [_without(seen, group) for group in getattr(self.outer, "param_groups", ())]
+        return [*groups, *(group for group in own if group["params"])]
+
+
+def _without(seen: set[int], group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group without the parameters that were seen before, and note those that it has."""
+    names = group.get("param_names")
+    kept: list[Any] = []
+    kept_names: list[Any] = []
+    for number, p in enumerate(group["params"]):
+        if id(p) in seen:
+            continue
+        seen.add(id(p))
+        kept.append(p)
+        if names is not None:
+            kept_names.append(names[number])
+    return {**group, "params": kept} | ({} if names is None else {"param_names": kept_names})
+
+
+def parameters_of(optimizer: Any) -> Iterator[Any]:
+    """Yield the parameters of an optimizer; none of a wrapper that has no groups of its own."""
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from group["params"]
+
+
+def parameter_ids(optimizers: list[Any]) -> set[int]:
+    """Return the identities of the parameters of some optimizers."""
+    return {id(p) for one in optimizers for p in parameters_of(one)}
+
+
+def has_hooks(optimizer: Any) -> bool:
+    """Return whether PyTorch runs hooks around the steps of an object."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def find_stepped(optimizer: Any) -> Stepped:
+    """Return the object whose ``step()`` is clipped where a user gives ``optimizer``.
+
+    A wrapper around one optimizer that has exactly its parameters stands for that optimizer, as the wrappers of
+    Accelerate, Lightning and SAM do. What holds others is stepped as one, with the optimizers inside.
+    """
+    return Stepped(*_resolve(optimizer, {id(optimizer)}))
+
+
+def _resolve(outer: Any, path: set[int]) -> tuple[Any, list[Any]]:
+    """Return the object that is stepped, and the optimizers that it holds; ``path`` has the objects around it."""
+    # Two attributes may lead to one optimizer, one of them through a wrapper.
+    found: dict[int, Stepped] = {}
+    for one in _held_by(outer):
+        if id(one) not in path:
+            stepped = Stepped(*_resolve(one, path | {id(one)}))
+            found[id(stepped.outer)] = stepped
+    inner = list({id(one): one for stepped in found.values() for one in stepped.optimizers}.values())
+
+    # The inner optimizer of ZeroRedundancyOptimizer has a part of the parameters, and no steps of its own.
+    own, held = parameter_ids([outer]), parameter_ids(inner)
+    if _is_of_pytorch(outer) and held <= own:
+        return outer, []
+
+    if len(found) == 1 and (own == held or not hasattr(outer, "param_groups")):
+        (stepped,) = found.values()
+        return stepped.outer, stepped.inner
+    return outer, inner
+
+
+def _held_by(outer: Any) -> Iterator[Any]:
+    """Yield the optimizers in the attributes of an object, and in lists, tuples and dicts there."""
+    for value in vars(outer).values() if hasattr(outer, "__dict__") else ():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from (one for one in values if is_optimizer(one))
+
+
+def is_optimizer(value: Any) -> bool:
+    """Return whether an object is stepped as an optimizer: one of PyTorch's, or one with the same two attributes."""
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    if isinstance(value, (type, torch.nn.Module)):
+        return False
+    return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
+
+
+def _is_of_pytorch(optimizer: Any) -> bool:
+    """Return whether an optimizer is, or inherits from, one of PyTorch's own, whose ``step()`` takes all steps."""
+    bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}
+    return any(base.__module__.startswith("torch.") for base in bases)

@@ -1,0 +1,173 @@
+"""What the tests of PyTorch's optimizers share: the small model, parameters with gradients, a wrapper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+
+from adapters.contract import Adapter
+from kit.training import MOMENTUM, RATE, Arrays, Batch, parts, weights
+from uniclip.integrations.torch import attach
+from uniclip.saved import renamed
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Attached(Adapter):
+    """A rule attached to an optimizer."""
+
+    recorded = "torch"
+    takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
+    sparse = False
+    make = staticmethod(partial(SGD, lr=RATE, momentum=MOMENTUM))
+    handle: Any = None
+
+    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+        """Begin with the first weights."""
+        self.record, self.micro = record, micro
+        self.model = {name: torch.nn.Parameter(torch.tensor(array)) for name, array in weights().items()}
+        self.inside = self.make(list(self.model.items()), **options)
+        if rule is not None:
+            self.handle = attach(self.inside, rule, record=record)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return the loss of a batch."""
+        rows = functional.embedding(torch.tensor(batch.ids), self.model["table"], sparse=self.sparse)
+        errors = rows @ self.model["w"] + self.model["b"] - torch.tensor(batch.targets)
+        return (errors**2).mean()
+
+    def backward(self, batch: Batch) -> torch.Tensor:
+        """Leave gradients, and return the loss."""
+        self.inside.zero_grad()
+        total = torch.zeros(())
+        for part in parts(batch, self.micro):
+            loss = self.loss(part) / self.micro
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        loss = self.backward(batch)
+        if self.handle is not None:
+            self.handle.loss = loss
+        self.inside.step()
+        assert self.handle is None or self.handle.loss is None  # which is for one step
+
+    def weights(self) -> Arrays:
+        """Return the weights."""
+        return {name: p.detach().numpy().copy() for name, p in self.model.items()}
+
+    def inner(self) -> list[np.ndarray]:
+        """Return the tensors of the optimizer's state."""
+        states = (self.inside.state[p] for p in self.model.values())
+        return [value.numpy().copy() for state in states for value in state.values() if value is not None]
+
+    def scalars(self) -> dict[str, float]:
+        """Return the scalars of the handle."""
+        return {name: float(value) for name, value in self.handle.scalars().items()}
+
+    def finish(self) -> None:
+        """Write the record."""
+        self.record.flush()
+
+    def save(self, folder: Path) -> None:
+        """Write a file of two states."""
+        torch.save({"model": self.model, "optimizer": self.inside.state_dict()}, folder / "checkpoint.pt")
+
+    def load(self, folder: Path) -> None:
+        """Read the file, with the default that loads no code."""
+        saved = torch.load(folder / "checkpoint.pt")
+        self.inside.load_state_dict(saved["optimizer"])
+        for name, p in self.model.items():
+            p.data.copy_(saved["model"][name])
+
+    def remembered(self) -> dict[str, Any]:
+        """Return the state of the handle."""
+        return renamed(self.handle.numbers(), lambda name: name.removeprefix("[0]"))
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give a state to the handle."""
+        self.handle.load_state_dict(renamed(saved, lambda name: f"[0]{name}" if name.startswith("[") else name))
+
+
+def params_of(*grads: Any) -> list[Any]:
+    """Return parameters of zeros with these gradients, copied."""
+    params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    return params
+
+
+def five() -> Any:
+    """Return a parameter whose gradient has the norm 5."""
+    return params_of(torch.tensor([3.0, 4.0]))[0]
+
+
+class Wrapper(Optimizer):
+    """A wrapper that has nothing but the optimizer inside, as a user may write one."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Combined(Optimizer):
+    """Several optimizers as one, as trainers take it."""
+
+    def __init__(self, *opts: Any) -> None:
+        super().__init__([group for one in opts for group in one.param_groups], {})
+        self.optimizers = list(opts)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for one in self.optimizers:
+            one.step()
+        return loss
+
+
+class WithoutInit(Optimizer):
+    """One that calls no ``super().__init__``, so it has no hooks, and keeps its optimizers by name."""
+
+    def __init__(self, *opts: Any) -> None:
+        self.by_name = {str(number): one for number, one in enumerate(opts)}
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return [group for one in self.by_name.values() for group in one.param_groups]
+
+    step = Combined.step
+
+    @property
+    def optimizers(self) -> Any:
+        return self.by_name.values()
+
+    def zero_grad(self) -> None:
+        for one in self.optimizers:
+            one.zero_grad()
+
+
+@dataclass
+class Plain:
+    """One without the base class, which has no hash."""
+
+    optimizers: tuple[Any, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, *opts: Any) -> None:
+        self.optimizers = opts
+
+    param_groups = WithoutInit.param_groups
+    by_name = property(lambda self: dict(enumerate(self.optimizers)))
+    step = Combined.step
+    zero_grad = WithoutInit.zero_grad

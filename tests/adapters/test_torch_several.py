@@ -1,0 +1,663 @@
+"""Rules attached to objects that hold optimizers: wrappers, and several that are stepped as one."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import uniclip as uc
+from adapters.contract import variants
+from adapters.on_torch import Attached, Combined, Plain, WithoutInit, Wrapper, five, params_of
+from kit.training import MOMENTUM, RATE, Batch
+from uniclip.integrations.torch import attach, check_layout
+from uniclip.saved import renamed
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ONE, OTHER = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+"""Gradients of norm 5 and 12, together 13."""
+
+
+class Nested(Optimizer):
+    """One that holds another that holds two, in a wrapper."""
+
+    def __init__(self, *opts: Any) -> None:
+        super().__init__([group for one in opts for group in one.param_groups], {})
+        self.first, self.others = Wrapper(opts[0]), Combined(*opts[1:])
+
+    @property
+    def optimizers(self) -> Any:
+        return [self.first.optimizer, *self.others.optimizers]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.first.step()
+        self.others.step()
+        return loss
+
+
+class OwnParameters(Optimizer):
+    """One that steps some parameters by itself, and others by an optimizer inside."""
+
+    def __init__(self, own: Any, others: Any) -> None:
+        super().__init__([own], {})
+        self.own, self.adam = own, Adam([others], lr=1.0)
+
+    def step(self, closure: Any = None) -> None:
+        self.own.data -= self.own.grad
+        self.adam.step()
+
+
+KINDS = [Combined, WithoutInit, Plain, Nested]
+
+
+class Joint(Attached):
+    """The small model under two optimizers that are one, each with some of the parameters."""
+
+    takes = Attached.takes - {"refuse"}
+    kind: Any = Combined
+
+    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+        """Begin with the first weights."""
+        with warnings.catch_warnings():
+            # What a rule remembers is in the handle, as `test_where_the_memory_is` wants to be told.
+            warnings.simplefilter("ignore")
+            super().start(uc, rule, record=record, micro=micro, **options)
+
+    @classmethod
+    def make(cls, named: Any, **options: Any) -> Any:  # type: ignore[override]
+        """Return the optimizer of all parameters."""
+        bias, table, matrix = named
+        return cls.kind(cls.single([table]), cls.single([bias, matrix]))
+
+    @staticmethod
+    def single(named: Any) -> Any:
+        """Return an optimizer of some of the parameters."""
+        return SGD(named, lr=RATE, momentum=MOMENTUM)
+
+    def inner(self) -> list[np.ndarray]:
+        """Return the tensors of the optimizers' states."""
+        states = [state for one in self.inside.optimizers for state in one.state.values()]
+        return [value.numpy().copy() for state in states for value in state.values() if value is not None]
+
+    def save(self, folder: Path) -> None:
+        """Write the states of the optimizers and of the handle."""
+        states = [one.state_dict() for one in self.inside.optimizers]
+        torch.save({"model": self.model, "optimizers": states, "rule": self.handle.state_dict()}, folder / "saved.pt")
+
+    def load(self, folder: Path) -> None:
+        """Read the file."""
+        saved = torch.load(folder / "saved.pt")
+        for one, state in zip(self.inside.optimizers, saved["optimizers"], strict=True):
+            one.load_state_dict(state)
+        self.handle.load_state_dict(saved["rule"])
+        for name, p in self.model.items():
+            p.data.copy_(saved["model"][name])
+
+    def remembered(self) -> dict[str, Any]:
+        """Return the state of the handle."""
+        return renamed(self.handle.numbers(), lambda name: re.sub(r"^\[\d\]", "", name))
+
+    def recall(self, saved: dict[str, Any]) -> None:
+        """Give a state to the handle."""
+        group = {"['table']": 0, "['b']": 1, "['w']": 1}
+        self.handle.load_state_dict(renamed(saved, lambda name: f"[{group[name]}]{name}" if name in group else name))
+
+
+class JointFused(Joint):
+    """Two fused optimizers as one."""
+
+    optimizer = "adam"
+
+    @staticmethod
+    def single(named: Any) -> Any:
+        """Return an optimizer of some of the parameters."""
+        return Adam(named, lr=RATE, fused=True)
+
+
+class JointPlain(Joint):
+    """The same without a base class, and so without hooks."""
+
+    kind = Plain
+
+
+class JointByClosure(Joint):
+    """The gradients are computed in the step."""
+
+    takes = Joint.takes - {"micro", "record"}
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.inside.step(partial(self.backward, batch))
+
+
+class JointScaled(Joint):
+    """A loss scale, which divides in the step of the outer optimizer."""
+
+    takes = Joint.takes - {"micro", "record", "bits"} | {"scale"}
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Begin with a scale of 1024."""
+        super().start(uc, rule, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def step(self, batch: Batch) -> None:
+        """Train on a batch."""
+        self.inside.zero_grad()
+        loss = self.loss(batch)
+        self.scaler.scale(loss).backward()
+        if self.handle is not None:
+            self.handle.loss = loss.detach()
+        self.scaler.step(self.inside)
+        self.scaler.update()
+
+
+class Forwards(Combined):
+    """One that says of itself that it unscales, and hands scale and flag on."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.optimizers:
+            one.grad_scale, one.found_inf = self.grad_scale, self.found_inf
+            one.step()
+            del one.grad_scale, one.found_inf
+
+
+class JointForwards(JointScaled):
+    """A loss scale that the kernels inside divide by."""
+
+    optimizer = "adam"
+    kind = Forwards
+    single = JointFused.single
+
+
+class JointCompiled(Joint):
+    """A step that is compiled."""
+
+    takes = frozenset({"scalars"})
+
+    def start(self, uc: ModuleType, rule: Any, **options: Any) -> None:
+        """Compile the step."""
+        super().start(uc, rule, **options)
+        torch.compiler.reset()
+        self.inside.step = torch.compile(self.inside.step, backend="eager")
+
+
+VARIANTS: dict[type[Joint], tuple[str, ...] | None] = {
+    Joint: None,
+    JointPlain: None,
+    JointFused: ("by_global_norm", "autoclip", "skip", "skip_spikes"),
+    JointByClosure: ("autoclip", "skip", "skip_spikes", "adagc"),
+    JointScaled: ("by_global_norm", "zero", "adagc", "skip", "skip_spikes"),
+    JointForwards: ("by_global_norm", "autoclip", "skip"),
+    JointCompiled: ("by_global_norm", "skip"),
+}
+
+
+@pytest.mark.parametrize(("make", "check"), variants(VARIANTS))
+def test_contract(make: Any, check: Any, tmp_path: Path) -> None:
+    """Several optimizers that are stepped as one keep the contract of all adapters."""
+    check(make, uc, tmp_path)
+
+
+def both() -> list[Any]:
+    """Return two parameters with gradients whose joint norm is 13."""
+    return params_of(ONE, OTHER)
+
+
+def moved(*params: Any) -> float:
+    """Return how far parameters have moved from 0, together."""
+    return math.sqrt(sum(float((p.detach() ** 2).sum()) for p in params))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrap", [lambda one: one, Wrapper])
+def test_one_norm_over_all(kind: Any, wrap: Any) -> None:
+    """All parameters have one norm, in whatever holds the optimizers; once removed, nothing is clipped any more."""
+    one, other = both()
+    outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    handle = attach(wrap(outer), uc.by_global_norm(1.0))
+    outer.step()
+    assert handle.report.norms.item() == 13
+    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+    assert handle.optimizer is outer
+
+    for again in (outer, *outer.optimizers):
+        with pytest.raises(ValueError, match=r"remove\(\)"):
+            attach(again, uc.by_global_norm(1.0))
+    handle.remove()
+    one.grad, other.grad = ONE.clone(), OTHER.clone()
+    outer.step()
+    assert moved(one, other) == pytest.approx(14.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Combined, Nested])
+@pytest.mark.parametrize("first", ["attach", "scheduler"])
+def test_schedulers(kind: Any, first: str) -> None:
+    """A scheduler puts a function in the place of the step, before or after, and `remove` passes through it."""
+    one, other = both()
+    outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    makes: list[Any] = [lambda: attach(outer, uc.by_global_norm(1.0)), lambda: StepLR(outer, 1, gamma=0.5)]
+    handle, scheduler = (make() for make in makes) if first == "attach" else reversed([make() for make in makes[::-1]])
+    outer.step()
+    scheduler.step()
+    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+    handle.remove()
+    one.grad, other.grad = ONE.clone(), OTHER.clone()
+    outer.step()
+    scheduler.step()
+    assert moved(one, other) == pytest.approx(1.0 + 0.5 * 13, abs=1e-5)
+
+
+def test_parameters_of_its_own() -> None:
+    """Those that the outer optimizer steps by itself, and those of the optimizer inside, have one norm."""
+    one, other = both()
+    optimizer = OwnParameters(one, other)
+    handle = attach(optimizer, uc.by_global_norm(1.0))
+    optimizer.step()
+    assert handle.report.norms.item() == 13
+    torch.testing.assert_close(one.detach(), -ONE / 13)
+
+
+def test_a_second_optimizer_beside_one() -> None:
+    """An attribute called ``optimizer`` is no wrapper's where there is another one beside it."""
+    one, other = both()
+    outer = Wrapper(SGD([one], lr=1.0))
+    outer.second = SGD([other], lr=1.0)
+    outer.step = lambda: [outer.optimizer.step(), outer.second.step()]
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert handle.report.norms.item() == 13
+    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_are_loaded(kind: Any) -> None:
+    """A ``load_state_dict`` gives an optimizer other groups; each parameter still counts once."""
+    one, other = both()
+    outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    handle = attach(outer, uc.by_global_norm(1.0))
+    for inside in outer.optimizers:
+        inside.load_state_dict(inside.state_dict())
+    outer.step()
+    assert handle.report.norms.item() == 13
+    for inside in outer.optimizers:
+        inside.add_param_group({"params": params_of(torch.tensor([84.0]))})
+        break
+    one.grad, other.grad = ONE.clone(), OTHER.clone()
+    outer.step()
+    assert handle.report.norms.item() == 85
+
+
+def test_one_parameter_in_two_optimizers() -> None:
+    """It counts once."""
+    w = five()
+    outer = Plain(SGD([w], lr=1.0), SGD([w, *params_of(OTHER)], lr=1.0))
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert handle.report.norms.item() == 13
+
+
+def test_names() -> None:
+    """Paths have the names of the model, in each group of each optimizer."""
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 1), "head": torch.nn.Linear(1, 1)})
+    outer = Combined(SGD(model["body"].parameters(), lr=1.0), SGD(model["head"].parameters(), lr=1.0))
+    rule = uc.masked(uc.by_global_norm(1.0), lambda path, leaf: path[1].startswith("body"))
+    attach(outer, rule, names=model)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    outer.step()
+    assert model["head"].weight.grad.item() == 3
+    assert moved(*(p.grad for p in model["body"].parameters())) == pytest.approx(1.0, abs=1e-6)
+    assert check_layout(outer, rule, names=model).ok
+
+
+class SAM(Optimizer):
+    """An optimizer that climbs before it steps, with another one inside."""
+
+    def __init__(self, params: Any, inside: str, held: Callable[[Any], Any]) -> None:
+        super().__init__(params, {})
+        self.base = SGD(self.param_groups, lr=1.0)
+        setattr(self, inside, held(self.base))
+        self.me = self  # is no other one
+
+    def first_step(self) -> None:
+        """Climb, by the gradient as it is."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data += p.grad
+
+    def second_step(self) -> None:
+        """Go back, and step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= p.grad
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:
+        """Do both."""
+        self.first_step()
+        if closure is not None:
+            closure()
+        self.second_step()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("inside", "held"),
+    [
+        ("base_optimizer", lambda one: one),
+        ("_inner", lambda one: [None, one]),
+        ("opts", lambda one: {"body": one}),
+        ("wrapped", lambda one: (Wrapper(one),)),
+    ],
+)
+def test_a_wrapper_stands_for_the_optimizer_inside(inside: str, held: Any, *, whole: bool) -> None:
+    """One that has exactly its parameters, whatever its name: both ways to step are clipped where it steps."""
+    w = five()
+    optimizer = SAM([w], inside, held)
+    handle = attach(Wrapper(optimizer), uc.by_global_norm(1.0))
+    assert handle.optimizer is optimizer.base
+    if whole:
+        optimizer.step()
+    else:
+        optimizer.first_step()
+        assert w.tolist() == [3.0, 4.0]
+        optimizer.second_step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_a_class_of_pytorch_that_holds_a_part() -> None:
+    """Its own step takes all steps, so an optimizer inside of it is none that is stepped; one of others is."""
+    optimizer = SGD([five()], lr=1.0)
+    optimizer.part = SGD(optimizer.param_groups[0]["params"], lr=1.0)
+    assert attach(optimizer, uc.by_global_norm(1.0)).optimizer is optimizer
+
+    one, other = both()
+    kind = type("Both", (SGD,), {"step": lambda self: (SGD.step(self), self.muon.step())})
+    outer = kind([one], lr=1.0)
+    outer.muon = SGD([other], lr=1.0)
+    attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_an_inner_step_by_itself() -> None:
+    """It would not be clipped, and says so; that of ``torch.distributed.checkpoint``, which makes a state, passes."""
+    model = torch.nn.Linear(2, 1)
+    outer = Combined(Adam([model.weight]), AdamW([model.bias]))
+    handle = attach(outer, uc.by_global_norm(1.0))
+    get_optimizer_state_dict(model, outer.optimizers[0])
+    get_optimizer_state_dict(model, outer.optimizers)
+    assert all(len(one.state) == 1 for one in outer.optimizers)
+    assert handle.report is None
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="outside of the step of Combined"):
+        outer.optimizers[1].step()
+    outer.step()
+    assert handle.report.norms.item() == pytest.approx(math.sqrt(3))
+    handle.remove()
+    outer.optimizers[1].step()
+
+
+def test_an_optimizer_inside_that_did_not_step() -> None:
+    """What adds up would be clipped at every step, so the outer one raises at its end."""
+    one, other = both()
+    outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    attach(outer, uc.by_global_norm(1.0))
+    left_out = outer.optimizers.pop()
+    with pytest.raises(RuntimeError, match="without the SGD inside"):
+        outer.step()
+    other.grad = None
+    one.grad = ONE.clone()
+    outer.step()
+    assert left_out.param_groups[0]["params"][0] is other
+
+
+class Moves(SGD):
+    """An optimizer that puts zeros where a gradient is absent, as the reference of Muon does, and decays weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                state = self.state[p].setdefault("sum", torch.zeros_like(p))
+                state.mul_(0.9).add_(grad)
+                p.data.mul_(0.99).sub_(0.1 * state)
+        return loss
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("by_closure", [False, True])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        uc.by_global_norm(1.0, nonfinite="skip"),
+        uc.by_global_norm(1.0, skip_above=100.0),
+        uc.chain(uc.by_value(-9.0, 1e9), uc.Rule(100.0, curve=uc.curves.reject)),
+    ],
+    ids=["nonfinite", "above", "chain"],
+)
+def test_a_skipped_step_is_not_taken(rule: Any, *, together: bool, by_closure: bool) -> None:
+    """Not even by optimizers that take an absent gradient for zeros: nothing moves, and no state changes."""
+    one, other = both()
+    optimizer = Combined(Moves([one]), Moves([other])) if together else Moves([one, other])
+    scheduler = StepLR(optimizer, 1)
+    attach(optimizer, rule)
+    optimizer.step()
+    scheduler.step()
+
+    def states() -> list[Any]:
+        insides = optimizer.optimizers if together else [optimizer]
+        return [state["sum"].clone() for inside in insides for state in inside.state.values()]
+
+    def closure() -> Any:
+        other.grad = torch.tensor([math.nan if rule.__class__ is uc.Rule and rule.nonfinite == "skip" else 1e6])
+        return torch.tensor(7.0)
+
+    before = one.detach().clone(), other.detach().clone(), states()
+    closure()
+    found = optimizer.step(closure) if by_closure else optimizer.step()
+    assert found == (7.0 if by_closure else None)
+    torch.testing.assert_close((one.detach(), other.detach(), states()), before, rtol=0, atol=0)
+    assert one.grad is not None
+    assert other.grad is not None
+    one.grad, other.grad = ONE.clone(), OTHER.clone()
+    optimizer.step()
+    assert not torch.equal(one.detach(), before[0])
+
+
+class ClimbsFirst(SGD):
+    """An optimizer that moves the parameters before it calls the closure, and back after it."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        params = self.param_groups[0]["params"]
+        with torch.no_grad():
+            for p in params:
+                p.add_(1.0)
+        loss = closure()
+        with torch.no_grad():
+            for p in params:
+                p.sub_(1.0)
+        if self.fails:
+            raise RuntimeError("a step failed")  # noqa: EM101, TRY003 - of a class that is not ours
+        super().step()
+        return loss
+
+
+def test_a_step_that_has_moved_something() -> None:
+    """It is not stopped in its middle: the rest of it goes on without gradients, and they come back after it."""
+    w = five()
+    optimizer = ClimbsFirst([w], lr=1.0)
+    attach(optimizer, uc.by_global_norm(1.0, skip_above=10.0))
+
+    def closure() -> float:
+        w.grad = torch.tensor([30.0, 40.0])
+        return 7.0
+
+    assert optimizer.step(closure) == 7
+    assert w.tolist() == [0.0, 0.0]
+    assert w.grad.tolist() == [0.0, 0.0]
+    optimizer.fails = True
+    with pytest.raises(RuntimeError, match="a step failed"):
+        optimizer.step(closure)
+    assert w.grad.tolist() == [0.0, 0.0]
+
+
+class Ignores(SGD):
+    """An optimizer that does not call its closure."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+@pytest.mark.parametrize(
+    "make", [Ignores, lambda *args, **kwargs: Combined(SGD(*args, **kwargs), SGD(params_of(OTHER)))]
+)
+def test_a_closure_that_is_never_called(make: Any) -> None:
+    """The gradients would have been clipped in it, so the step raises; and the next one, without it, is clipped."""
+    w = five()
+    optimizer = make([w], lr=1.0)
+    if isinstance(optimizer, Combined):
+        optimizer.step = lambda closure=None: [one.step() for one in optimizer.optimizers]
+    attach(optimizer, uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="did not call it"):
+        optimizer.step(lambda: None)
+    w.data.zero_()
+    w.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert moved(w) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [uc.by_global_norm(1.0), uc.autoclip(), uc.adagc(), uc.Rule(uc.limits.Split(1.0), scope=uc.scopes.each_leaf)],
+)
+def test_a_step_in_backward(rule: Any) -> None:
+    """A norm over several parameters cannot be known before all gradients are: refused, with what to use."""
+    model = torch.nn.Linear(2, 2)
+    for p in model.parameters():
+        optimizer = SGD([p], lr=1.0)
+        attach(optimizer, rule)
+        p.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with pytest.raises(RuntimeError, match="during backward"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_step_of_one_leaf_in_backward() -> None:
+    """A norm for each leaf is known then."""
+    w = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SGD([w], lr=1.0)
+    attach(optimizer, uc.by_norm(1.0))
+    w.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    (w @ torch.tensor([3.0, 4.0])).backward()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_where_the_memory_is() -> None:
+    """It is in the outer ``state_dict`` where that is PyTorch's own; else in the handle, and `attach` says so."""
+    outer = Combined(SGD([five()]), SGD([five()]))
+    handle = attach(outer, uc.autoclip())
+    outer.step()
+    assert outer.state_dict()["uniclip"]["state"].keys() == handle.state_dict()["state"].keys()
+    again = Combined(SGD([five()]), SGD([five()]))
+    other = attach(again, uc.autoclip())
+    again.load_state_dict(outer.state_dict())
+    assert other.numbers() == handle.numbers()
+
+    own = type("OwnState", (Combined,), {"state_dict": lambda self: [one.state_dict() for one in self.optimizers]})
+    for kind in (own, WithoutInit, Plain):
+        with pytest.warns(UserWarning, match=r"handle\.state_dict\(\)"):
+            attach(kind(SGD([five()]), SGD([five()])), uc.autoclip())
+        attach(kind(SGD([five()]), SGD([five()])), uc.by_global_norm(1.0))  # which remembers nothing
+
+
+@pytest.mark.parametrize("kind", [Combined, Plain])
+def test_copies(kind: Any) -> None:
+    """A copy has no rule, and is stepped as it would be without one."""
+    rule = uc.by_global_norm(1.0)
+    outer = kind(SGD([five()], lr=1.0), SGD(params_of(OTHER), lr=1.0))
+    attach(outer, rule)
+    if kind is Combined:  # of which PyTorch copies the state only
+        return
+    copied = copy.deepcopy(outer)
+    params = [p for group in copied.param_groups for p in group["params"]]
+    for p, grad in zip(params, (ONE, OTHER), strict=True):
+        p.grad = grad.clone()
+    copied.step()
+    assert moved(*params) == 13
+    assert pickle.loads(pickle.dumps(outer)).param_groups[0]["lr"] == 1.0
+
+
+class WithoutHooks:
+    """An object that is stepped as an optimizer, and holds none."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params), "lr": 1.0}]
+
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data -= p.grad
+
+
+def test_an_object_without_hooks() -> None:
+    """It is clipped as an optimizer is, by a rule that skips, too; inside of another, nobody would see its steps."""
+    w = five()
+    optimizer = WithoutHooks([w])
+    handle = attach(optimizer, uc.by_global_norm(1.0, skip_above=10.0))
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+    w.grad = torch.tensor([30.0, 40.0])
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([-0.6, -0.8]))
+    handle.remove()
+    assert "step" not in vars(optimizer)
+    with pytest.raises(TypeError, match="runs no hooks"):
+        attach(Plain(SGD([five()]), WithoutHooks([five()])), uc.by_global_norm(1.0))
+
+
+def test_what_is_refused() -> None:
+    """Objects that are not stepped as an optimizer are refused in a sentence, however many optimizers they hold."""
+    keyed = type("InBackward", (), {})()
+    keyed.optim_map = {p: SGD([p]) for p in params_of(*[torch.ones(300)] * 148)}
+    scheduler = StepLR(SGD([five()]), 1)
+    for wrong in (keyed, scheduler, torch.nn.Linear(2, 1), SGD, None):
+        with pytest.raises(TypeError, match="optimizer must be") as error:
+            attach(wrong, uc.by_global_norm(1.0))
+        assert len(str(error.value)) < 300
+    empty = WithoutInit()
+    del WithoutInit.param_groups
+    with pytest.raises(TypeError, match="no param_groups"):
+        attach(empty, uc.by_global_norm(1.0))
+
+
+def test_many_optimizers_by_parameter() -> None:
+    """An optimizer of one for each parameter, by the parameter, has one norm; errors print none of its tensors."""
+    params = params_of(*[torch.ones(300)] * 148)
+    outer = Plain()
+    outer.settings = {p: SGD([p], lr=1.0) for p in params}
+    outer.step = lambda: None
+    handle = attach(outer, uc.by_global_norm(1.0))
+    with pytest.raises(RuntimeError, match="without the SGD inside") as error:
+        outer.step()
+    assert handle.report.norms.item() == pytest.approx(math.sqrt(300 * 148))
+    assert len(str(error.value)) < 400
