@@ -131,7 +131,9 @@ class ClipGradients(TrainerCallback):
         """Attach to the optimizer, and restore the state from a checkpoint if there is one."""
         self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
-        _refuse(AcceleratorState().distributed_type.value, self.rule)
+        # Accelerate wraps PyTorch's optimizers only, and returns other objects as they are.
+        state = getattr(optimizer, "accelerator_state", None) or AcceleratorState()
+        _refuse(state.distributed_type.value, self.rule)
         names = names_in(kwargs["model"], optimizer)
         self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names)
         self.handle.logs()
@@ -154,7 +156,7 @@ class ClipGradients(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse a step that was not clipped, unless GradScaler skipped it."""
         report = None if self.handle is None else self.handle.report
-        # Accelerate wraps PyTorch's optimizers only, and a scaler skips the steps of what it wraps.
+        # A scaler skips the steps of what Accelerate has wrapped.
         was_skipped = getattr(kwargs["optimizer"], "step_was_skipped", False)
         if (report is None or report is self._seen) and not was_skipped:
             outer = type(find_stepped(kwargs["optimizer"]).outer).__qualname__
