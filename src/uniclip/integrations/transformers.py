@@ -132,8 +132,8 @@ class ClipGradients(TrainerCallback):
         self._end()  # if the previous training failed
         optimizer = kwargs["optimizer"]
         # Accelerate wraps PyTorch's optimizers only, and returns other objects as they are.
-        state = getattr(optimizer, "accelerator_state", None) or AcceleratorState()
-        _refuse(state.distributed_type.value, self.rule)
+        engine = getattr(optimizer, "accelerator_state", None) or AcceleratorState()
+        _refuse(engine.distributed_type.value, self.rule)
         names = names_in(kwargs["model"], optimizer)
         self.handle = attach(optimizer, self.rule, self.all_reduce, self.shared, self.record, names=names)
         self.handle.logs()
