@@ -420,14 +420,27 @@ def test_an_optimizer_inside_that_did_not_step() -> None:
     """What adds up would be clipped at every step, so the outer one raises at its end."""
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD([other], lr=1.0))
+    outer.step = lambda: outer.optimizers[0].step()
     attach(outer, uc.by_global_norm(1.0))
-    left_out = outer.optimizers.pop()
     with pytest.raises(RuntimeError, match="without the SGD inside"):
         outer.step()
     other.grad = None
     one.grad = ONE.clone()
     outer.step()
-    assert left_out.param_groups[0]["params"][0] is other
+
+
+def test_other_optimizers_inside() -> None:
+    """One that is put in after `attach` would not be clipped, so the step raises until the rule is attached anew."""
+    one, other = both()
+    outer = Combined(SGD([one], lr=1.0), SGD(params_of(OTHER), lr=1.0))
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.optimizers.append(SGD([other], lr=1.0))
+    with pytest.raises(RuntimeError, match="attach again"):
+        outer.step()
+    handle.remove()
+    handle = attach(outer, uc.by_global_norm(1.0))
+    outer.step()
+    assert handle.report.norms.item() == pytest.approx(math.sqrt(13**2 + 12**2))
 
 
 class Moves(SGD):

@@ -446,6 +446,7 @@ class Attached:
         self._taken = set()
         if closure is None and "closure" in kwargs and self._makes_state(self._stepped.groups()):
             return None
+        self._refuse_others_inside()
         self._refuse_in_backward()
         self._warn()
         if "grad_scaler" in kwargs:
@@ -482,6 +483,15 @@ class Attached:
             "library wraps it (Accelerate's prepare); or attach a rule to each of the optimizers inside"
         )
         raise RuntimeError(msg)
+
+    def _refuse_others_inside(self) -> None:
+        """Refuse a step of an object that holds other optimizers than before: nothing would clip for them."""
+        if self._stepped.inner and self._stepped.has_changed():
+            msg = (
+                f"{type(self.optimizer).__qualname__} holds other optimizers than when the rule was attached: call "
+                "remove() of the handle, and attach again"
+            )
+            raise RuntimeError(msg)
 
     def _refuse_in_backward(self) -> None:
         """Refuse a step during backward, where other gradients are not there yet, if the rule needs them.

@@ -19,6 +19,7 @@ class Stepped:
 
     def __init__(self, outer: Any, inner: list[Any]) -> None:
         self.outer, self.inner = outer, inner
+        self._held = [id(one) for one in _held_by(outer)]
 
     @property
     def optimizers(self) -> list[Any]:
@@ -26,6 +27,10 @@ class Stepped:
         known = parameter_ids(self.inner)
         owns = any(id(p) not in known for p in parameters_of(self.outer))
         return [*self.inner, self.outer] if owns or not self.inner else self.inner
+
+    def has_changed(self) -> bool:
+        """Return whether the outer object holds other optimizers than it did."""
+        return self._held != [id(one) for one in _held_by(self.outer)]
 
     def saves_state(self) -> bool:
         """Return whether ``outer.state_dict()`` is PyTorch's own, whose hooks add the state of a rule."""
