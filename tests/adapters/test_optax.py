@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
@@ -412,6 +414,42 @@ def test_states_inside_of_wrappers(name: str) -> None:
     assert to_dict(rule, again, params) == saved
     assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, first)
     equal(from_dict(rule, {}, again, params), first, rtol=0)
+
+
+def test_counts_of_other_transformations() -> None:
+    """Beside a rule, optax finds one ``count``, and setting it restarts the schedule, not the warm-up of the rule."""
+    params = {"w": jnp.zeros(2)}
+    schedule = optax.scale_by_schedule(lambda step: -0.1)
+    for rule in (
+        uc.zclip(warmup=4),
+        uc.autoclip(window=8),
+        uc.norm_growth(),
+        uc.by_global_norm(uc.limits.Schedule(abs)),
+    ):
+        optimizer = optax.chain(to_optax(rule), schedule)
+        state = optimizer.init(params)
+        for step in range(6):
+            _, state = optimizer.update({"w": jnp.asarray([0.6, 0.8]) * (1 + 0.01 * step)}, state, params)
+        assert optax.tree_utils.tree_get(state, "count") == 6
+        again = optax.tree_utils.tree_set(state, count=0)
+        assert optax.tree_utils.tree_get(again, "count") == 0
+        equal(again[0], state[0], rtol=0)
+        spike = {"w": jnp.asarray([30.0, 40.0])}
+        equal(optimizer.update(spike, again, params)[0], optimizer.update(spike, state, params)[0], rtol=0)
+
+
+def test_names_of_fields() -> None:
+    """No state of a rule, nor a field of one, is called as one of optax or Flax, which look fields up by name."""
+
+    def names(*modules: str) -> set[str]:
+        kinds = [kind for kind in tuple.__subclasses__() if kind.__module__.startswith(modules)]
+        return {name for kind in kinds for name in (kind.__name__, *getattr(kind, "_fields", ()))}
+
+    theirs = names("optax.", "flax.") | {field.name for field in dataclasses.fields(TrainState)}
+    assert {"count", "mu", "inner_state", "ScaleByAdamState", "opt_state"} <= theirs
+    ours = names("uniclip.limits.", "uniclip.integrations.optax")
+    assert {"averages", "Moments", "ClipState"} <= ours
+    assert not ours & theirs
 
 
 def test_memory_of_other_leaves() -> None:
