@@ -28,7 +28,6 @@ from kit.frameworks import (
     JAXx64,
     TensorFlow,
     TensorFlowFunction,
-    TensorFlowXLA,
     Torch,
     TorchCompile,
 )
@@ -581,6 +580,32 @@ def test_a_constant_that_nothing_limits() -> None:
         for clipped in pair:
             np.testing.assert_allclose(way.numpy(clipped["ones"]), np.ones((2, 2)), rtol=1e-6, err_msg=name)
             np.testing.assert_allclose(way.numpy(clipped["traced"]), way.numpy(traced), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", [*CONSTANTS, "by_global_norm", "norm_growth"])
+@pytest.mark.usefixtures("_quickly")
+def test_a_branch_of_constants(name: str) -> None:
+    """A conditional that is called outside of jit traces its branches, where known gradients can be read, or absent."""
+    import jax
+
+    rule = {**CONSTANTS, "by_global_norm": uc.by_global_norm(1.0), "norm_growth": uc.norm_growth()}[name]
+    fw = JAXJit()
+    params = {"absent": fw.array([1.0]), "b": fw.array([0.5]), "w": fw.array([[3.0, 4.0], [0.0, 1.0]])}
+    grads = {**params, "absent": None}
+    first = rule.init(params)
+    jax.tree.map(np.testing.assert_array_equal, jax.lax.cond(True, lambda: rule.init(params), lambda: first), first)
+    _, state, _ = rule.update(grads, first, params, loss=1.0)
+    spike = {key: leaf if leaf is None else 30 * leaf for key, leaf in grads.items()}
+
+    def branch() -> Any:
+        clipped, new, report = rule.update(spike, state, params, loss=1.0)
+        return clipped, new, jax.lax.cond(True, lambda: report.norms, lambda: report.norms)
+
+    clipped, new, norms = jax.lax.cond(True, branch, branch)
+    wanted, after, report = rule.update(spike, state, params, loss=1.0)
+    close = partial(np.testing.assert_allclose, rtol=2e-6)
+    jax.tree.map(close, (clipped, new, norms), (wanted, after, report.norms))
 
 
 @pytest.mark.needs("jax")
