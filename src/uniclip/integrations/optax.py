@@ -121,7 +121,8 @@ def to_optax(
         axis = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
         _, _, report = rule.update(zeros, memory, zeros, axis)
         seen = report.scalars()
-        first = {name: jnp.zeros((), getattr(seen.get(name), "dtype", jnp.float32)) for name in _names_in(report)}
+        logged = _names_in(report) or _names_for_any_params(rule)  # a mask may choose none of the leaves
+        first = {name: jnp.zeros((), getattr(seen.get(name), "dtype", jnp.float32)) for name in logged}
         return ClipState(memory, inside.init(params), first)
 
     def update(grads: Any, state: ClipState, params: Any = None, **extra: Any) -> tuple[Any, ClipState]:
