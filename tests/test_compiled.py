@@ -21,7 +21,16 @@ import uniclip as uc
 from conftest import chosen, quickly
 from kit import rules
 from kit.contract import PROMISES
-from kit.frameworks import COMPILED, Framework, JAXJit, JAXx64, TensorFlow, TensorFlowFunction, Torch, TorchCompile
+from kit.frameworks import (
+    COMPILED,
+    Framework,
+    JAXJit,
+    JAXx64,
+    TensorFlow,
+    TensorFlowFunction,
+    Torch,
+    TorchCompile,
+)
 from kit.promise import Program
 from kit.trees import leaves, mapped, walk
 
@@ -543,6 +552,60 @@ def test_gradients_that_are_constants(way: Framework) -> None:
     )
     for one, other in zip(leaves(found), leaves(plain), strict=True):
         np.testing.assert_allclose(way.numpy(one), other, rtol=2e-6)
+
+
+UNLIMITED = {
+    "spam, in its warm-up": uc.spam(),
+    "z-scores of rows": uc.Rule(uc.limits.ZScore(2.0, 0.5), scope=uc.scopes.axes(-1)),
+    "a large limit": uc.by_norm(2e38, axis=-1),
+    "a large limit of a group": uc.by_group_norm({"ones": 2e38, "traced": uc.limits.Ema(1.05, 0.98)}, rules.first_key),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("jax")
+def test_a_constant_that_nothing_limits() -> None:
+    """It stays as it is beside gradients that are traced: XLA makes no reciprocal of a limit that is out of range."""
+    way = JAXJit()
+    ones, traced = way.array(np.ones((2, 2))), way.array([[3.0, 4.0], [6.0, 8.0]])
+    first = {name: rule.init({"ones": ones, "traced": traced}) for name, rule in UNLIMITED.items()}
+
+    def step(grad: Any, states: Any) -> Any:
+        grads = {"ones": ones, "traced": grad}
+        return {
+            name: [rule.update(grads, state[name])[0] for state in (first, states)] for name, rule in UNLIMITED.items()
+        }
+
+    for name, pair in way.compiled(step)(traced, first).items():
+        for clipped in pair:
+            np.testing.assert_allclose(way.numpy(clipped["ones"]), np.ones((2, 2)), rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(way.numpy(clipped["traced"]), way.numpy(traced), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", [*CONSTANTS, "by_global_norm", "norm_growth"])
+@pytest.mark.usefixtures("_quickly")
+def test_a_branch_of_constants(name: str) -> None:
+    """A conditional that is called outside of jit traces its branches, where known gradients can be read, or absent."""
+    import jax
+
+    rule = {**CONSTANTS, "by_global_norm": uc.by_global_norm(1.0), "norm_growth": uc.norm_growth()}[name]
+    fw = JAXJit()
+    params = {"absent": fw.array([1.0]), "b": fw.array([0.5]), "w": fw.array([[3.0, 4.0], [0.0, 1.0]])}
+    grads = {**params, "absent": None}
+    first = rule.init(params)
+    jax.tree.map(np.testing.assert_array_equal, jax.lax.cond(True, lambda: rule.init(params), lambda: first), first)
+    _, state, _ = rule.update(grads, first, params, loss=1.0)
+    spike = {key: leaf if leaf is None else 30 * leaf for key, leaf in grads.items()}
+
+    def branch() -> Any:
+        clipped, new, report = rule.update(spike, state, params, loss=1.0)
+        return clipped, new, jax.lax.cond(True, lambda: report.norms, lambda: report.norms)
+
+    clipped, new, norms = jax.lax.cond(True, branch, branch)
+    wanted, after, report = rule.update(spike, state, params, loss=1.0)
+    close = partial(np.testing.assert_allclose, rtol=2e-6)
+    jax.tree.map(close, (clipped, new, norms), (wanted, after, report.norms))
 
 
 @pytest.mark.needs("jax")

@@ -31,6 +31,7 @@ from uniclip.arraywise import as_rule
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of, to_lists
 from uniclip.combine import Chain, Masked, walk_rules
 from uniclip.limits import PerGroup
+from uniclip.limits.base import SAVED_NAMES
 from uniclip.norms import Norm
 from uniclip.plan import label_of
 from uniclip.rules import Rule
@@ -146,7 +147,7 @@ def from_dict(rule: Any, saved: Mapping[str, Any], grads: Any) -> Any:
     >>> _, state, _ = rule.update(grads, rule.init(grads))
     >>> text = json.dumps(to_dict(rule, state, grads))
     >>> from_dict(rule, json.loads(text), grads)
-    Averages(averages=array([5.]), count=array(1, dtype=int32))
+    Averages(averages=array([5.]), norm_count=array(1, dtype=int32))
     """
     rule = as_rule(rule)
     check("saved", saved, isinstance(saved, dict), "what to_dict() or a state_dict() returned")
@@ -392,7 +393,17 @@ def _copy_labels(leaves: Any) -> Any:
 
 
 def _name_of_path(path: tuple[Any, ...]) -> str:
-    return ".".join([str(entry.field if hasattr(entry, "field") else entry.entry) for entry in path])
+    """Return the name of an array in a state: the fields, keys and indices that lead to it."""
+    return ".".join([_name_of_entry(entry) for entry in path])
+
+
+def _name_of_entry(entry: Any) -> str:
+    """Return the name of a field, key or index; files keep the names that fields of uniclip's states once had."""
+    if not hasattr(entry, "field"):
+        return str(entry.entry)
+
+    of_uniclip = entry.type.__module__.startswith("uniclip.")
+    return SAVED_NAMES.get(entry.field, entry.field) if of_uniclip else str(entry.field)
 
 
 # Whose norms a state holds.

@@ -498,7 +498,9 @@ def _compute_factors(inputs: Inputs, norms: Any, limits: Any, fault: Any, step_f
     elif number and limits >= plan.math.largest_norm and not bounded:
         factors = xp.ones_like(norms) + fault
     else:
-        plain = _divide_by_larger if number and limits > 0 else _divide_by_larger_or_one
+        # A compiler divides by a constant as it multiplies by its reciprocal, which has to be a normal number.
+        small = number and 0 < limits <= plan.math.largest_norm / 4
+        plain = _divide_by_larger if small else _divide_where_limited
         array = xp.asarray(limits, dtype=norms.dtype) if number else world.to_device_of(norms, limits)
         limits = cast(xp, array, norms.dtype)
         if rule.curve is hard and plan.math.mode == TRACED:
@@ -523,11 +525,10 @@ def _divide_by_larger(xp: Any, norm: Any, limit: Any) -> Any:
     return limit / (xp.maximum(norm, limit) + (norm - norm))
 
 
-def _divide_by_larger_or_one(xp: Any, norm: Any, limit: Any) -> Any:
-    """Return the same for limits that may be 0."""
-    most = xp.maximum(norm, limit)
-    positive = most != 0
-    return xp.where(positive, limit, 1.0) / (xp.where(positive, most, 1.0) + (norm - norm))
+def _divide_where_limited(xp: Any, norm: Any, limit: Any) -> Any:
+    """Return the same for limits that may be 0, or so large that nothing is limited, where it divides 1 by 1."""
+    within = norm <= limit
+    return xp.where(within, 1.0, limit) / (xp.where(within, 1.0, norm) + (norm - norm))
 
 
 def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import uniclip as uc
 from adapters.contract import Adapter, variants
+from kit import rules
 from kit.training import MOMENTUM, RATE, Arrays, Batch, parts, weights
 from uniclip.integrations.optax import from_dict, scalars, to_dict, to_optax
 from uniclip.saved import renamed
@@ -242,6 +245,17 @@ def test_dtypes(dtype: str) -> None:
     np.testing.assert_allclose(scalars(after)["clip/norm"], NORM, rtol=1e-6)
 
 
+def first_key(path: Any, leaf: Any) -> Any:
+    """Return the group of a leaf: the first key of its path."""
+    return path[0]
+
+
+def only_w(path: Any, leaf: Any) -> bool:
+    """Whether a leaf belongs to ``w``."""
+    return path[0] == "w"
+
+
+LEARNED = uc.limits.PerGroup({"w": uc.limits.Ema(1.05, 0.98), "absent": 1.0, "b": uc.limits.ZScore(2.0, 0.5)})
 MAPPED: dict[str, Any] = {
     "by_global_norm": uc.by_global_norm(1.0),
     "by_norm": uc.by_norm(1.0, nonfinite="skip"),
@@ -249,19 +263,38 @@ MAPPED: dict[str, Any] = {
     "adagc": uc.adagc(),
     "autoclip": uc.autoclip(),
     "chain": uc.chain(uc.by_value(-1.0, 1.0), uc.adagc(), uc.skip_spikes()),
+    "masked": uc.masked(uc.by_norm(1.0, nonfinite="skip"), only_w),
+    "masked zclip": uc.masked(uc.zclip(), only_w),
+    "chain of masked": uc.chain(uc.masked(uc.norm_growth(), only_w), uc.agc(), uc.by_norm(1.0, nonfinite="skip")),
+    "masked, none chosen": uc.masked(uc.zclip(), lambda path, leaf: leaf.size > 99),
+    "groups": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.groups(first_key)),
+    "groups with limits": uc.Rule(LEARNED, scope=uc.scopes.groups(first_key)),
+}
+ALONG_AXES: dict[str, Any] = {
+    "spam": uc.spam(),
+    "units": uc.Rule(uc.limits.Ema(1.0, 0.5), scope=uc.scopes.unit()),
+    "rows": uc.chain(uc.zclip(), uc.Rule(uc.limits.ZScore(2.0, 0.5), scope=uc.scopes.axes(-1))),
+    "masked spam": uc.masked(uc.spam(), only_w),
 }
 
 
-@pytest.mark.parametrize("name", MAPPED)
+@pytest.mark.parametrize("name", [*MAPPED, *ALONG_AXES])
 def test_copies_of_the_parameters(name: str) -> None:
     """Only the optimizer inside has any in its state, so sharding specs come out right."""
-    optimizer = optax.MultiSteps(to_optax(MAPPED[name], optax.trace(0.9)), 2)
-    state = optimizer.init(PARAMS)
+    rule = MAPPED.get(name) or ALONG_AXES[name]
+    optimizer = optax.MultiSteps(to_optax(rule, optax.trace(0.9)), 2)
+    _, state = optimizer.update(LARGE, optimizer.init(PARAMS), PARAMS)
     told = optax.tree_map_params(optimizer, lambda _: "copy", state, transform_non_params=lambda _: "other")
-    assert jax.tree.structure(told) == jax.tree.structure(state)
     clip = optax.tree.get(told, "ClipState")
     assert set(jax.tree.leaves((clip.memory, clip.clip))) == {"other"}
     assert jax.tree.leaves(clip.inner) == ["copy", "copy"]
+    # How many arrays a memory along axes has depends on the parameters: it is told of as a whole.
+    whole = jax.tree.broadcast(told, state) if name in ALONG_AXES else told
+    assert jax.tree.structure(whole) == jax.tree.structure(state)
+
+    doubled = optax.tree_map_params(optimizer, lambda param: 2 * param, state)
+    assert jax.tree.structure(doubled) == jax.tree.structure(state)
+    equal(doubled.inner_opt_state, state.inner_opt_state._replace(inner=times(2.0, state.inner_opt_state.inner)))
 
 
 def test_limits_that_optax_injects() -> None:
@@ -299,6 +332,68 @@ def test_parts_of_a_tree() -> None:
     equal(updates, {"w": jnp.full((3, 2), 1 / np.sqrt(6)), "b": jnp.full(3, 2 / np.sqrt(3)), "absent": None})
     norms = sorted(float(value) for name, value in scalars(state).items() if name.startswith("clip/norm/"))
     np.testing.assert_allclose(norms, [0, np.sqrt(48), np.sqrt(54)], rtol=1e-6)
+
+
+PARTS: dict[str, Any] = {
+    "masked": lambda clip, chosen: optax.masked(clip, chosen),
+    "partition": lambda clip, chosen: optax.partition({True: clip, False: optax.identity()}, chosen),
+    "multi_transform": lambda clip, chosen: optax.multi_transform({True: clip, False: optax.identity()}, chosen),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_module(name: str) -> None:
+    """In the optimizer of NNX, which gives variables, only the chosen ones are measured and clipped."""
+
+    class Layer(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.b = nnx.Param(jnp.zeros(2)), nnx.Param(jnp.zeros(1))
+            self.pair = nnx.Param({"one": jnp.zeros(1), "two": jnp.zeros((2, 2))})
+
+    def chosen(tree: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: "'b'" not in jax.tree_util.keystr(path), tree)
+
+    def loss(layer: Layer) -> Any:
+        large = jnp.asarray([[6.0, 0.0], [0.0, 8.0]])
+        of_pair = 24 * layer.pair["one"].sum() + (large * layer.pair["two"]).sum()
+        return (jnp.asarray([3.0, 4.0]) * layer.w[...]).sum() + 12 * layer.b[...].sum() + of_pair
+
+    rule = uc.chain(uc.zclip(), uc.by_global_norm(1.0))
+    layer = Layer()
+    clip = PARTS[name](to_optax(rule), chosen)
+    optimizer = nnx.Optimizer(layer, optax.chain(clip, optax.sgd(1.0)), wrt=nnx.Param)
+    nnx.jit(lambda layer, optimizer: optimizer.update(layer, nnx.grad(loss)(layer)))(layer, optimizer)
+
+    grads = {"w": [3.0, 4.0], "one": [24.0], "two": [[6.0, 0.0], [0.0, 8.0]]}
+    arrays = {key: jnp.asarray(value) for key, value in grads.items()}
+    wanted, _, report = rule.update(arrays, rule.init(arrays))
+    found = {"w": layer.w[...], "one": layer.pair["one"], "two": layer.pair["two"]}
+    equal(found, times(-1.0, wanted))
+    equal(layer.b[...], jnp.asarray([-12.0]))
+    np.testing.assert_allclose(scalars(optimizer.opt_state)["clip/norm"], report.scalars()["clip/norm"], rtol=1e-6)
+
+
+IN_CONDITIONAL: dict[str, tuple[Any, Any]] = {
+    "apply_if_finite, norm_growth": (lambda inner: optax.apply_if_finite(inner, 3), uc.norm_growth()),
+    "apply_if_finite, entries": (lambda inner: optax.apply_if_finite(inner, 3), uc.spam(warmup=1)),
+    "conditionally_transform, masked": (
+        lambda inner: optax.transforms.conditionally_transform(inner, lambda step: step < 9),
+        uc.masked(uc.norm_growth(), only_w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_CONDITIONAL)
+def test_in_a_conditional(name: str) -> None:
+    """Called outside of jit, optax traces the branches, in which gradients that are known are constants."""
+    wrapper, rule = IN_CONDITIONAL[name]
+    optimizer, alone = wrapper(to_optax(rule)), to_optax(rule)
+    state, other = optimizer.init(PARAMS), alone.init(PARAMS)
+    for size in (1.0, 50.0):
+        updates, state = optimizer.update(times(size, LARGE), state, PARAMS)
+        wanted, other = alone.update(times(size, LARGE), other, PARAMS)
+        equal(updates, wanted)
+    equal(state.inner_state, other)
 
 
 def test_apply_if_finite() -> None:
@@ -412,6 +507,49 @@ def test_states_inside_of_wrappers(name: str) -> None:
     assert to_dict(rule, again, params) == saved
     assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, first)
     equal(from_dict(rule, {}, again, params), first, rtol=0)
+
+
+def test_counts_of_other_transformations() -> None:
+    """Beside a rule, optax finds one ``count``, and setting it restarts the schedule, not the warm-up of the rule."""
+    params = {"w": jnp.zeros(2)}
+    schedule = optax.scale_by_schedule(lambda step: -0.1)
+    for rule in (
+        uc.zclip(warmup=4),
+        uc.autoclip(window=8),
+        uc.norm_growth(),
+        uc.by_global_norm(uc.limits.Schedule(abs)),
+    ):
+        optimizer = optax.chain(to_optax(rule), schedule)
+        state = optimizer.init(params)
+        for step in range(6):
+            _, state = optimizer.update({"w": jnp.asarray([0.6, 0.8]) * (1 + 0.01 * step)}, state, params)
+        assert optax.tree_utils.tree_get(state, "count") == 6
+        again = optax.tree_utils.tree_set(state, count=0)
+        assert optax.tree_utils.tree_get(again, "count") == 0
+        equal(again[0], state[0], rtol=0)
+        spike = {"w": jnp.asarray([30.0, 40.0])}
+        equal(optimizer.update(spike, again, params)[0], optimizer.update(spike, state, params)[0], rtol=0)
+
+
+def test_names_of_fields() -> None:
+    """No state of a rule, nor a field of one, is called as one of optax or Flax, which look fields up by name."""
+    theirs = {field.name for field in dataclasses.fields(TrainState)}
+    for kind in tuple.__subclasses__():
+        if kind.__module__.startswith(("optax.", "flax.")):
+            theirs |= {kind.__name__, *getattr(kind, "_fields", ())}
+    assert {"count", "mu", "inner_state", "ScaleByAdamState", "opt_state"} <= theirs
+
+    def names(node: Any) -> set[str]:
+        if not isinstance(node, tuple):
+            return set()
+        fields = getattr(node, "_fields", ())
+        return {*fields, *([type(node).__name__] if fields else [])}.union(*map(names, node))
+
+    some = [*rules.learning(uc).values(), *rules.learning_more(uc).values()]
+    params = rules.params("float32")
+    ours = set().union(*[names(to_optax(rule).init(params)) for rule in some])
+    assert {"norm_count", "averages", "Moments", "Counted", "ClipState"} <= ours
+    assert not ours & theirs
 
 
 def test_memory_of_other_leaves() -> None:

@@ -21,6 +21,11 @@ import numpy as np
 from jax.experimental import sparse
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # JAX 0.8
+    from jax.core import get_opaque_trace_state
+
 from uniclip.backends.base import (
     HOST,
     NODES,
@@ -135,6 +140,17 @@ def _can_share_a_call(arrays: list[Array]) -> bool:
     return all(array.sharding is first or array.sharding.device_set == first.device_set for array in arrays)
 
 
+with jax.ensure_compile_time_eval():
+    _OUTSIDE = get_opaque_trace_state()
+    """JAX's state where nothing is traced."""
+
+
+def _makes_tracers() -> bool:
+    """Return whether a function is traced here, in which arrays that are made of constants are tracers, too."""
+    # Inside of a transformation without compilation, such as jax.grad, they are not. Making one takes long.
+    return get_opaque_trace_state() != _OUTSIDE and isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
 def _float64_is_whole() -> bool:
     """Whether sums can be float64: that of a TPU has the exponents of float32."""
     return jax.default_backend() != "tpu"
@@ -160,7 +176,7 @@ def _squares_here(arrays: list[Array], lengths: list[int]) -> np.ndarray[Any, An
     short = few(arrays, sum([array.size for array in arrays])) or any([array.dtype not in _SINGLE for array in arrays])
     starts = range(0, len(arrays), _TOGETHER) if not short and _can_share_a_call(arrays) else ()
     parts = [_squares(arrays[start : start + _TOGETHER]) for start in starts]
-    if not parts or isinstance(parts[0], jax.core.Tracer):  # constants in code that is being compiled
+    if not parts:
         return squares(list(map(np.asarray, arrays)), lengths)
     totals = np.concatenate(list(map(np.asarray, parts))).astype(np.float64)
     odd = np.flatnonzero(~((totals > LOW) & (totals < HIGH)))
@@ -377,9 +393,8 @@ class _JAX(Backend):
         return super().facts(arrays)._replace(records=False, double=_float64_is_whole())  # derivatives are traced
 
     def mode(self, kinds: Kinds, beside: Any = ()) -> int:
-        mode = super().mode(kinds, beside)
-        # In compiled code what is made of constants is a tracer too, as the sums of a sparse leaf's entries are.
-        return TRACED if kinds.odd and self.traced(jnp.zeros(())) else mode
+        # What is made of constants in compiled code is a tracer, and no host reads it.
+        return TRACED if _makes_tracers() else super().mode(kinds, beside)
 
     def allow_float64(self) -> AbstractContextManager[Any]:
         return jax.enable_x64(True) if _float64_is_whole() else nullcontext()
@@ -411,6 +426,8 @@ class _JAX(Backend):
     def lane(self, leaves: list[Any], limit: float, *, in_place: bool) -> Lane | None:
         arrays = [leaf for leaf in leaves if leaf is not None]
         if in_place or not (arrays and all([isinstance(array, jax.Array) for array in arrays])):  # BCOO is none
+            return None
+        if _makes_tracers():
             return None
         if not all([array.dtype == jnp.float32 and self.readable(array) for array in arrays]):  # which no tracer is
             return None

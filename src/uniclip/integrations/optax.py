@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from uniclip._errors import check, needs
+from uniclip._errors import check, needs, stable
 from uniclip.arraywise import AnyRule
+from uniclip.combine import Chain, Masked
 from uniclip.integrations import rule_for_steps
+from uniclip.limits import PerGroup
 from uniclip.report import LOGGED, Report
+from uniclip.rules import Rule
 from uniclip.saved import from_dict as state_from_dict
 from uniclip.saved import to_dict as state_to_dict
+from uniclip.scopes import all_leaves
 
 with needs("optax", "optax"):
     import jax
@@ -106,13 +111,19 @@ def to_optax(
     own = "what init(params), or an update before, of the same to_optax(rule) returned"
 
     def init(params: Any) -> ClipState:
+        structure = jax.tree.structure(params)
+        if structure.num_nodes == 1 and not structure.num_leaves:  # as in optax.tree_map_params
+            logged = _names_for_any_params(rule)
+            return ClipState(_memory_for_any_params(rule), inside.init(params), dict.fromkeys(logged, jnp.zeros(())))
+
         zeros = _zeros_like(params)
-        if rule.memory and jax.tree.structure(params).num_nodes == 1 and not jax.tree.leaves(params):
-            zeros = jnp.zeros(1)  # optax.tree_map_params gives a node without parameters in place of any
         memory = rule.init(zeros)
         axis = axis_name if any(map(varying, jax.tree.leaves(zeros))) else None
         _, _, report = rule.update(zeros, memory, zeros, axis)
-        return ClipState(memory, inside.init(params), _before_the_first_step(report))
+        seen = report.scalars()
+        logged = _names_in(report) or _names_for_any_params(rule)  # a mask may choose none of the leaves
+        first = {name: jnp.zeros((), getattr(seen.get(name), "dtype", jnp.float32)) for name in logged}
+        return ClipState(memory, inside.init(params), first)
 
     def update(grads: Any, state: ClipState, params: Any = None, **extra: Any) -> tuple[Any, ClipState]:
         check("state", state, isinstance(state, ClipState), own)
@@ -271,15 +282,72 @@ def _is_clip_state(_: Any, node: Any) -> bool:
 
 def _zeros_like(params: Any) -> Any:
     """Return zeros like parameters; the optimizer of Flax NNX gives ``init`` variables, and ``update`` arrays."""
-    return jax.tree.map(lambda leaf: jnp.zeros_like(*jax.tree.leaves(leaf)), params, is_leaf=_is_variable)
+    return jax.tree.map(jnp.zeros_like, jax.tree.map(_without_variable, params, is_leaf=_is_variable))
+
+
+def _without_variable(leaf: Any) -> Any:
+    """Return what a variable holds: an array, a tree of arrays, or a node without one where a mask leaves it out."""
+    if not _is_variable(leaf):
+        return leaf
+    [value] = jax.tree.leaves(leaf, is_leaf=lambda inner: inner is not leaf)
+    return value
 
 
 def _is_variable(node: Any) -> bool:
     return hasattr(node, "get_metadata")
 
 
-def _before_the_first_step(report: Report) -> dict[str, Any]:
-    """Return zeros for the scalars of such reports, of which one of no gradient has none."""
-    seen, optional = report.scalars(), {"clip/threshold": report.thresholds, "clip/skipped": report.skipped}
-    names = [name for name in LOGGED if optional.get(name, report.finite) is not None]
-    return {name: jnp.zeros((), getattr(seen.get(name), "dtype", jnp.float32)) for name in names}
+def _names_in(report: Report) -> list[str]:
+    """Return the names of the scalars of such reports, of which one of no gradient has none."""
+    optional = {"clip/threshold": report.thresholds, "clip/skipped": report.skipped}
+    return [name for name in LOGGED if optional.get(name, report.finite) is not None]
+
+
+# optax.tree_map_params asks for a state by a node without children, in the place of any parameters, and maps over what
+# it gets and the real state together. So both must have the same structure, and no mask and no label may be asked.
+
+
+def _one() -> jax.Array:
+    """Return a parameter that stands for all."""
+    return jnp.zeros(1)
+
+
+def _memory_for_any_params(rule: Any) -> Any:
+    """Return a memory with the structure that it has for all parameters.
+
+    Where the number of its arrays depends on the parameters, a single array stands for all of it.
+    """
+    if isinstance(rule, Chain):
+        return tuple(map(_memory_for_any_params, rule.rules))
+    if isinstance(rule, Masked):
+        return _memory_for_any_params(rule.rule)
+    if not (isinstance(rule, Rule) and rule.memory):
+        return rule.init(_one())
+    if rule.scope.axes is not None:
+        return _one()
+
+    memories = [one.init(_one()) for one in _rules_of_one_norm(rule)]
+    return tuple(memories) if isinstance(rule.limit, PerGroup) else memories[0]
+
+
+def _names_for_any_params(rule: Any) -> list[str]:
+    """Return the names of the scalars of a rule's reports."""
+    if isinstance(rule, Chain):
+        of_rules = {name for one in rule.rules for name in _names_for_any_params(one)}
+        return [name for name in LOGGED if name in of_rules]
+    if isinstance(rule, Masked):
+        return [name for name in _names_for_any_params(rule.rule) if name != "clip/skipped"]
+    if not (isinstance(rule, Rule) and rule.memory):
+        return _names_in(rule.update({}, rule.init({}), {})[2])
+
+    reports = [one.update(_one(), one.init(_one()), _one())[2] for one in _rules_of_one_norm(rule)]
+    found = {name for report in reports for name in _names_in(report)}
+    return [name for name in LOGGED if name in found]
+
+
+def _rules_of_one_norm(rule: Rule) -> list[Rule]:
+    """Return rules that measure one norm of all leaves, with the limit of each group, in the order of their states."""
+    limits = [rule.limit]
+    if isinstance(rule.limit, PerGroup):
+        limits = [limit for _, limit in sorted(rule.limit.limits, key=lambda pair: stable(repr(pair[0])))]
+    return [dataclasses.replace(rule, limit=limit, scope=all_leaves) for limit in limits]

@@ -27,7 +27,7 @@ class Averages(NamedTuple):
 
     averages: Array
     """In `Ema` -1 where there is no average yet."""
-    count: Array
+    norm_count: Array
 
 
 class MeansAndSquares(NamedTuple):
@@ -35,7 +35,7 @@ class MeansAndSquares(NamedTuple):
 
     means: Array
     squares: Array
-    count: Array
+    norm_count: Array
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +82,7 @@ class Ema(Remembers):
     def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
         """Compare with the averages, then update them with the clipped norms."""
         xp, averages = context.xp, state.averages
-        warm, unknown = state.count < self.warmup, averages < 0
+        warm, unknown = state.norm_count < self.warmup, averages < 0
         free, limits = unknown, self.ratio * averages
         if self.warmup:
             within, together = self._norm_of_all(norms, context)
@@ -91,7 +91,7 @@ class Ema(Remembers):
         left, first = xp.minimum(norms, limits), warm | unknown
         least = xp.where(unknown, left, xp.minimum(left, averages))
         moved = xp.where(first, least, self.decay * averages + (1 - self.decay) * left)
-        return limits, Averages(xp.where(first & (norms <= 0), averages, moved), state.count + 1)
+        return limits, Averages(xp.where(first & (norms <= 0), averages, moved), state.norm_count + 1)
 
     def _norm_of_all(self, norms: Array, context: Context) -> tuple[Array, Array]:
         """Return whether the joint norm is within ``warmup_norm``, and the limits that scale all norms to it."""
@@ -152,10 +152,10 @@ class SecondMoment(Remembers):
     def __call__(self, norms: Array, state: Averages, context: Context) -> tuple[Array, Averages]:
         """Compare with the mean square, then update it with the clipped norms."""
         xp, v = context.xp, state.averages
-        free = (align(xp, state.count, norms) < self.warmup) | (v <= 0)
+        free = (align(xp, state.norm_count, norms) < self.warmup) | (v <= 0)
         limits = xp.where(free, unlimited(xp, norms), L2.root(xp, self.factor * v))
         left = squarable(xp, at_most(xp, norms, limits))
-        return limits, Averages(self.decay * v + (1 - self.decay) * left * left, state.count + 1)
+        return limits, Averages(self.decay * v + (1 - self.decay) * left * left, state.norm_count + 1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,7 +196,7 @@ class MeanOverRms(Remembers):
 
     def __call__(self, norms: Array, state: MeansAndSquares, context: Context) -> tuple[Array, MeansAndSquares]:
         """Update the averages, then divide."""
-        xp, count, n = context.xp, state.count + 1, squarable(context.xp, norms)
+        xp, count, n = context.xp, state.norm_count + 1, squarable(context.xp, norms)
         means = self.mean_decay * state.means + (1 - self.mean_decay) * n
         squares = self.square_decay * state.squares + (1 - self.square_decay) * n * n
         steps = align(xp, xp.astype(count, n.dtype), n)

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 Array: TypeAlias = Any
 State: TypeAlias = Any
 
+SAVED_NAMES = {"norm_count": "count"}
+"""The names of fields of states in what is saved, where they differ.
+
+Optimizers look up fields by name in all of a state: a field of optax or Flax, such as ``count``, would be found twice.
+"""
 LARGEST = 1e18
 """The largest norm that enters a statistic of squares: its square fits into float32."""
 

@@ -47,7 +47,7 @@ class Constant(BuiltIn):
 class Counted(NamedTuple):
     """The number of steps taken."""
 
-    count: Array
+    norm_count: Array
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +81,7 @@ class Schedule(Remembers):
 
     def __call__(self, norms: Array, state: Counted, context: Context) -> tuple[Array, Counted]:
         """Call the function."""
-        return self.fn(context.xp.astype(state.count, context.xp.float32)), Counted(state.count + 1)
+        return self.fn(context.xp.astype(state.norm_count, context.xp.float32)), Counted(state.norm_count + 1)
 
 
 @dataclass(frozen=True, repr=False)

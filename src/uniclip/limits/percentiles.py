@@ -17,14 +17,14 @@ class History(NamedTuple):
     """The last norms, newest first along axis 1, -1 where there is none yet; and the number of norms in each row."""
 
     norms: Array
-    count: Array
+    norm_count: Array
 
 
 class Histogram(NamedTuple):
     """The number of norms up to each bin's logarithm, along axis 1; and the number of norms of each row."""
 
     below: Array
-    count: Array
+    norm_count: Array
 
 
 class Thresholds(NamedTuple):
@@ -69,9 +69,9 @@ class Percentile(Remembers):
     def __call__(self, norms: Array, state: History, context: Context) -> tuple[Array, History]:
         """Add the norms to the windows, and compute the percentiles."""
         xp, history = context.xp, push(context.xp, state.norms, norms)
-        count = xp.where(state.count < self.window, state.count + 1, self.window)
+        count = xp.where(state.norm_count < self.window, state.norm_count + 1, self.window)
         if self.filled:
-            begins = align(xp, state.count, history) < 1
+            begins = align(xp, state.norm_count, history) < 1
             history, count = xp.where(begins, xp.expand_dims(norms, axis=1), history), 0 * count + self.window
         low, high, share = _ranks(xp, self.percentile, count, norms.dtype)
         select = _select_on_host if isinstance(history, np.ndarray) else _select
@@ -123,7 +123,7 @@ class PercentileOfAll(Remembers):
 
     def __call__(self, norms: Array, state: Histogram, context: Context) -> tuple[Array, Histogram]:
         """Count the norms, and compute the percentiles."""
-        xp, count, (first, bins) = context.xp, state.count + 1, self._range(context.xp, norms)
+        xp, count, (first, bins) = context.xp, state.norm_count + 1, self._range(context.xp, norms)
         numbers = align(xp, context.asarray(xp.reshape(xp.arange(bins), (1, bins))), state.below)
         positive = norms > 0
         log = xp.where(positive, xp.log(xp.where(positive, norms, 1.0)), first)

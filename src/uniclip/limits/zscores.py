@@ -31,7 +31,7 @@ class Moments(NamedTuple):
 
     means: Array
     variances: Array
-    count: Array
+    norm_count: Array
 
 
 class NormsAndLosses(NamedTuple):
