@@ -68,6 +68,13 @@ def once(uc: ModuleType) -> dict[str, Once]:
         "by_example_layer_norm, by size": Once(
             uc.by_example_layer_norm(3.0, by_size=True), [[[6, 8]], [[5]]], [[[0.6 * 6**0.5, 0.8 * 6**0.5]], [[3**0.5]]]
         ),
+        "by_example_layer_norm, by size, one leaf empty": Once(
+            uc.by_example_layer_norm(1.0, by_size=True), [[[30, 40]], [[]], [[120]]],
+            [[[0.6 * (2 / 3) ** 0.5, 0.8 * (2 / 3) ** 0.5]], [[]], [[(1 / 3) ** 0.5]]],
+        ),
+        "by_example_layer_norm, by size, all leaves empty": Once(
+            uc.by_example_layer_norm(1.0, by_size=True), [[[]], [[]]], [[[]], [[]]]
+        ),
         "AUTO-S": Once(uc.auto_s(), [[[0.6, 0.8]]], [[[0.6 * 0.9901, 0.8 * 0.9901]]]),
         "NSGD": Once(uc.auto_s(gamma=1.0), [[[0.6, 0.8]]], [[[0.3, 0.4]]]),
         "PSAC": Once(uc.psac(), [[[0.6, 0.8], [6.0, 8.0]]], [[[0.55, 0.733333], [0.599407, 0.799209]]]),
