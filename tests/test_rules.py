@@ -8,6 +8,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -544,7 +545,7 @@ def test_a_rule_comes_back(name: str) -> None:
     rule = RULES[name]
     pickled = pickle.loads(pickle.dumps(rule))
     by_config = from_config(json.loads(json.dumps(to_config(rule, OWN), allow_nan=False)), OWN)
-    assert repr(pickled) == repr(rule)
+    assert repr(pickled) == repr(by_config) == repr(rule)
     if name != "cowclip":  # which holds an array
         printed = [eval(repr(one), {"uc": uc, "inf": math.inf, **OWN}) for one in (rule, by_config)]
         assert all(one == rule and hash(one) == hash(rule) for one in (pickled, by_config, *printed))
@@ -575,14 +576,31 @@ def test_a_rule_prints_as_the_call_that_made_it(text: str) -> None:
 
 @on_numpy
 def test_where_a_rule_comes_from_is_no_choice() -> None:
-    """It is in no comparison, no config and no state; an error shows it."""
+    """It is in no comparison and no state; an error shows it."""
     preset, by_hand = uc.by_global_norm(1.0), uc.Rule(1.0)
-    assert (preset, hash(preset), to_config(preset)) == (by_hand, hash(by_hand), to_config(by_hand))
+    assert (preset, hash(preset), to_config(preset)["fields"]) == (by_hand, hash(by_hand), to_config(by_hand)["fields"])
     one, other = uc.Clipper(uc.zclip()), uc.Clipper(replace(uc.zclip()))
     one.init(np.ones(1))
     other.load_state_dict(one.state_dict())
     with pytest.raises(ValueError, match=r"uc.adagc\(\) remembers each leaf"):
         (clipper := uc.Clipper(uc.adagc())).init([np.ones(1)]) or clipper([np.ones(1), np.ones(1)])
+
+
+@on_numpy
+def test_a_config_holds_the_call_that_made_a_rule() -> None:
+    """The rule prints as that call, if it makes the same rule: a changed config says what is in it."""
+    rule = uc.chain(uc.masked(uc.by_norm(Fraction(1, 2), [0, 1]), only_w), uc.by_group_norm({True: 1}, double))
+    config = json.loads(json.dumps(to_config(rule, OWN)))
+    text = "uc.chain(uc.masked(uc.by_norm(0.5, (0, 1)), only_w), uc.by_group_norm({True: 1}, double))"
+    assert (from_config(config, OWN), repr(from_config(config, OWN))) == (rule, text)
+
+    changed = to_config(uc.by_global_norm(1.0))
+    changed["fields"]["limit"]["fields"]["value"] = 0.5
+    assert repr(from_config(changed)) == "uc.Rule(0.5)"
+    for preset, named in (("uniclip.later", {}), ("uniclip.zclip", {"later": 1}), ("uniclip.zclip", {"z": 1})):
+        call = {"preset": preset, "positional": [], "named": named}
+        assert repr(from_config(to_config(uc.by_global_norm(1.0)) | {"call": call})) == "uc.Rule(1.0)"
+    assert repr(from_config(to_config(uc.Rule(1.0)))) == "uc.Rule(1.0)"
 
 
 @on_numpy
