@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -531,6 +532,25 @@ def test_sums_of_examples(framework: Framework) -> None:
         assert framework.numpy(report.clipped)
     none, _ = uc.clip_and_sum(framework.array(np.ones((0, 2))), uc.by_example_norm(1.0))
     assert framework.numpy(none).tolist() == [0.0, 0.0]
+
+
+def test_a_limit_for_each_layer_of_an_example(framework: Framework) -> None:
+    """Masks and groups that would not keep examples apart are refused with the line to write, which is right."""
+    grads = {"body": [framework.array([[3, 4], [0.03, 0.04]]), None], "head": framework.array([[12.0], [0.5]])}
+    masks = [
+        uc.masked(uc.by_example_norm(limit), lambda path, leaf, name=name: path[0] == name)
+        for name, limit in (("body", 0.1), ("head", 1.0))
+    ]
+    by_group = uc.by_group_norm({"body": 0.1, "head": 1.0}, first_key)
+    for rule, error in ((uc.chain(*masks), TypeError), (masks[0], TypeError), (by_group, ValueError)):
+        with pytest.raises(error, match=r"for a limit for each layer, write uc\.Rule") as refused:
+            uc.clip_and_sum(grads, rule)
+        line = re.search(r"write (uc\.Rule\(.*\)), where", str(refused.value))
+        assert line
+        total, _ = uc.clip_and_sum(grads, eval(line[1], {"uc": uc, "label": first_key}))
+        np.testing.assert_allclose(framework.numpy(total["body"][0]), [0.09, 0.12], rtol=1e-6)
+        np.testing.assert_allclose(framework.numpy(total["head"]), [1.5], rtol=1e-6)
+        assert total["body"][1] is None
 
 
 # --- Rules as text, as bytes and as JSON
