@@ -205,6 +205,15 @@ def test_checkpoints(tmp_path: Path) -> None:
         train(tmp_path, BATCHES[3:6], ClipGradients(rule), resume=tmp_path / "without" / "checkpoint-3", max_steps=6)
 
 
+def test_where_a_warning_points(tmp_path: Path) -> None:
+    """Twenty skipped steps are said at the line that begins the training, and so is an option that is not used."""
+    callback = ClipGradients(uc.by_global_norm(1e-9, skip_above=1e-9))
+    with pytest.warns(UserWarning, match="20 steps in a row") as seen:
+        train(tmp_path, BATCHES[:5] * 4, callback, max_grad_norm=0.7)
+    said = [str(one.message)[:17] for one in seen if one.filename == __file__]
+    assert said == ["max_grad_norm=0.7", "20 steps in a row"]
+
+
 def test_train_again(tmp_path: Path) -> None:
     """One callback serves one training after the other, after an error too, and so do its copies and pickles."""
     rule = uc.autoclip(50, window=4)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
@@ -18,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
+from uniclip._warnings import warn
 from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch_lane import gradients_of, lane
@@ -324,7 +324,7 @@ class Attached:
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         if saved:
-            self._look_up(saved)(3)
+            self._look_up(saved)()
         else:
             self._look_up_leaves()
             self._begin()
@@ -334,7 +334,7 @@ class Attached:
         """Make the state before the first step."""
         self._clipper.init(self._tree([p.detach() for p in self._params()]))
 
-    def _look_up(self, saved: dict[str, Any]) -> Callable[[int], None]:
+    def _look_up(self, saved: dict[str, Any]) -> Callable[[], None]:
         """Return what loads a saved memory, whatever groups its parameters were in, and warns of those it lacks."""
         self._look_up_leaves()
         theirs = labels_of(saved.get("leaves")) if isinstance(saved, dict) else []
@@ -348,11 +348,11 @@ class Attached:
         }
         load, new = self._clipper.look_up(renamed(saved, moved) if moved else saved)
 
-        def load_and_warn(level: int) -> None:
+        def load_and_warn() -> None:
             load()
             if new:
                 msg = f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which begin anew"
-                warnings.warn(msg, UserWarning, stacklevel=level)
+                warn(msg)
 
         return load_and_warn
 
@@ -372,7 +372,7 @@ class Attached:
         load, self._next_memory = self._next_memory, None
         self._lacks_memory = self.rule.memory and load is None
         if load is not None:
-            load(6)
+            load()
 
     # A step.
 
@@ -432,7 +432,7 @@ class Attached:
                 "save it with the rule attached; torch.distributed.checkpoint saves it beside the optimizer: "
                 '{"optimizer": ..., "clipping": handle}'
             )
-            warnings.warn(msg, UserWarning, stacklevel=4)
+            warn(msg)
         self._lacks_memory = False
 
     def _count_steps(self, optimizer: Any) -> Any:
