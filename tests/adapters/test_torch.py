@@ -889,7 +889,8 @@ def test_where_a_warning_points() -> None:
 @pytest.mark.parametrize("loop", ["plain", "a scheduler", "a closure", "Clipper"])
 def test_where_the_warning_of_skipped_steps_points(loop: str) -> None:
     """It is the line of the training loop, whatever of PyTorch lies between."""
-    rule, optimizer = uc.by_global_norm(1e-9, skip_above=1e-9), SGD([five()])
+    rule, param = uc.by_global_norm(1e-9, skip_above=1e-9), five()
+    optimizer = SGD([param])
     clipper = uc.Clipper(rule)
     if loop != "Clipper":
         attach(optimizer, rule)
@@ -901,6 +902,7 @@ def test_where_the_warning_of_skipped_steps_points(loop: str) -> None:
     }.get(loop, optimizer.step)
     for _ in range(19):
         step()
+        param.grad = torch.ones(2)
     with pytest.warns(UserWarning, match="20 steps in a row") as seen:
         step()
     assert [one.filename for one in seen] == [__file__]
