@@ -112,7 +112,7 @@ def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Cal
     >>> from uniclip.config import from_config, to_config
     >>> text = json.dumps(to_config(uc.zclip(z=3.0)))
     >>> from_config(json.loads(text))
-    uc.zclip(3.0)
+    uc.zclip(z=3.0)
     """
     names = dict(own or {}) | _NAMED
 
