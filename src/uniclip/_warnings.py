@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 _PACKAGES = {"site-packages", "dist-packages"}
-_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen ")
+_STANDARD = (str(Path(os.__file__).parent), "<frozen ")
 
 
 def warn(message: str) -> None:
