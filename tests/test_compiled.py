@@ -686,12 +686,35 @@ print(grads[0].tolist())
 """
 
 
+REFUSED = """
+import functools, itertools
+import numpy as np
+import torch
+import uniclip as uc
+from uniclip.integrations.torch import clip_grad_norm_
+
+leaves = [itertools.chain([]), zip([]), map(abs, []), functools.partial(abs), itertools.count(), object(), len, type]
+for leaf in [*leaves, torch.nn.Linear(1, 1), torch.float32, np.ma.array([1.0]), {1.0}, 1.0, "w"]:
+    try:
+        uc.clip([leaf], uc.by_global_norm(1.0))
+    except TypeError:
+        continue
+    raise AssertionError(leaf)
+model = torch.nn.Linear(1, 1)
+for param in model.parameters():
+    param.grad = torch.full_like(param, 4.0)
+torch.compile(lambda: clip_grad_norm_(model.parameters(), 0.5**0.5), backend="eager", fullgraph=True)()
+print([param.grad.item() for param in model.parameters()])
+"""
+
+
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
-def test_parameters_that_compiled_code_meets_first() -> None:
-    """A process that compiles at once, as most do, needs no graph break for parameters."""
-    done = subprocess.run([sys.executable, "-c", PARAMETERS], check=False, capture_output=True, text=True)
-    np.testing.assert_allclose(json.loads(done.stdout or done.stderr), [0.1, 0.1])
+@pytest.mark.parametrize(("source", "wanted"), [(PARAMETERS, 0.1), (REFUSED, 0.5)])
+def test_parameters_that_compiled_code_meets_first(source: str, wanted: float) -> None:
+    """A process that compiles at once needs no graph break for parameters, even if other leaves were refused before."""
+    done = subprocess.run([sys.executable, "-c", source], check=False, capture_output=True, text=True)
+    np.testing.assert_allclose(json.loads(done.stdout or done.stderr), [wanted, wanted], rtol=1e-6)
 
 
 @pytest.mark.compiled

@@ -761,8 +761,9 @@ def test_a_run_that_skips_every_step_says_so(framework: Framework, by: float, wh
         warnings.simplefilter("error")
         for norm in [by] * 19 + [1.0] + [by] * 19:
             clipper([framework.array([norm])])
-    with pytest.warns(UserWarning, match=f"20 steps in a row were skipped by uc.chain.*{why}"):
+    with pytest.warns(UserWarning, match=f"20 steps in a row were skipped by uc.chain.*{why}") as seen:
         clipper([framework.array([by])])
+    assert [one.filename for one in seen] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(50):

@@ -6,8 +6,10 @@ import functools
 import json
 import math
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -67,6 +69,13 @@ def once(uc: ModuleType) -> dict[str, Once]:
         ),
         "by_example_layer_norm, by size": Once(
             uc.by_example_layer_norm(3.0, by_size=True), [[[6, 8]], [[5]]], [[[0.6 * 6**0.5, 0.8 * 6**0.5]], [[3**0.5]]]
+        ),
+        "by_example_layer_norm, by size, one leaf empty": Once(
+            uc.by_example_layer_norm(1.0, by_size=True), [[[30, 40]], [[]], [[120]]],
+            [[[0.6 * (2 / 3) ** 0.5, 0.8 * (2 / 3) ** 0.5]], [[]], [[(1 / 3) ** 0.5]]],
+        ),
+        "by_example_layer_norm, by size, all leaves empty": Once(
+            uc.by_example_layer_norm(1.0, by_size=True), [[[]], [[]]], [[[]], [[]]]
         ),
         "AUTO-S": Once(uc.auto_s(), [[[0.6, 0.8]]], [[[0.6 * 0.9901, 0.8 * 0.9901]]]),
         "NSGD": Once(uc.auto_s(gamma=1.0), [[[0.6, 0.8]]], [[[0.3, 0.4]]]),
@@ -525,6 +534,25 @@ def test_sums_of_examples(framework: Framework) -> None:
     assert framework.numpy(none).tolist() == [0.0, 0.0]
 
 
+def test_a_limit_for_each_layer_of_an_example(framework: Framework) -> None:
+    """Masks and groups that would not keep examples apart are refused with the line to write, which is right."""
+    grads = {"body": [framework.array([[3, 4], [0.03, 0.04]]), None], "head": framework.array([[12.0], [0.5]])}
+    masks = [
+        uc.masked(uc.by_example_norm(limit), lambda path, leaf, name=name: path[0] == name)
+        for name, limit in (("body", 0.1), ("head", 1.0))
+    ]
+    by_group = uc.by_group_norm({"body": 0.1, "head": 1.0}, first_key)
+    for rule, error in ((uc.chain(*masks), TypeError), (masks[0], TypeError), (by_group, ValueError)):
+        with pytest.raises(error, match=r"for a limit for each layer, write uc\.Rule") as refused:
+            uc.clip_and_sum(grads, rule)
+        line = re.search(r"write (uc\.Rule\(.*\)), where", str(refused.value))
+        assert line
+        total, _ = uc.clip_and_sum(grads, eval(line[1], {"uc": uc, "label": first_key}))
+        np.testing.assert_allclose(framework.numpy(total["body"][0]), [0.09, 0.12], rtol=1e-6)
+        np.testing.assert_allclose(framework.numpy(total["head"]), [1.5], rtol=1e-6)
+        assert total["body"][1] is None
+
+
 # --- Rules as text, as bytes and as JSON
 
 OWN = {f.__name__: f for f in (double, falling, first_key, half, only_w, root)}
@@ -537,7 +565,7 @@ def test_a_rule_comes_back(name: str) -> None:
     rule = RULES[name]
     pickled = pickle.loads(pickle.dumps(rule))
     by_config = from_config(json.loads(json.dumps(to_config(rule, OWN), allow_nan=False)), OWN)
-    assert repr(pickled) == repr(rule)
+    assert repr(pickled) == repr(by_config) == repr(rule)
     if name != "cowclip":  # which holds an array
         printed = [eval(repr(one), {"uc": uc, "inf": math.inf, **OWN}) for one in (rule, by_config)]
         assert all(one == rule and hash(one) == hash(rule) for one in (pickled, by_config, *printed))
@@ -568,14 +596,31 @@ def test_a_rule_prints_as_the_call_that_made_it(text: str) -> None:
 
 @on_numpy
 def test_where_a_rule_comes_from_is_no_choice() -> None:
-    """It is in no comparison, no config and no state; an error shows it."""
+    """It is in no comparison and no state; an error shows it."""
     preset, by_hand = uc.by_global_norm(1.0), uc.Rule(1.0)
-    assert (preset, hash(preset), to_config(preset)) == (by_hand, hash(by_hand), to_config(by_hand))
+    assert (preset, hash(preset), to_config(preset)["fields"]) == (by_hand, hash(by_hand), to_config(by_hand)["fields"])
     one, other = uc.Clipper(uc.zclip()), uc.Clipper(replace(uc.zclip()))
     one.init(np.ones(1))
     other.load_state_dict(one.state_dict())
     with pytest.raises(ValueError, match=r"uc.adagc\(\) remembers each leaf"):
         (clipper := uc.Clipper(uc.adagc())).init([np.ones(1)]) or clipper([np.ones(1), np.ones(1)])
+
+
+@on_numpy
+def test_a_config_holds_the_call_that_made_a_rule() -> None:
+    """The rule prints as that call, if it makes the same rule: a changed config says what is in it."""
+    rule = uc.chain(uc.masked(uc.by_norm(Fraction(1, 2), [0, 1]), only_w), uc.by_group_norm({True: 1}, double))
+    config = json.loads(json.dumps(to_config(rule, OWN)))
+    text = "uc.chain(uc.masked(uc.by_norm(0.5, (0, 1)), only_w), uc.by_group_norm({True: 1}, double))"
+    assert (from_config(config, OWN), repr(from_config(config, OWN))) == (rule, text)
+
+    changed = to_config(uc.by_global_norm(1.0))
+    changed["fields"]["limit"]["fields"]["value"] = 0.5
+    assert repr(from_config(changed)) == "uc.Rule(0.5)"
+    for preset, named in (("uniclip.later", {}), ("uniclip.zclip", {"later": 1}), ("uniclip.zclip", {"z": 1})):
+        call = {"preset": preset, "positional": [], "named": named}
+        assert repr(from_config(to_config(uc.by_global_norm(1.0)) | {"call": call})) == "uc.Rule(1.0)"
+    assert repr(from_config(to_config(uc.Rule(1.0)))) == "uc.Rule(1.0)"
 
 
 @on_numpy

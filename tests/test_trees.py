@@ -421,6 +421,46 @@ def test_sizes_that_are_known_later(dtype: str) -> None:
         uc.clip(tf.IndexedSlices(tf.constant([[3.0]]), tf.constant([1])), rule)
 
 
+SHAPES: dict[str, Callable[[Any], Any]] = {
+    "a tuple": lambda tf: (4, 2),
+    "a list": lambda tf: [4, 2],
+    "an array": lambda tf: np.asarray([4, 2]),
+    "a tuple with a tensor": lambda tf: (tf.constant(4), 2),
+    "a shape": lambda tf: tf.TensorShape([4, 2]),
+    "an unknown shape": lambda tf: tf.TensorShape(None),
+}
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_dense_shape_that_is_no_tensor(name: str) -> None:
+    """It is what the slices get back, and says what a dense tensor would."""
+    import tensorflow as tf
+
+    shape = SHAPES[name](tf)
+    slices = tf.IndexedSlices(tf.constant([[3.0, 4.0], [3.0, 4.0]]), tf.constant([1, 1]), shape)
+    rules = [uc.by_global_norm(5.0), uc.by_norm(5.0), uc.agc(1.0), uc.by_value(-3.0, 3.0), uc.by_norm(5.0, axis=(1,))]
+    wanted = [[3.0, 4.0], [3.0, 4.0], [2.0, 2.0], [3.0, 3.0], [3.0, 4.0]]
+    if name != "an unknown shape":  # a mean needs a size
+        rules, wanted = [*rules, uc.by_block_rms(0.5)], [*wanted, [0.6 * 2**0.5, 0.8 * 2**0.5]]
+    for rule, row in zip(rules, wanted, strict=True):
+        clipped, _ = uc.clip(slices, rule, params=tf.ones((4, 2)))
+        np.testing.assert_allclose(clipped.values, [row, [0.0, 0.0]], rtol=1e-6)
+        assert clipped.dense_shape is shape
+
+
+@pytest.mark.needs("tensorflow")
+def test_a_dense_shape_of_which_a_part_is_known_later() -> None:
+    """A mean is over the rows that a value of the graph says."""
+    import tensorflow as tf
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([], tf.int32)])
+    def norm(values: Any, rows: Any) -> Any:
+        return uc.clip(tf.IndexedSlices(values, tf.constant([1, 3]), (rows, 2)), uc.by_block_rms(1.0))[1].norms
+
+    np.testing.assert_allclose(norm([[3.0, 3.0], [3.0, 3.0]], 6), math.sqrt(36 / 12), rtol=1e-6)
+
+
 @pytest.mark.only("torch", "tensorflow", "jax")
 @pytest.mark.parametrize("rule", [uc.by_block_rms(1.0), uc.by_average_norm(0.5), uc.by_norm(0.5, axis=0)])
 def test_sizes_of_sparse_gradients(framework: Framework, rule: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ import optree
 
 from uniclip._errors import check, short
 from uniclip._types import Number, Step, T
+from uniclip._warnings import warn
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives, to_lists
 from uniclip.joins import AllReduce, Loss, Shared
@@ -372,7 +372,7 @@ class Clipper:
             else "the gradients are not finite: look for the cause, such as a learning rate that is too large"
         )
         msg = f"{MANY_SKIPPED} steps in a row were skipped by {short(self.rule)}, and nothing is learned in them; {why}"
-        warnings.warn(msg, stacklevel=5)
+        warn(msg)
 
     def _refuse_traced(self, state: Any) -> None:
         if not outlives(optree.tree_leaves(state)):

@@ -6,17 +6,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from inspect import signature
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from uniclip import curves, limits, norms, scopes
-from uniclip._errors import public, short, source
+from uniclip._errors import Origin, public, settle, short, source, stable
 from uniclip.arraywise import ByValue, Function
 from uniclip.backends import backend_of, to_lists
 from uniclip.combine import Chain, Masked
+from uniclip.presets import adaptive, examples, fixed, relative
 from uniclip.rules import Rule
 
 _CHOICES = [getattr(module, name) for module in (curves, limits, norms, scopes) for name in module.__all__]
@@ -28,6 +32,12 @@ _NAMED: dict[str, Any] = {
     if isinstance(value, (type, FunctionType))
 }
 """The classes and functions that a rule can be made of: configs hold their names, and only these are looked up."""
+_PRESETS: dict[str, Any] = {
+    f"uniclip.{name}": getattr(module, name)
+    for module in (adaptive, examples, fixed, relative)
+    for name in module.__all__
+}
+"""The presets: a config also holds the call of the one that made a rule, as which the rule prints."""
 
 
 def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callable[[Any], Any] | None = None) -> Any:
@@ -59,10 +69,12 @@ def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callabl
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, str)):
             return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"number": str(value)}
-        if isinstance(value, tuple):
+        if isinstance(value, (float, Fraction, Decimal)):
+            return _texts(float(value))
+        if isinstance(value, (tuple, list, range)):
             return {"tuple": list(map(plain, value))}
+        if isinstance(value, Mapping):
+            return {"dict": [[plain(key), plain(one)] for key, one in value.items()]}
         return _array_as_data(value) if hasattr(value, "dtype") else named(value)
 
     def named(value: Any) -> Any:
@@ -70,7 +82,8 @@ def to_config(rule: Any, own: Mapping[str, Any] | None = None, *, other: Callabl
         if name is not None:
             return {"name": name}
         if kind is not None and is_dataclass(value):
-            return {"class": kind, "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)}}
+            config = {"class": kind, "fields": {f.name: plain(getattr(value, f.name)) for f in fields(value)}}
+            return config | _call_as_data(getattr(value, "origin", None), plain)
         return _refuse(value) if other is None else {"other": other(value)}
 
     return plain(rule)
@@ -99,7 +112,7 @@ def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Cal
     >>> from uniclip.config import from_config, to_config
     >>> text = json.dumps(to_config(uc.zclip(z=3.0)))
     >>> from_config(json.loads(text))
-    uc.Rule(uc.limits.ZScore(3.0, 0.97))
+    uc.zclip(z=3.0)
     """
     names = dict(own or {}) | _NAMED
 
@@ -110,11 +123,14 @@ def from_config(config: Any, own: Mapping[str, Any] | None = None, *, other: Cal
                 result = float(text)
             case {"tuple": [*items]}:
                 result = tuple(map(again, items))
+            case {"dict": [*pairs]}:
+                result = {again(key): again(value) for key, value in pairs}
             case {"array": [*_] as items, "dtype": str(dtype)}:
                 result = np.asarray(_numbers_of_data(items), dtype=dtype)
             case {"class": str(name), "fields": {**parts}}:
                 held = {str(field): again(value) for field, value in parts.items()}
                 result = _look_up(names, name, kind=True)(**held)
+                _settle_origin(result, part.get("call"), again)
             case {"name": str(name)}:
                 result = _look_up(names, name)
             case {"other": value} if other is not None:
@@ -140,6 +156,39 @@ def _look_up(names: Mapping[str, Any], name: str, *, kind: bool = False) -> Any:
         )
         raise ValueError(msg)
     return value
+
+
+def _call_as_data(origin: Origin | None, plain: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the call of the preset that made a rule; nothing for a rule that no preset made."""
+    preset = None if origin is None else _public_name(_PRESETS, origin.function)
+    if origin is None or preset is None:
+        return {}
+
+    named = {name: plain(value) for name, value in origin.named.items()}
+    return {"call": {"preset": preset, "positional": list(map(plain, origin.positional)), "named": named}}
+
+
+def _settle_origin(rule: Any, call: Any, again: Callable[[Any], Any]) -> None:
+    """Let a rule print as the call of a preset that a config holds, if this makes the same rule.
+
+    It need not: a config may have been changed by hand, or saved by a version in which the preset made another rule.
+    """
+    match call:
+        case {"preset": str(name), "positional": [*positional], "named": {**named}} if name in _PRESETS:
+            make = _PRESETS[name]
+        case _:
+            return
+
+    in_order = list(map(again, positional))
+    by_name = {str(argument): again(value) for argument, value in named.items()}
+    try:
+        signature(make).bind(*in_order, **by_name)
+    except TypeError:  # the preset of that version took other arguments
+        return
+
+    made = make(*in_order, **by_name)
+    if stable(repr(replace(made))) == stable(repr(rule)):  # without its origin, a rule prints its choices
+        settle(rule, origin=made.origin)
 
 
 def _refuse(value: Any) -> Any:

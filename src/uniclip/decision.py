@@ -15,7 +15,14 @@ from uniclip.backends.base import HOST, LIBRARY, Lane, cast
 from uniclip.choices import Choices
 from uniclip.plan import Plan, plan_of
 from uniclip.report import LazyReport, Report, StepValues, report_of
+from uniclip.scopes import everything
 from uniclip.tree import Opened, open_tree
+
+LIMIT_FOR_EACH_LAYER = (
+    "write uc.Rule(uc.limits.PerGroup({'body': 0.1, 'head': 1.0}), scope=uc.Scope(uc.scopes.each_example.axes, label))"
+    ", where label(path, leaf) returns the name of a leaf's layer, such as path[0]"
+)
+"""How to limit each example's gradient layer by layer, for errors."""
 
 
 class Decision(NamedTuple):
@@ -104,7 +111,7 @@ class Decision(NamedTuple):
 def _refuse_summed(given: Opened, plan: Plan) -> None:
     """Refuse norms over all examples, and leaves with different numbers of examples."""
     present = given.kinds.present
-    shapes = [tuple(given.leaves[number].shape) for number in present]
+    shapes = [tuple(given.shape_of(number)) for number in present]
     for number, shape in zip(present, shapes, strict=True):
         axes = plan.axes[number]
         if shape and (axes is None or 0 in axes):
@@ -112,6 +119,8 @@ def _refuse_summed(given: Opened, plan: Plan) -> None:
                 "rule must keep the examples apart, as uc.by_example_norm(1.0) does: its scope, "
                 f"{short(plan.scope)}, takes one norm over all of them"
             )
+            if plan.scope.label not in {None, everything}:
+                msg += f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}"
             raise ValueError(msg)
         first = shapes[0]
         if not (first and shape) or (first[0] != shape[0] and None not in {first[0], shape[0]}):

@@ -62,7 +62,7 @@ def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
         if theirs.leaves[number] is None:
             msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
             raise ValueError(msg)
-        shape, of_gradient = theirs.leaves[number].shape, given.leaves[number].shape
+        shape, of_gradient = theirs.leaves[number].shape, given.shape_of(number)
         if not (shape == of_gradient or same_shape(shape, of_gradient)):  # some are known at run time
             msg = f"{theirs.place(number)} has shape {tuple(shape)}, {given.place(number)} {tuple(of_gradient)}"
             raise ValueError(msg)

@@ -57,7 +57,7 @@ def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, p
     """
     trees = [given] if params is None else [given, params]
     parts = tuple([tuple(tree.parts.items()) for tree in trees if tree.odd])
-    shapes = tuple([x if x is None else x.shape for x in given.leaves]) if rule.by_shape and mode != TRACED else None
+    shapes = _shapes_of(given) if rule.by_shape and mode != TRACED else None
     key: Any = given.spec, given.kinds, mode, shapes, parts, join, join and (join.narrow, join.checked)
     plan = None if mode == TRACED else rule.plans.get(key)
     if plan is not None:
@@ -69,6 +69,13 @@ def plan_of(rule: Choices, given: Opened, mode: int, join: Join | None = None, p
             rule.plans.clear()
         rule.plans[key] = plan
     return plan
+
+
+def _shapes_of(given: Opened) -> tuple[Any, ...]:
+    """Return the shape of each leaf, ``None`` for an absent one."""
+    if not given.odd:
+        return tuple([leaf if leaf is None else leaf.shape for leaf in given.leaves])
+    return tuple([leaf if leaf is None else given.shape_of(number) for number, leaf in enumerate(given.leaves)])
 
 
 class Plan:

@@ -146,10 +146,13 @@ def _add_counts(plan: Plan, block: Block, counts: list[list[Any]]) -> Any:
 
 
 def divisors_of(plan: Plan, sizes: list[Any], power: float) -> tuple[list[Any], list[Any]]:
-    """Return numbers of entries, at least 1, in the dtype of the norms; and what norms are divided by."""
+    """Return numbers of entries in the dtype of the norms, and what norms are divided by."""
     counts, by = [], []
     for size in sizes:
         xp = np if isinstance(size, np.ndarray) else plan.math.library.xp
-        counts.append(plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size))))
-        by.append(counts[-1] ** power if plan.math.host else plan.math.to_library(counts[-1] ** power))
+        counts.append(plan.math.round_to_norms(size))
+
+        # The norm of no entries is 0, and stays 0.
+        divisor = plan.math.round_to_norms(xp.where(size > 0, size, xp.ones_like(size))) ** power
+        by.append(divisor if plan.math.host else plan.math.to_library(divisor))
     return counts, by

@@ -72,6 +72,13 @@ class Opened(NamedTuple):
         """Whether a leaf stores only some of its rows, or of its entries."""
         return number in self.odd and self.odd[number].rows is not None
 
+    def shape_of(self, number: int) -> Any:
+        """Return the shape of a leaf that is present, with ``None`` for lengths that are values of a graph."""
+        leaf, odd = self.leaves[number], self.odd.get(number)
+        if odd is None or not isinstance(odd.shape, tuple):
+            return leaf.shape
+        return tuple([length if isinstance(length, int) else None for length in odd.shape])
+
     def close(self, arrays: list[Any]) -> Any:
         """Return a tree like the one that was opened, of changed arrays."""
         return self.spec.unflatten(self.restore_leaves(arrays) if self.odd else arrays)

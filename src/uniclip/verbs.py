@@ -12,6 +12,8 @@ from typing import Any
 from uniclip._errors import LIMIT, nonnegatives, real, short
 from uniclip._types import Number, Step, T
 from uniclip.arraywise import AnyRule, ByValue, as_rule
+from uniclip.combine import Masked, walk_rules
+from uniclip.decision import LIMIT_FOR_EACH_LAYER
 from uniclip.joins import AllReduce, Shared
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
@@ -131,7 +133,8 @@ def clip_and_sum(
         The examples along the first axis of every leaf, as ``jax.vmap(jax.grad(loss), (None, 0))`` and
         ``torch.func.vmap(torch.func.grad(loss), (None, 0))`` return them.
     rule : Rule
-        One without memory, such as `uniclip.by_example_norm`.
+        One without memory, such as `uniclip.by_example_norm`. With a limit for each layer:
+        ``uc.Rule(uc.limits.PerGroup(limits), scope=uc.Scope(uc.scopes.each_example.axes, label))``.
     params, all_reduce, shared
         As in `clip`.
 
@@ -160,7 +163,10 @@ def clip_and_sum(
     [array([1.8, 2.4]), array([6.])]
     """
     if not isinstance(rule, Rule):
-        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}"
+        # What a mask leaves out would be summed without a limit.
+        parts = any([isinstance(inner, Masked) for inner in walk_rules(rule)])
+        hint = f"; for a limit for each layer, {LIMIT_FOR_EACH_LAYER}" if parts else ""
+        msg = f"rule must be one of norms, such as uc.by_example_norm(1.0), got {short(rule)}{hint}"
         raise TypeError(msg)
     _refuse_memory(rule, "clipped, state, report = rule.update(grads, state), and add up what is clipped")
     step = Step(params, all_reduce, shared=shared)

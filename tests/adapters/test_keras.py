@@ -245,6 +245,7 @@ def test_config() -> None:
     config = json.loads(json.dumps(keras.saving.serialize_keras_object(optimizer)))
     again = keras.saving.deserialize_keras_object(config)
     assert again.get_config() == optimizer.get_config()
+    assert repr(again.rule.rules[0]) == f"uc.masked(uc.zclip(z=2.0), {is_matrix.__qualname__})"
     assert isinstance(again.inner, AdamW)
     assert (again.name, again.loss_scale_factor, again.gradient_accumulation_steps) == ("mine", 2.0, 3)
     tree = {"net/w": np.asarray([8.0, -6.0], np.float32), "net/b": np.asarray([5.0], np.float32)}
@@ -254,6 +255,26 @@ def test_config() -> None:
     for wrong in (uc.masked(bounds, lambda path, leaf: True), uc.by_group_norm({"a": 1.0}, lambda path, leaf: "a")):
         with pytest.raises(TypeError, match="register_keras_serializable"):
             ClippedOptimizer(SGD(), wrong).get_config()
+
+
+@on_tensorflow
+def test_a_copy_prints_the_preset() -> None:
+    """An optimizer that was made of a config, or saved and loaded, shows the rule as it was written."""
+    optimizer = ClippedOptimizer(SGD(), uc.by_global_norm(1.0))
+    again = ClippedOptimizer.from_config(optimizer.get_config())
+    assert repr(again) == repr(optimizer) == "<ClippedOptimizer: uc.by_global_norm(1.0), SGD, not built>"
+
+
+@on_tensorflow
+def test_an_error_shows_the_preset() -> None:
+    """Also where Keras' output axis is another one than the framework's."""
+    import tensorflow as tf
+
+    optimizer, table = ClippedOptimizer(SGD(), uc.cowclip(np.ones(3, np.float32))), keras.Variable(np.ones((3, 2)))
+    slices = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1]), tf.constant([3, 2]))
+    optimizer.build([table])
+    with pytest.raises(TypeError, match=r"uc\.cowclip\(.* has a limit for each row"):
+        optimizer.apply([slices], [table])
 
 
 def clipped(inner: Any, rule: Any = BY_NORM) -> ClippedOptimizer:

@@ -251,6 +251,14 @@ def test_checkpoints(tmp_path: Path) -> None:
         run("without.ckpt")
 
 
+def test_where_a_warning_points() -> None:
+    """Twenty skipped steps are said at the line that begins the fit, not at one of Lightning's or PyTorch's."""
+    callback = ClipGradients(uc.by_global_norm(1e-9, skip_above=1e-9))
+    with pytest.warns(UserWarning, match="20 steps in a row") as seen:
+        fit(Module(), BATCHES[:5], callback, max_epochs=4)
+    assert [one.filename for one in seen if "20 steps" in str(one.message)] == [__file__]
+
+
 def test_fit_again() -> None:
     """One callback serves one fit after the other, after an error too; so do copies and pickles, without the model."""
     rule = uc.autoclip(50, window=4)

@@ -745,6 +745,28 @@ def test_where_a_warning_points() -> None:
         assert [one.filename for one in seen] == [__file__]
 
 
+@pytest.mark.parametrize("loop", ["plain", "a scheduler", "a closure", "Clipper"])
+def test_where_the_warning_of_skipped_steps_points(loop: str) -> None:
+    """It is the line of the training loop, whatever of PyTorch lies between."""
+    rule, param = uc.by_global_norm(1e-9, skip_above=1e-9), five()
+    optimizer = SGD([param])
+    clipper = uc.Clipper(rule)
+    if loop != "Clipper":
+        attach(optimizer, rule)
+    if loop == "a scheduler":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = {
+        "a closure": lambda: optimizer.step(lambda: torch.tensor(0.0)),
+        "Clipper": lambda: clipper([torch.ones(2)]),
+    }.get(loop, optimizer.step)
+    for _ in range(19):
+        step()
+        param.grad = torch.ones(2)
+    with pytest.warns(UserWarning, match="20 steps in a row") as seen:
+        step()
+    assert [one.filename for one in seen] == [__file__]
+
+
 def test_leaves_that_are_gone_are_saved() -> None:
     """What is saved has their rows, and gives them back where the leaves come later, with a warning for new ones."""
     rule, (a, b, c) = uc.norm_growth(1.5), [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]

@@ -155,8 +155,9 @@ def test_other_rules(tmp_path: Path) -> None:
 def test_own_option(own: float | None, tmp_path: Path) -> None:
     """Beside a rule the Trainer's own clipping is not used, which a warning says."""
     rule, seen = uc.by_global_norm(0.5), Seeing()
-    with pytest.warns(UserWarning, match="max_grad_norm=0.1") if own else nullcontext():
+    with pytest.warns(UserWarning, match="max_grad_norm=0.1") if own else nullcontext([]) as warned:
         made = train(tmp_path, BATCHES, ClipGradients(rule), seen, max_grad_norm=own)
+    assert {one.filename for one in warned} <= {__file__}
     near(made.model.arrays(), by_hand(rule, BATCHES)[0].weights)
     assert set(seen.own) == {0.0}
     assert made.args.max_grad_norm == own
@@ -216,6 +217,14 @@ def test_checkpoints(tmp_path: Path) -> None:
     train(tmp_path / "without", BATCHES[:3], **saved)
     with pytest.warns(UserWarning, match="no state of"):
         train(tmp_path, BATCHES[3:6], ClipGradients(rule), resume=tmp_path / "without" / "checkpoint-3", max_steps=6)
+
+
+def test_where_a_warning_points(tmp_path: Path) -> None:
+    """Twenty skipped steps are said at the line that begins the training."""
+    callback = ClipGradients(uc.by_global_norm(1e-9, skip_above=1e-9))
+    with pytest.warns(UserWarning, match="20 steps in a row") as seen:
+        train(tmp_path, BATCHES[:5] * 4, callback)
+    assert [one.filename for one in seen] == [__file__]
 
 
 def test_train_again(tmp_path: Path) -> None:

@@ -196,8 +196,9 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     record = Recorder(tmp_path / "sub" / "run.jsonl", every=2)
     (tmp_path / "sub").rmdir()
     record(report_of(1.0))
-    with pytest.warns(UserWarning, match="recording stops: .*No such file"):
+    with pytest.warns(UserWarning, match="recording stops: .*No such file") as seen:
         record(report_of(1.0))
+    assert [one.filename for one in seen] == [__file__]
     record(report_of(1.0))
 
 

@@ -289,7 +289,7 @@ def _trust(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
 def _split(spec: Spec, norms: list[Span], state: State, given: Given) -> Answer:
     joint, by_size = spec[1:]
     sizes = given.sizes() if by_size else [1] * len(norms)
-    shares = [LONG(size) / LONG(sum(sizes)) for size in sizes]
+    shares = [LONG(size) / LONG(max(sum(sizes), 1)) for size in sizes]
     pairs = zip(norms, shares, strict=True)
     return [exact(joint * np.sqrt(share), n.precision).rounded(8) for n, share in pairs], state
 
@@ -927,7 +927,7 @@ def norms_of(plan: Plan, leaves: list[Leaf], machine: Machine) -> tuple[list[Spa
             raise Inconclusive("a norm that only some of the norms' dtypes can hold")
         broken.append(np.asarray(spoiled | np.isinf(norm.hi)))
         norms.append(norm)
-        sizes.append(max(size, 1))
+        sizes.append(size)
     return norms, broken, sizes
 
 

@@ -29,8 +29,11 @@ __all__ = [
     "to_lists",
 ]
 
-MET: dict[type, Backend | None] = {}
-"""The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
+MET: dict[type, Backend] = {}
+"""The backends of the classes of arrays that were met; not functools.lru_cache, about which torch.compile warns.
+
+No other class is kept: ``torch.compile`` looks at all keys, and cannot compare some, such as ``itertools.chain``.
+"""
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
@@ -76,7 +79,7 @@ def _find_backend(leaf: Any) -> Backend | None:
     roots = [base.__module__.partition(".")[0] for base in cls.__mro__]
     load = next(filter(None, map(_LOADERS.get, roots)), None)
     backend = load() if load else _other(leaf)
-    if not compiling():  # which would compile again for each class
+    if backend is not None and not compiling():  # which would compile again for each class
         MET[cls] = backend
     return backend
 
@@ -132,5 +135,5 @@ def _other(leaf: Any) -> Backend | None:
     if not known:
         return None
     xp = array_api_compat.array_namespace(leaf)
-    same = (backend for backend in MET.values() if backend is not None and backend.xp is xp)
+    same = (backend for backend in MET.values() if backend.xp is xp)
     return next(same, None) or Backend(xp)

@@ -385,9 +385,28 @@ def _open_slices(slices: tf.IndexedSlices, *, whole: bool) -> Leaf:
         return tf.IndexedSlices(new, slices.indices, slices.dense_shape)
 
     summed = tf.ensure_shape(tf.math.unsorted_segment_sum(wide, first, count), values.shape)
+    return Leaf(summed, back, rows=slices.indices, shape=_lengths_of(slices))
+
+
+def _lengths_of(slices: tf.IndexedSlices) -> Any:
+    """Return the shape of slices as a dense tensor, ``None`` if they tell it themselves."""
     shape = slices.dense_shape
-    lengths = None if shape is None or slices.shape.is_fully_defined() else tf.unstack(tf.cast(shape, tf.float64))
-    return Leaf(summed, back, rows=slices.indices, shape=lengths)
+    if shape is None:
+        return None
+    if tf.is_tensor(shape):
+        return None if slices.shape.is_fully_defined() else tf.unstack(tf.cast(shape, tf.float64))
+
+    # TensorFlow leaves a tuple as it was given, and then ``slices.shape`` is an error.
+    if isinstance(shape, tf.TensorShape):  # which may be unknown
+        shape = shape.merge_with([None, *slices.values.shape[1:]])
+    return tuple(map(_length, shape))
+
+
+def _length(length: Any) -> Any:
+    """Return one number of a shape, a Python integer if it is known."""
+    if tf.is_symbolic_tensor(length):
+        return tf.cast(length, tf.float64)
+    return length if length is None else int(length)
 
 
 BACKEND = _TensorFlow(namespace)

@@ -7,7 +7,6 @@ import atexit
 import math
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from uniclip._errors import check, real, short, whole
 from uniclip._types import Step
+from uniclip._warnings import warn
 from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import compiling
 from uniclip.backends.base import stack_arrays
@@ -324,7 +324,7 @@ class Recorder:
             if self._file is None:
                 raise
             self._writes = False
-            warnings.warn(f"recording stops: {error}", UserWarning, stacklevel=4)
+            warn(f"recording stops: {error}")
 
     def _drop_leaves(self, rows: list[dict[str, Any]]) -> None:
         """Leave out the norms of leaves but at the end of a window and at spikes."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from uniclip._errors import check, needs, short
+from uniclip._warnings import warn
 from uniclip.arraywise import AnyRule
 from uniclip.combine import rules_with_norms
 from uniclip.integrations import refuse_record, rule_for_steps
@@ -14,7 +15,6 @@ with needs("Hugging Face transformers", "'transformers[torch]'"):
     from transformers import TrainerCallback
 
 import dataclasses
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from uniclip.integrations.torch.checks import names_in
@@ -313,6 +313,6 @@ def _take_max_grad_norm(args: Any) -> Any:
     default = next(field.default for field in dataclasses.fields(args) if field.name == "max_grad_norm")
     if args.max_grad_norm and args.max_grad_norm != default:
         msg = f"max_grad_norm={args.max_grad_norm} is not used, since uniclip clips: leave it out, or set it to 0"
-        warnings.warn(msg, UserWarning, stacklevel=3)
+        warn(msg)
     given, args.max_grad_norm = args.max_grad_norm, 0.0
     return given

@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     params: Array = None
     """The norms of the parameters, like ``norms``."""
     sizes: Array = None
-    """The number of entries of each norm, at least 1: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
+    """The number of entries of each norm, 0 if it has none: of shape ``(k, 1, ...)``, in the dtype of ``norms``."""
     absent: Sequence[bool] = ()
     """For each row, whether all gradients of its group are absent; empty if no gradient is, or if it is not known."""
     present: Array = None
@@ -126,7 +126,7 @@ class Context:
 
     @property
     def sizes(self) -> Array:
-        """The number of entries of each norm, at least 1, as ``(k, 1, ...)``; requires ``"sizes"`` in ``needs``."""
+        """The number of entries of each norm, may be 0, as ``(k, 1, ...)``; requires ``"sizes"`` in ``needs``."""
         self._refuse_unless_needed("sizes")
         return self._blocks[self._number].sizes
 

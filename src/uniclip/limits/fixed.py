@@ -205,7 +205,9 @@ class Split(BuiltIn):
             count = context.count
             count = max(count, 1) if isinstance(count, int) else context.xp.where(count > 0, count, 1.0)
             return self.total * count**-0.5, state
-        return self.total * (context.sizes / context.asarray(context.total(lambda one: one.sizes))) ** 0.5, state
+        entries = context.asarray(context.total(lambda one: one.sizes))
+        share = context.sizes / context.xp.where(entries > 0, entries, 1.0)
+        return self.total * share**0.5, state
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from uniclip._errors import settle
 from uniclip.combine import Chain, Masked
 from uniclip.rules import Rule
 
@@ -20,7 +21,9 @@ def output_last(rule: Any) -> Any:
         return Masked(output_last(rule.rule), rule.where)
     if isinstance(rule, Rule) and callable(rule.scope.axes):
         axes = rule.scope.axes
-        return replace(rule, scope=replace(rule.scope, axes=lambda ndim, _: axes(ndim, -1)))
+        changed = replace(rule, scope=replace(rule.scope, axes=lambda ndim, _: axes(ndim, -1)))
+        settle(changed, origin=rule.origin)  # as which errors show it
+        return changed
     return rule
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
+from uniclip._warnings import warn
 from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch_lane import gradients_of, lane
@@ -180,7 +180,7 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
             f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave out what "
             f"{short(rule)} remembers: save handle.state_dict() beside it, and load it by handle.load_state_dict(saved)"
         )
-        warnings.warn(msg, UserWarning, stacklevel=2)
+        warn(msg)
     return Attached(stepped, Clipper(rule, record), all_reduce, shared, known)
 
 
@@ -371,7 +371,7 @@ class Attached:
         """
         check("saved", saved, isinstance(saved, dict), "what state_dict() returned")
         if saved:
-            self._look_up(saved)(3)
+            self._look_up(saved)()
         else:
             self._look_up_leaves()
             self._begin()
@@ -381,7 +381,7 @@ class Attached:
         """Make the state before the first step."""
         self._clipper.init(self._tree([p.detach() for p in self._params()]))
 
-    def _look_up(self, saved: dict[str, Any]) -> Callable[[int], None]:
+    def _look_up(self, saved: dict[str, Any]) -> Callable[[], None]:
         """Return what loads a saved memory, whatever groups its parameters were in, and warns of those it lacks."""
         self._look_up_leaves()
         theirs = labels_of(saved.get("leaves")) if isinstance(saved, dict) else []
@@ -395,11 +395,11 @@ class Attached:
         }
         load, new = self._clipper.look_up(renamed(saved, moved) if moved else saved)
 
-        def load_and_warn(level: int) -> None:
+        def load_and_warn() -> None:
             load()
             if new:
                 msg = f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which begin anew"
-                warnings.warn(msg, UserWarning, stacklevel=level)
+                warn(msg)
 
         return load_and_warn
 
@@ -419,7 +419,7 @@ class Attached:
         load, self._next_memory = self._next_memory, None
         self._lacks_memory = self.rule.memory and load is None
         if load is not None:
-            load(6)
+            load()
 
     # A step.
 
@@ -534,7 +534,7 @@ class Attached:
                 "save it with the rule attached; torch.distributed.checkpoint saves it beside the optimizer: "
                 '{"optimizer": ..., "clipping": handle}'
             )
-            warnings.warn(msg, UserWarning, stacklevel=4)
+            warn(msg)
         self._lacks_memory = False
 
     def _clip_in_lane(self, rule: Rule) -> bool:
