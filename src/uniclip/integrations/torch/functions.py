@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from numbers import Number
@@ -15,7 +16,6 @@ import torch
 
 from uniclip._errors import LIMIT, article, check, nonnegative, number, short, within
 from uniclip._types import Array, NonFinite, Step
-from uniclip._warnings import warn
 from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
 from uniclip.backends.torch_lane import gradients_of, lane
@@ -316,7 +316,8 @@ def _tensors(given: Any, name: str, *, absent: bool = False) -> list[Any]:
     tensors = list(given)
     if not tensors and isinstance(given, Iterator):
         why = "it was read before, or the module has no parameters"
-        warn(f"{name} is an empty generator, and there is nothing to clip: {why}")
+        # Compiled code cannot walk its own stack, as uniclip's own warnings do.
+        warnings.warn(f"{name} is an empty generator, and there is nothing to clip: {why}", stacklevel=3)
     others = [other for other in tensors if not isinstance(other, torch.Tensor) and not (absent and other is None)]
     if others:
         msg = f"{name} must hold tensors, got {_described(others[0])}: pass {usual}"
