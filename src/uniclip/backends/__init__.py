@@ -19,6 +19,7 @@ from uniclip.backends.numpy import BACKEND as DEFAULT
 __all__ = [
     "DEFAULT",
     "MET",
+    "UNTOLD",
     "Backend",
     "backend_by",
     "backend_of",
@@ -26,11 +27,16 @@ __all__ = [
     "flatten_registered",
     "numpy_of",
     "outlives",
+    "tell_compilers",
     "to_lists",
 ]
 
 MET: dict[type, Backend | None] = {}
 """The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
+
+
+UNTOLD: list[str] = ["torch._dynamo"]
+"""The module of a compiler for which `tell_compilers` has to be called, once it is loaded."""
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
@@ -121,7 +127,20 @@ def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | No
 def compiling() -> bool:
     """Whether ``torch.compile`` traces the caller, where NumPy's dtypes and modules of builtins cannot be looked up."""
     torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+    if torch is None or not torch.compiler.is_dynamo_compiling():
+        return False
+    from uniclip.backends import torch_between_graphs  # noqa: F401 - imported for old compilers
+
+    return True
+
+
+def tell_compilers() -> None:
+    """Tell compilers that cannot compile uniclip to run it between their graphs; call it where they are loaded."""
+    from uniclip.backends import torch_between_graphs  # noqa: F401 - compilers run the imports that they trace
+
+    # A change in traced code would have it compiled anew.
+    if not compiling():
+        UNTOLD.clear()
 
 
 def _other(leaf: Any) -> Backend | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, reduce
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,6 +213,12 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
 """Kinds of tensors that cannot be clipped, why, and what to convert them to."""
 
 
+def _without_checks() -> AbstractContextManager[None]:
+    """Return a context in which sparse tensors of known indices are made without a look at these."""
+    # PyTorch 2.11 and 2.12 warn of unchecked indices, even where ``check_invariants=False`` asks for that.
+    return torch.sparse.check_sparse_tensor_invariants(enable=False)
+
+
 def _replace_entries(leaf: Any, new: Any) -> None:
     """Give a COO tensor other entries, in memory of its own."""
     leaf.data = new
@@ -399,8 +405,13 @@ class _Torch(dtensor.Distributed):
             return self._open_coo(leaf, in_place=in_place)
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
-            back = partial(make, outer(leaf), inner(leaf), size=leaf.shape, check_invariants=False)
+            indices = outer(leaf), inner(leaf)
             values = leaf.values()
+
+            def back(new: Array) -> Any:
+                with _without_checks():
+                    return make(*indices, new, size=leaf.shape, check_invariants=False)
+
             return Leaf(values, back, values, ())
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
@@ -412,7 +423,8 @@ class _Torch(dtensor.Distributed):
         indices, values = single.indices(), single.values()
 
         def back(new: Array) -> Any:
-            made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
+            with _without_checks():
+                made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
             return _replace_entries(leaf, made) if in_place else made
 
         return Leaf(values, back, values if single is leaf else leaf._values(), indices[0] if len(indices) == 1 else ())
