@@ -23,7 +23,7 @@ from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed
 from uniclip._types import Path
-from uniclip.backends import DEFAULT, MET, UNTOLD, Backend, backend_of, flatten_registered, tell_compilers
+from uniclip.backends import COMPILER, DEFAULT, MET, UNTOLD, Backend, backend_of, flatten_registered, tell_compilers
 from uniclip.backends.arrays import View, overlapping, overlaps_itself
 from uniclip.backends.base import Kinds, Leaf, cast
 
@@ -185,7 +185,7 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
 def flatten_known(tree: Any) -> tuple[list[Any], Any]:
     """Return leaves and structure of a tree; a container of a class that was not met yet is a leaf."""
     # Every call comes here before it does anything that an old compiler would crash in.
-    if UNTOLD and UNTOLD[0] in sys.modules:
+    if UNTOLD and COMPILER in sys.modules:
         tell_compilers()
     return tree if isinstance(tree, Flat) else optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 

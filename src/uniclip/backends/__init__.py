@@ -17,6 +17,7 @@ from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
 __all__ = [
+    "COMPILER",
     "DEFAULT",
     "MET",
     "UNTOLD",
@@ -35,8 +36,10 @@ MET: dict[type, Backend | None] = {}
 """The backends of the classes that were met; not functools.lru_cache, about which torch.compile warns."""
 
 
-UNTOLD: list[str] = ["torch._dynamo"]
-"""The module of a compiler for which `tell_compilers` has to be called, once it is loaded."""
+COMPILER = "torch._dynamo"
+"""The module of a compiler that has to be told about uniclip, by `tell_compilers`, once it is loaded."""
+UNTOLD = [COMPILER]
+"""Empty once it was told."""
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
