@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,9 +192,32 @@ STORAGE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 """Storage formats, with which PyTorch does not compute: they are converted to float32."""
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES = {*FLOATS, *STORAGE, *_INTEGERS, torch.complex32}
+
+
+def _without_warning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes a sparse tensor of known indices, so that it does not warn that nobody checks them."""
+
+    def made(*args: Any, **options: Any) -> Any:
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            return make(*args, **options)
+
+    # PyTorch 2.11 and 2.12 warn even where ``check_invariants=False`` asks for it.
+    warns = torch.__version__ >= (2, 11) and torch.__version__ < (2, 13)
+    return made if warns else make
+
+
+_make_coo = _without_warning(torch.sparse_coo_tensor)
 _COMPRESSED = {
-    torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_csr: (
+        _without_warning(torch.sparse_csr_tensor),
+        torch.Tensor.crow_indices,
+        torch.Tensor.col_indices,
+    ),
+    torch.sparse_csc: (
+        _without_warning(torch.sparse_csc_tensor),
+        torch.Tensor.ccol_indices,
+        torch.Tensor.row_indices,
+    ),
 }
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
 _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
@@ -211,12 +234,6 @@ _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (lambda x: x.dtype not in _DTYPES, "PyTorch does not calculate with {0.dtype}; use to(torch.float32)"),
 ]
 """Kinds of tensors that cannot be clipped, why, and what to convert them to."""
-
-
-def _without_checks() -> AbstractContextManager[None]:
-    """Return a context in which sparse tensors of known indices are made without a look at these."""
-    # PyTorch 2.11 and 2.12 warn of unchecked indices, even where ``check_invariants=False`` asks for that.
-    return torch.sparse.check_sparse_tensor_invariants(enable=False)
 
 
 def _replace_entries(leaf: Any, new: Any) -> None:
@@ -405,13 +422,8 @@ class _Torch(dtensor.Distributed):
             return self._open_coo(leaf, in_place=in_place)
         if leaf.layout in _COMPRESSED:
             make, outer, inner = _COMPRESSED[leaf.layout]
-            indices = outer(leaf), inner(leaf)
+            back = partial(make, outer(leaf), inner(leaf), size=leaf.shape, check_invariants=False)
             values = leaf.values()
-
-            def back(new: Array) -> Any:
-                with _without_checks():
-                    return make(*indices, new, size=leaf.shape, check_invariants=False)
-
             return Leaf(values, back, values, ())
         return super().leaf(leaf, in_place=in_place, whole=whole)
 
@@ -423,8 +435,7 @@ class _Torch(dtensor.Distributed):
         indices, values = single.indices(), single.values()
 
         def back(new: Array) -> Any:
-            with _without_checks():
-                made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
+            made = _make_coo(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
             return _replace_entries(leaf, made) if in_place else made
 
         return Leaf(values, back, values if single is leaf else leaf._values(), indices[0] if len(indices) == 1 else ())
