@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -435,15 +436,21 @@ def test_tensors_that_a_graph_changes() -> None:
 
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
-def test_python_numbers_as_limits() -> None:
+@pytest.mark.parametrize("name", ["all", "a group"])
+def test_python_numbers_as_limits(name: str) -> None:
     """A limit that is a number of Python's is a constant at first, and from its first change on an argument."""
     import torch
     from torch._dynamo.utils import counters
 
+    def clipped(grad: Any, limit: float) -> Any:
+        if name == "all":
+            return uc.clip_by_global_norm(grad, limit)[0]
+        return uc.clip({"w": grad, "b": grad}, uc.by_group_norm({"w": limit, "b": 0.1}, rules.first_key))[0]["w"]
+
     fw = TorchCompile()
     counters.clear()
     torch._dynamo.reset()
-    clip = torch.compile(lambda g, limit: uc.clip_by_global_norm(g, limit)[0], fullgraph=True, backend="aot_eager")
+    clip = torch.compile(clipped, fullgraph=True, backend="aot_eager")
     for limit in (0.5, 0.6, 0.7, 1000.0, 0.8):
         np.testing.assert_allclose(clip(fw.array([3.0, 4.0]), limit), np.asarray([3, 4]) * min(1, limit / 5), rtol=1e-6)
     assert counters["stats"]["unique_graphs"] == 2
@@ -629,6 +636,16 @@ def test_a_scan_over_constants(name: str) -> None:
     assert norm == 10
 
 
+@dataclass(frozen=True)
+class Half:
+    """A curve as an object: what is too large becomes a share of the limit."""
+
+    share: float = 0.5
+
+    def __call__(self, xp: Any, norm: Any, limit: Any) -> Any:
+        return xp.where(norm > limit, self.share * limit / norm, 1.0)
+
+
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_rules_made_in_compiled_code() -> None:
@@ -636,7 +653,8 @@ def test_rules_made_in_compiled_code() -> None:
     import torch
 
     makes = [lambda: uc.agc(0.1), uc.zclip, uc.autoclip, uc.adagc, uc.norm_growth, uc.spam, uc.adagn, uc.skip_spikes,
-             lambda: uc.by_global_norm(1.0), lambda: uc.by_value(-1.0, 1.0), lambda: uc.larc(0.1)]  # fmt: skip
+             lambda: uc.by_global_norm(1.0), lambda: uc.by_value(-1.0, 1.0), lambda: uc.larc(0.1),
+             lambda: uc.Rule(1.0, curve=Half())]  # fmt: skip
 
     def clipped(x: Any) -> Any:
         return [rule.update([x], rule.init([x]), [x], loss=1.0)[0][0] for rule in [make() for make in makes]]
@@ -715,6 +733,101 @@ def test_parameters_that_compiled_code_meets_first(source: str, wanted: float) -
     """A process that compiles at once needs no graph break for parameters, even if other leaves were refused before."""
     done = subprocess.run([sys.executable, "-c", source], check=False, capture_output=True, text=True)
     np.testing.assert_allclose(json.loads(done.stdout or done.stderr), [wanted, wanted], rtol=1e-6)
+
+
+TO_ONE = [0.94, 0.92]
+"""The weights after a step from 1 at the rate 0.1, where the gradient, 3 and 4, is clipped to norm 1."""
+TRAINED = {
+    "clip": TO_ONE,
+    "clip_": TO_ONE,
+    "drop-in": TO_ONE,
+    "attach": TO_ONE,
+    "a rule made inside": TO_ONE,
+    "labels": TO_ONE,
+    "agc": [1 - 0.006 * 2**0.5, 1 - 0.008 * 2**0.5],
+    "zclip": [0.7, 0.6],
+}
+"""What a step of training comes to, by how it clips: agc to a tenth of the norm of the weights, zclip not at first."""
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_step_of_training_between_graphs(name: str) -> None:
+    """Where breaks are allowed a whole step of training can be compiled, also if PyTorch cannot compile uniclip."""
+    import torch
+    from array_api_compat import torch as compat
+
+    from uniclip.integrations.torch import attach, clip_grad_norm_
+
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    by_global_norm, agc, zclip = uc.by_global_norm(1.0), uc.agc(0.1), uc.zclip()
+    labels = uc.by_group_norm({"w": 1.0}, lambda path, leaf: path[0])
+    state = zclip.init([torch.zeros(1, 2)])
+    handle = attach(optimizer, by_global_norm) if name == "attach" else None
+    clips: dict[str, Callable[[list[Any]], Any]] = {
+        "clip": lambda grads: uc.clip(grads, by_global_norm)[0],
+        "clip_": lambda grads: uc.clip_(grads, by_global_norm),
+        "drop-in": lambda _: clip_grad_norm_(model.parameters(), 1.0),
+        "attach": lambda _: None,
+        "a rule made inside": lambda grads: uc.clip_(grads, uc.by_norm(1.0)),
+        "labels": lambda grads: uc.clip_({"w": grads[0]}, labels),
+        "agc": lambda grads: uc.clip_(grads, agc, list(model.parameters())),
+        "zclip": lambda grads: zclip.update(grads, state)[0],
+    }
+    clip = clips[name]
+
+    def step(x: Any) -> None:
+        model(x).sum().backward()
+        clipped = clip([model.weight.grad])
+        if isinstance(clipped, list):
+            model.weight.grad = clipped[0]
+        optimizer.step()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.init.ones_(model.weight)
+        compiled(torch.tensor([[3.0, 4.0]]))
+        np.testing.assert_allclose(model.weight.detach().numpy(), [TRAINED[name]], rtol=1e-6)
+    assert handle is None or handle.report.clipped
+    # Functions of the libraries below uniclip are compiled as ever.
+    total = torch.compile(lambda x: compat.sum(x, axis=0), fullgraph=True, backend="eager")
+    assert total(torch.tensor([3.0, 4.0])) == 7
+
+
+FIRST = """
+import sys
+import torch
+import uniclip as uc
+rule = uc.by_global_norm(1.0)
+if EAGER_FIRST:
+    uc.clip_([torch.ones(2)], rule)
+assert "torch._dynamo" not in sys.modules, "it takes seconds to import"
+
+def step(x):
+    grads = [x * 2, None, x * 0]
+    uc.clip_(grads, rule)
+    return grads[0] + 1
+
+step = torch.compile(step, backend="eager")
+print([step(torch.tensor([1.5, 2.0])).tolist() for _ in range(3)])
+"""
+
+
+@pytest.mark.compiled
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("eager_first", [False, True])
+def test_a_process_between_graphs(eager_first: bool) -> None:
+    """So it is in a process whose first call is compiled, and in one that compiles later; before, nothing compiles."""
+    code = FIRST.replace("EAGER_FIRST", str(eager_first))
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", code], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(json.loads(done.stdout), [[1.6, 1.8]] * 3, rtol=1e-6)
 
 
 @pytest.mark.compiled

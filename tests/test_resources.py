@@ -330,6 +330,23 @@ def test_meta(name: str) -> None:
     assert {device for *_, device in kinds([clipped, after, report.norms])} == {"meta"}
 
 
+@pytest.mark.needs("torch")
+def test_a_device_inside_of_the_device_of_a_step() -> None:
+    """A curve, which runs where the gradients are, may set a device of its own."""
+    import torch
+
+    def curve(xp: Any, norm: Any, limit: Any) -> Any:
+        with torch.device("cpu"):
+            devices.append(torch.zeros(()).device.type)
+        devices.append(torch.zeros(()).device.type)
+        return limit / norm
+
+    devices: list[str] = []
+    [clipped], _ = uc.clip([torch.ones(2, device="meta")], uc.Rule(1.0, curve=curve))
+    assert (devices, clipped.device.type) == (["cpu", "meta"], "meta")
+    assert torch.zeros(()).device.type == "cpu"
+
+
 @contextmanager
 def default(dtype: Any = None, device: Any = None) -> Iterator[None]:
     """Set defaults of all code."""

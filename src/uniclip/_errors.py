@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from decimal import Decimal
 from functools import partial
 from inspect import Parameter, signature
 from numbers import Integral, Number, Real
+from string import hexdigits
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
@@ -242,7 +242,9 @@ def printed(key: object) -> str:
 
 def stable(text: str) -> str:
     """Return the repr of a value, without memory addresses."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+    # Not by a pattern, which PyTorch 2.11 and 2.12 cannot compile.
+    first, *others = text.split(" at 0x")
+    return first + "".join([other.lstrip(hexdigits) for other in others])
 
 
 def article(noun: str) -> str:
@@ -253,6 +255,14 @@ def article(noun: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural if needed."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def attributes_of(choice: Any) -> list[Any]:
+    """Return the values of an object's attributes; where it is compiled, those of its fields."""
+    if not compiling():
+        return list(getattr(choice, "__dict__", {}).values())
+    # PyTorch 2.11 and 2.12 cannot compile `__dict__`.
+    return [getattr(choice, field.name) for field in fields(choice)] if is_dataclass(choice) else []
 
 
 def held_by(function: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from uniclip._errors import Printed, check, held_by, one_of, settle
+from uniclip._errors import Printed, attributes_of, check, held_by, one_of, settle
 from uniclip._types import NonFinite
 from uniclip.curves import Curve, hard
 from uniclip.limits import Constant, Limit, PerGroup, Schedule
@@ -97,8 +97,7 @@ class Choices(Printed):
         constant = limit.value if type(limit) is Constant else None
         limits = [inner for _, inner in limit.limits] if isinstance(limit, PerGroup) else [limit]
         others = [inner for inner in limits if type(inner) is not Constant]
-        held = [value for inner in others for value in getattr(inner, "__dict__", {}).values()]
-        held += getattr(self.curve, "__dict__", {}).values()
+        held = [value for choice in (*others, self.curve) for value in attributes_of(choice)]
         held += [value for function in (self.curve, *held) for value in held_by(function)]
         holds_arrays = any([hasattr(value, "shape") for value in held])
         settle(

@@ -7,6 +7,7 @@ from typing import Any
 
 from uniclip._errors import short
 from uniclip._types import Step
+from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import Leaf
 from uniclip.choices import Choices
@@ -34,7 +35,8 @@ def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opene
 
 def _put_in_order(theirs: Opened, given: Opened) -> Opened:
     """Return the parameters in the order of the gradients, by their paths, ``None`` where there is none."""
-    if theirs.spec == given.spec:
+    # PyTorch 2.11 and 2.12 cannot compile the comparison; without it the parameters are put in order one by one.
+    if not compiling() and theirs.spec == given.spec:
         return theirs
     numbers = {path: number for number, path in enumerate(theirs.paths())}
     order = [numbers.get(path) for path in given.paths()]

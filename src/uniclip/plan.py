@@ -302,7 +302,7 @@ def label_of(label: Callable[..., Hashable], path: Path, leaf: Any, where: str) 
         raise TypeError(msg) from error
     try:
         fits = not hasattr(answer, "dtype") or isinstance(answer, (Number, str)) or answer in {True, False}
-        hash(answer)
+        frozenset((answer,))  # hashes it; PyTorch 2.11 and 2.12 cannot compile `hash`
     except TypeError:
         fits = False
     check("the label of a group", answer, fits, "hashable, such as a text or a number")

@@ -369,7 +369,8 @@ def _ask_limit(inputs: Inputs, context: Context, state: Any) -> tuple[Any, Any]:
         return math.inf, None
     old = optree.tree_map(math_.recall, state)
     try:
-        answer = limit(context.norms, old, context)
+        # Not `limit(...)`: PyTorch 2.11 and 2.12 compile no call of an object that is made in compiled code.
+        answer = limit.__call__(context.norms, old, context)
     except (TypeError, AttributeError, RuntimeError) as error:
         _refuse_numpy(inputs.plan, limit, error)
         raise
@@ -460,7 +461,8 @@ def _check_limits(plan: Plan, value: Any, norms: Any, *, fits: bool) -> Any:
     xp, backend, largest = plan.math.xp, plan.math.backend, plan.math.largest_norm
     if isinstance(value, NUMBERS):
         wrong = not value >= 0 and not (backend.readable(norms) and not bool(xp.any(xp.isfinite(norms))))
-        value = min(value, largest)  # in the other order NaN would become largest
+        # NaN stays NaN. PyTorch 2.11 and 2.12 compile `min` anew for each number.
+        value = largest if value > largest else value  # noqa: FURB136
     else:
         if plan.math.host and not isinstance(value, NUMPY):
             value = plan.math.library.as_numpy(plan.math.library.xp.asarray(value))
@@ -533,9 +535,12 @@ def _divide_where_limited(xp: Any, norm: Any, limit: Any) -> Any:
 
 def _ask_curve(rule: Choices, plan: Plan, norms: Any, limits: Any) -> Any:
     """Return the factors of a curve, validated, and 1 where nothing is limited."""
-    xp, curve = plan.math.xp, rule.curve
+    xp = plan.math.xp
+    curve: Any = rule.curve
+    # As in `_ask_limit`. Most curves are functions, whose `__call__` no compiler knows.
+    call = curve.__call__ if hasattr(curve, "__dataclass_fields__") else curve
     try:
-        factors = curve(xp, norms, limits)
+        factors = call(xp, norms, limits)
     except (TypeError, AttributeError, RuntimeError) as error:
         _refuse_numpy(plan, curve, error)
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from copy import copy
@@ -22,7 +23,7 @@ from optree.utils import total_order_sorted
 
 from uniclip._errors import describe, printed
 from uniclip._types import Path
-from uniclip.backends import DEFAULT, MET, Backend, backend_of, flatten_registered
+from uniclip.backends import COMPILER, DEFAULT, MET, UNTOLD, Backend, backend_of, flatten_registered, tell_compilers
 from uniclip.backends.arrays import View, overlapping, overlaps_itself
 from uniclip.backends.base import Kinds, Leaf, cast
 
@@ -118,7 +119,8 @@ class Opened(NamedTuple):
         Copies of others are written: they may have other rows in that memory, or other factors, and get new memory.
         """
         repeated = same_memory(self.backend, self.leaves, self.place)
-        copied = {n for n in repeated & self.odd.keys() if self.odd[n].copied}
+        # Not `repeated & self.odd.keys()`, which PyTorch 2.11 and 2.12 cannot compile.
+        copied = {n for n in repeated if n in self.odd and self.odd[n].copied}
         return repeated, repeated - {n for n in copied if not any([self.leaves[n] is leaf for leaf in self.leaves[:n]])}
 
     def write(self, numbers: Iterable[int]) -> None:
@@ -189,6 +191,9 @@ def flatten(tree: Any, name: str = "grads") -> Flat:
 
 def flatten_known(tree: Any) -> tuple[list[Any], Any]:
     """Return leaves and structure of a tree; a container of a class that was not met yet is a leaf."""
+    # Every call comes here before it does anything that an old compiler would crash in.
+    if UNTOLD and COMPILER in sys.modules:
+        tell_compilers()
     return tree if isinstance(tree, Flat) else optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 

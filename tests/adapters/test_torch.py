@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import pickle
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -341,6 +342,27 @@ def test_copies() -> None:
     del optimizer, handle
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_gradients_warn_of_nothing(layout: Any) -> None:
+    """The indices of a clipped gradient are those that were given, and nothing asks for a check of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sparse tensors, at the first of its kind
+        grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]]).to_sparse(layout=layout)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            [clipped], report = uc.clip([grad], uc.by_global_norm(1.0))
+            uc.clip_([grad], uc.by_global_norm(1.0))
+    finally:
+        torch.set_warn_always(False)
+    assert [str(one.message) for one in heard if "invariant" in str(one.message)] == []
+    assert report.norms == 5
+    for one in (clipped, grad):
+        np.testing.assert_allclose(one.to_dense(), [[0.6, 0], [0, 0.8]], rtol=1e-6)
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])

@@ -17,8 +17,10 @@ from uniclip.backends.base import Backend
 from uniclip.backends.numpy import BACKEND as DEFAULT
 
 __all__ = [
+    "COMPILER",
     "DEFAULT",
     "MET",
+    "UNTOLD",
     "Backend",
     "backend_by",
     "backend_of",
@@ -26,6 +28,7 @@ __all__ = [
     "flatten_registered",
     "numpy_of",
     "outlives",
+    "tell_compilers",
     "to_lists",
 ]
 
@@ -34,6 +37,12 @@ MET: dict[type, Backend] = {}
 
 No other class is kept: ``torch.compile`` looks at all keys, and cannot compare some, such as ``itertools.chain``.
 """
+
+
+COMPILER = "torch._dynamo"
+"""The module of a compiler that has to be told about uniclip, by `tell_compilers`, once it is loaded."""
+UNTOLD = [COMPILER]
+"""Empty once it was told."""
 
 
 # Import statements, not importlib: tf.function would try to convert importlib's source.
@@ -124,7 +133,20 @@ def flatten_registered(node: Any) -> tuple[list[Any], Any, tuple[Any, ...]] | No
 def compiling() -> bool:
     """Whether ``torch.compile`` traces the caller, where NumPy's dtypes and modules of builtins cannot be looked up."""
     torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+    if torch is None or not torch.compiler.is_dynamo_compiling():
+        return False
+    from uniclip.backends import torch_between_graphs  # noqa: F401 - imported for old compilers
+
+    return True
+
+
+def tell_compilers() -> None:
+    """Tell compilers that cannot compile uniclip to run it between their graphs; call it where they are loaded."""
+    from uniclip.backends import torch_between_graphs  # noqa: F401 - compilers run the imports that they trace
+
+    # A change in traced code would have it compiled anew.
+    if not compiling():
+        UNTOLD.clear()
 
 
 def _other(leaf: Any) -> Backend | None:

@@ -192,9 +192,32 @@ STORAGE = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 """Storage formats, with which PyTorch does not compute: they are converted to float32."""
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES = {*FLOATS, *STORAGE, *_INTEGERS, torch.complex32}
+
+
+def _without_warning(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes a sparse tensor of known indices, so that it does not warn that nobody checks them."""
+
+    def made(*args: Any, **options: Any) -> Any:
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            return make(*args, **options)
+
+    # PyTorch 2.11 and 2.12 warn even where ``check_invariants=False`` asks for it.
+    warns = torch.__version__ >= (2, 11) and torch.__version__ < (2, 13)
+    return made if warns else make
+
+
+_make_coo = _without_warning(torch.sparse_coo_tensor)
 _COMPRESSED = {
-    torch.sparse_csr: (torch.sparse_csr_tensor, torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.sparse_csc_tensor, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_csr: (
+        _without_warning(torch.sparse_csr_tensor),
+        torch.Tensor.crow_indices,
+        torch.Tensor.col_indices,
+    ),
+    torch.sparse_csc: (
+        _without_warning(torch.sparse_csc_tensor),
+        torch.Tensor.ccol_indices,
+        torch.Tensor.row_indices,
+    ),
 }
 _LAYOUTS = {torch.strided, torch.sparse_coo, *_COMPRESSED}
 _UNFIT: list[tuple[Callable[[torch.Tensor], Any], str]] = [
@@ -412,7 +435,7 @@ class _Torch(dtensor.Distributed):
         indices, values = single.indices(), single.values()
 
         def back(new: Array) -> Any:
-            made = torch.sparse_coo_tensor(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
+            made = _make_coo(indices, new, leaf.shape, is_coalesced=True, check_invariants=False)
             return _replace_entries(leaf, made) if in_place else made
 
         return Leaf(values, back, values if single is leaf else leaf._values(), indices[0] if len(indices) == 1 else ())

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 # PyTorch has no public functions for any of these.
@@ -23,9 +24,13 @@ _TRACERS = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 def tracing() -> bool:
     """Whether the running code is recorded to run later on other values, or runs on tensors without values."""
+    # First, as a compiler knows no other answer.
+    if torch.compiler.is_dynamo_compiling():
+        from uniclip.backends import torch_between_graphs  # noqa: F401 - imported for old compilers
+
+        return True
     return bool(
-        torch.compiler.is_dynamo_compiling()  # first, as a compiler knows only this answer
-        or torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag
         or _C._functorch.get_dynamic_layer_stack_depth()
         or (_C._len_torch_dispatch_stack() > 0 and _any_tracer())
         or _C._is_tracing()
@@ -54,7 +59,8 @@ def _before_dispatch() -> bool:
 
 def in_transform() -> bool:
     """Whether ``torch.func`` transforms the caller, so that a value may stand for many."""
-    return bool(_C._functorch.get_dynamic_layer_stack_depth())
+    # Not by the depth of the stack, as above: PyTorch 2.11 and 2.12 cannot compile that.
+    return bool(_C._are_functorch_transforms_active())
 
 
 def one_for_all(array: torch.Tensor) -> bool:
@@ -78,6 +84,22 @@ def is_recorded(array: torch.Tensor) -> bool:
     return in_forward_mode() or (array.requires_grad and torch.is_grad_enabled())
 
 
+class _NestedDevice(TorchFunctionMode):  # type: ignore[misc]
+    """A default device inside of another one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._context = DeviceContext(device)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer as the context of PyTorch does."""
+        return self._context.__torch_function__(func, types, args, kwargs)
+
+
+# Up to PyTorch 2.10 DeviceContext asserts that it is the only one. Compilers know only that class.
+_HomeDevice = DeviceContext if torch.__version__ >= (2, 11) else _NestedDevice
+
+
 def at_home(array: Any) -> AbstractContextManager[Any] | None:
     """Return a context for new tensors on the device of ``array``, fake if it is; ``None`` if none is needed.
 
@@ -89,4 +111,4 @@ def at_home(array: Any) -> AbstractContextManager[Any] | None:
     # A default device is a mode for functions; a compiler takes this class for one, not torch.device itself.
     # Without one, new tensors are on the CPU, and every device but one accepts 0-d tensors from there.
     apart = array is not None and (_C._len_torch_function_stack() > 0 or array.is_meta)
-    return DeviceContext(array.device) if apart else None
+    return _HomeDevice(array.device) if apart else None

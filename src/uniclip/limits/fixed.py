@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from uniclip._errors import LIMIT, Printed, check, flag, nonnegative, nonnegatives, settle, short
 from uniclip._types import Number
+from uniclip.backends import compiling
 from uniclip.limits.base import Array, BuiltIn, Context, Limit, NoState, Remembers, State, align, unlimited
 
 _NAMED = 10
@@ -269,12 +270,14 @@ class PerGroup(Printed, Limit):
         """Call each group's limit."""
         limits = self._chosen(context)
         top = float(context.xp.finfo(norms.dtype).max)
-        if all([type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits]):
+        constant = all([type(limit) is Constant and isinstance(limit.value, (float, int)) for limit in limits])
+        if constant and not compiling():  # where a number that changes must not become part of an array
             values = context.asarray([float(min(limit.value, top)) for limit in limits])
             return align(context.xp, values, norms), state
         states = state if self.memory else [NoState()] * len(limits)
         rows = self._rows(limits, context)
-        answers = [limit(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
+        # Not `limit(...)`, as in `uniclip.step`.
+        answers = [limit.__call__(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
         each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
         if any([row.threshold is not None for _, row in rows]):
             own = [one if row.threshold is None else row.threshold for one, (_, row) in zip(each, rows, strict=True)]
@@ -300,8 +303,11 @@ class PerGroup(Printed, Limit):
 
 def _like_norms(limit: Any, top: float, context: Context) -> Array:
     """Return a number (at most ``top``) or an array, in the shape and dtype of the norms."""
-    number = isinstance(limit, (float, int))
-    return context.xp.zeros_like(context.norms) + (float(min(limit, top)) if number else context.asarray(limit))
+    zeros = context.xp.zeros_like(context.norms)
+    if not isinstance(limit, (float, int)):
+        return zeros + context.asarray(limit)
+    # PyTorch's compiler makes constants of what `min` returns, and compiles anew for each number.
+    return zeros + float(top if limit > top else limit)  # noqa: FURB136
 
 
 def as_limit(value: Any) -> Limit:
