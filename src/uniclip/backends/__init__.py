@@ -135,14 +135,14 @@ def compiling() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.compiler.is_dynamo_compiling():
         return False
-    from uniclip.backends import torch_between_graphs  # noqa: F401 - imported for old compilers
+    from uniclip.backends.torch import between_graphs  # noqa: F401 - imported for old compilers
 
     return True
 
 
 def tell_compilers() -> None:
     """Tell compilers that cannot compile uniclip to run it between their graphs; call it where they are loaded."""
-    from uniclip.backends import torch_between_graphs  # noqa: F401 - compilers run the imports that they trace
+    from uniclip.backends.torch import between_graphs  # noqa: F401 - compilers run the imports that they trace
 
     # A change in traced code would have it compiled anew.
     if not compiling():

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from uniclip._errors import check, needs, stable
-from uniclip.arraywise import AnyRule
-from uniclip.combine import Chain, Masked
+from uniclip.compose import AnyRule, Chain, Masked
 from uniclip.integrations import rule_for_steps
 from uniclip.limits import PerGroup
 from uniclip.report import LOGGED, Report
-from uniclip.rules import Rule
+from uniclip.rule import Rule
 from uniclip.saved import from_dict as state_from_dict
 from uniclip.saved import to_dict as state_to_dict
 from uniclip.scopes import all_leaves

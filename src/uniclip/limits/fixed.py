@@ -276,7 +276,7 @@ class PerGroup(Printed, Limit):
             return align(context.xp, values, norms), state
         states = state if self.memory else [NoState()] * len(limits)
         rows = self._rows(limits, context)
-        # Not `limit(...)`, as in `uniclip.step`.
+        # Not `limit(...)`, as in `uniclip._core.step`.
         answers = [limit.__call__(row.norms, one, row) for (limit, row), one in zip(rows, states, strict=True)]
         each = [_like_norms(limit, top, row) for (limit, _), (_, row) in zip(answers, rows, strict=True)]
         if any([row.threshold is not None for _, row in rows]):

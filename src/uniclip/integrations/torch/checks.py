@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from uniclip.combine import rules_with_norms
+from uniclip.compose import rules_with_norms
 from uniclip.curves import rejects
 from uniclip.integrations import masks_and_labels
 from uniclip.integrations.torch.stepped import Stepped, find_stepped, has_hooks, is_optimizer

@@ -26,7 +26,7 @@ def tracing() -> bool:
     """Whether the running code is recorded to run later on other values, or runs on tensors without values."""
     # First, as a compiler knows no other answer.
     if torch.compiler.is_dynamo_compiling():
-        from uniclip.backends import torch_between_graphs  # noqa: F401 - imported for old compilers
+        from uniclip.backends.torch import between_graphs  # noqa: F401 - imported for old compilers
 
         return True
     return bool(
