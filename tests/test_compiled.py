@@ -46,7 +46,9 @@ FAMILIES["relative"]["agc, units"] = FAMILIES["kinds"]["agc"] = uc.Rule(
     uc.limits.Relative(0.05), scope=uc.scopes.unit(0)
 )
 """Said outright: which axis counts the units is the convention of a framework."""
-FAMILIES["every"] = {name: rule for family in rules.FAMILIES for name, rule in FAMILIES[family].items()}
+FAMILIES["every"] = {
+    name: rule for family in rules.FAMILIES for name, rule in FAMILIES[family].items()
+}
 EVERY, KINDS = FAMILIES["every"], FAMILIES["kinds"]
 PROGRAMS = {
     "torch.compile": ("relative",),  # those that learn are Inductor's
@@ -54,8 +56,19 @@ PROGRAMS = {
     "tensorflow-graph": tuple(rules.FAMILIES),
     "jax.jit": tuple(rules.FAMILIES),
 }
-"""What each compiler is given, one program for each family: what takes long to compile gets less."""
-FEW = {"ToTheLimit", "OnlyMeasures", "ZeroLimit", "Propagates", "Skips", "Zeroes", "RemembersNoNaN", "InPlace"}
+"""What each compiler is given, one program for each family:
+what takes long to compile gets less.
+"""
+FEW = {
+    "ToTheLimit",
+    "OnlyMeasures",
+    "ZeroLimit",
+    "Propagates",
+    "Skips",
+    "Zeroes",
+    "RemembersNoNaN",
+    "InPlace",
+}
 PROMISED = {
     "torch.compile": {"Propagates", "Skips", "Zeroes"},
     "tf.function": FEW,
@@ -66,16 +79,23 @@ PROMISED = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give a test each compiler of this run, and each program of it; what JAX does with 64 bits is traced only."""
+    """Give a test each compiler of this run, and each program of it.
+
+    What JAX does with 64 bits is traced only.
+    """
     ways = [way() for name in COMPILED if name in chosen(metafunc.config) for way in COMPILED[name]]
     if "promised" in metafunc.fixturenames:
         some = [pytest.param(way, id=way.name) for way in ways if way.name in PROMISED]
-        metafunc.parametrize("promised", some or [pytest.param(None, marks=pytest.mark.needs("none"))])
+        metafunc.parametrize(
+            "promised", some or [pytest.param(None, marks=pytest.mark.needs("none"))]
+        )
     if "program" in metafunc.fixturenames:
         cases = [(way, program) for way in ways for program in PROGRAMS.get(way.name, ())]
         names = [f"{way.name}: {program}" for way, program in cases]
         metafunc.parametrize(
-            ("way", "program"), cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))], ids=names or None
+            ("way", "program"),
+            cases or [pytest.param(None, None, marks=pytest.mark.needs("none"))],
+            ids=names or None,
         )
 
 
@@ -87,7 +107,12 @@ def step_of(some: dict[str, Any]) -> Callable[..., Any]:
         for name, rule in some.items():
             clipped, state, report = rule.update(grads, states[name], params, loss=loss)
             shown = {field: getattr(report, field) for field in FIELDS}
-            found[name] = {"clipped": clipped, "state": state, "report": shown, "scalars": report.scalars()}
+            found[name] = {
+                "clipped": clipped,
+                "state": state,
+                "report": shown,
+                "scalars": report.scalars(),
+            }
             if "example" in name and not rule.memory:
                 found[name]["sum"] = uc.clip_and_sum(grads, rule)[0]
         return found
@@ -95,7 +120,9 @@ def step_of(some: dict[str, Any]) -> Callable[..., Any]:
     return step
 
 
-def trained(fw: Framework, some: dict[str, Any], step: Callable[..., Any], steps: list[Any] = STEPS) -> list[Any]:
+def trained(
+    fw: Framework, some: dict[str, Any], step: Callable[..., Any], steps: list[Any] = STEPS
+) -> list[Any]:
     """Return what each rule does and shows at each step."""
     params, found = mapped(fw.array, PARAMS), []
     states = {name: rule.init(params) for name, rule in some.items()}
@@ -111,7 +138,9 @@ def wanted(program: str) -> list[Any]:
     return trained(NUMPY, FAMILIES[program], step_of(FAMILIES[program]))
 
 
-def alike(found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str) -> Iterator[tuple[Any, Any]]:
+def alike(
+    found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str
+) -> Iterator[tuple[Any, Any]]:
     """Yield the arrays of two results, which have the same paths, shapes and floats."""
     there, here = dict(walk(found)), dict(walk(plain))
     assert list(there) == list(here), where
@@ -123,20 +152,30 @@ def alike(found: Any, plain: Any, dtype_of: Callable[[Any], str], where: str) ->
 
 
 def agree(fw: Framework, found: list[Any], program: str) -> None:
-    """Require all that some rules did at each step to be what they do in NumPy, but for rounding."""
+    """Require all that some rules did at each step to be what they do in NumPy,
+    but for rounding.
+    """
     for number, (result, plain) in enumerate(zip(found, wanted(program), strict=True)):
-        known = ["clipped", "state"] if math.isnan(rules.SIZES[number]) else ["clipped", "state", "report", "scalars"]
+        known = (
+            ["clipped", "state"]
+            if math.isnan(rules.SIZES[number])
+            else ["clipped", "state", "report", "scalars"]
+        )
         for name in result:
             where = f"{name}, step {number}"
             parts = [*known, *(["sum"] if "sum" in plain[name] else [])]
             some, other = ({part: tree[name][part] for part in parts} for tree in (result, plain))
             for one, array in alike(some, other, fw.dtype, where):
-                np.testing.assert_allclose(fw.numpy(one), array, rtol=2e-5, atol=1e-7, err_msg=where)
+                np.testing.assert_allclose(
+                    fw.numpy(one), array, rtol=2e-5, atol=1e-7, err_msg=where
+                )
 
 
 @contextmanager
 def compiled_once(fw: Framework, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Compile a function, and require afterwards that it was compiled once, whatever it was called with."""
+    """Compile a function, and require afterwards that it was compiled once,
+    whatever it was called with.
+    """
     calls: list[int] = []
 
     def counted(*args: Any) -> Any:
@@ -157,7 +196,9 @@ def compiled_once(fw: Framework, function: Callable[..., Any]) -> Iterator[Calla
 @pytest.mark.compiled
 @pytest.mark.usefixtures("_quickly")
 def test_rules(way: Framework, program: str) -> None:
-    """Step after step, gradients, states, reports and what loggers show are those of NumPy, compiled once."""
+    """Step after step, gradients, states, reports and what loggers show are those of NumPy,
+    compiled once.
+    """
     some = FAMILIES[program]
     with way.context(), compiled_once(way, step_of(some)) as step:
         agree(way, trained(way, some, step), program)
@@ -177,7 +218,9 @@ def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
     given = [program.arrays(fw) for _, program in programs]
 
     def run(given: Any) -> Any:
-        return [program.run(uc, arrays) for (_, program), arrays in zip(programs, given, strict=True)]
+        return [
+            program.run(uc, arrays) for (_, program), arrays in zip(programs, given, strict=True)
+        ]
 
     found = fw.run(run, given)
     return [
@@ -191,7 +234,9 @@ def kept(fw: Framework, programs: list[tuple[str, Program]]) -> list[str]:
 def test_promises(promised: Framework) -> None:
     """Every promise that makes values is kept where all of them are traced as one program."""
     with promised.context():
-        programs = [(promise.case, one) for promise in PROMISES for one in promise.programs_for(promised)]
+        programs = [
+            (promise.case, one) for promise in PROMISES for one in promise.programs_for(promised)
+        ]
         if few := PROMISED[promised.name]:
             programs = [(case, one) for case, one in programs if type(one).__name__ in few]
         with quickly():
@@ -205,7 +250,10 @@ def test_limits(compiler: Framework) -> None:
     """Values and limits of any size go through one compiled program."""
     with compiled_once(compiler, lambda grads, limit: uc.clip_by_global_norm(grads, limit)) as clip:
         for by, limit in ((1.0, 1000.0), (1.0, 0.1), (0.0, 1.0), (1e30, 2e29), (1e-30, 2e-31)):
-            grads = [np.asarray([3.0 * by, 4.0 * by], "float32"), np.asarray([[12.0 * by]], "float32")]
+            grads = [
+                np.asarray([3.0 * by, 4.0 * by], "float32"),
+                np.asarray([[12.0 * by]], "float32"),
+            ]
             plain = uc.clip_by_global_norm(grads, np.float32(limit))
             found = clip(mapped(compiler.array, grads), compiler.array(limit))
             for one, other in zip(leaves(found), leaves(plain), strict=True):
@@ -228,7 +276,9 @@ State = type(SOME["adagc"].init(PARAMS))
 def rows(by: float, count: int) -> list[np.ndarray]:
     """Return a matrix and a vector of some rows."""
     rng = np.random.default_rng(0)
-    return [np.asarray(by * rng.standard_normal((4, *shape)), "float32")[:count] for shape in ((3,), ())]
+    return [
+        np.asarray(by * rng.standard_normal((4, *shape)), "float32")[:count] for shape in ((3,), ())
+    ]
 
 
 def first_state(fw: Framework) -> list[Any]:
@@ -251,7 +301,10 @@ def learns_any_rows(fw: Framework, step: Callable[..., Any]) -> None:
     """Require a step to learn as NumPy does, from gradients of any number of rows."""
     known, plain = first_state(fw), first_state(NUMPY)
     for by, count in ((1.0, 4), (0.5, 2), (30.0, 3), (1.0, 4)):
-        found, expected = step(*map(fw.array, rows(by, count)), *known), some_step(*rows(by, count), *plain)
+        found, expected = (
+            step(*map(fw.array, rows(by, count)), *known),
+            some_step(*rows(by, count), *plain),
+        )
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(fw.numpy(one), other, rtol=5e-6, err_msg=f"{count} rows")
         known, plain = list(found[2 * len(SOME) :]), expected[2 * len(SOME) :]
@@ -260,13 +313,18 @@ def learns_any_rows(fw: Framework, step: Callable[..., Any]) -> None:
 @pytest.mark.compiled
 @pytest.mark.only("torch")
 def test_torch_takes_any_rows(framework: Framework) -> None:
-    """Compiled for dynamic shapes there is one graph; an exported program that was saved and loaded does the same."""
+    """Compiled for dynamic shapes there is one graph.
+
+    An exported program that was saved and loaded does the same.
+    """
     import torch
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    learns_any_rows(framework, torch.compile(some_step, fullgraph=True, backend="aot_eager", dynamic=True))
+    learns_any_rows(
+        framework, torch.compile(some_step, fullgraph=True, backend="aot_eager", dynamic=True)
+    )
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
     class Step(torch.nn.Module):
@@ -285,19 +343,27 @@ def test_torch_takes_any_rows(framework: Framework) -> None:
 @pytest.mark.compiled
 @pytest.mark.only("tensorflow")
 def test_tensorflow_takes_any_rows(framework: Framework, tmp_path: Path) -> None:
-    """One trace takes any number of rows, so does a saved model of it, and rules without axes need no rank."""
+    """One trace takes any number of rows, so does a saved model of it,
+    and rules without axes need no rank.
+    """
     import tensorflow as tf
 
     kinds = [tf.TensorSpec(array.shape, array.dtype) for array in first_state(framework)]
     module = tf.Module()
-    module.step = tf.function(some_step, input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None]), *kinds])
+    module.step = tf.function(
+        some_step, input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None]), *kinds]
+    )
     learns_any_rows(framework, module.step)
     assert module.step.experimental_get_tracing_count() == 1
     tf.saved_model.save(module, str(tmp_path))
     learns_any_rows(framework, tf.saved_model.load(str(tmp_path)).step)
 
     def without_axes(w: Any, limit: Any) -> list[Any]:
-        clipped = [uc.clip_by_norm(w, limit, ord=3), uc.clip_by_average_norm(w, limit), uc.clip_by_value(w, -limit, 1)]
+        clipped = [
+            uc.clip_by_norm(w, limit, ord=3),
+            uc.clip_by_average_norm(w, limit),
+            uc.clip_by_value(w, -limit, 1),
+        ]
         return [*uc.clip_by_global_norm(w, limit), *clipped]
 
     clip = tf.function(without_axes, input_signature=[tf.TensorSpec(None), tf.TensorSpec([])])
@@ -311,7 +377,9 @@ def test_tensorflow_takes_any_rows(framework: Framework, tmp_path: Path) -> None
 @pytest.mark.only("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_jax_takes_any_rows(framework: Framework) -> None:
-    """A function that was exported for a symbolic number of rows, and serialized, learns from any number."""
+    """A function that was exported for a symbolic number of rows, and serialized,
+    learns from any number.
+    """
     import jax
     from jax import export
 
@@ -346,7 +414,9 @@ def test_batches(framework: Framework) -> None:
     for number, w in enumerate(each):
         plain = some_step(w, rows(1.0, 4)[1], *first_state(NUMPY))
         for one, other in zip(found, plain, strict=True):
-            np.testing.assert_allclose(one[number] if one.ndim > other.ndim else one, other, rtol=2e-6)
+            np.testing.assert_allclose(
+                one[number] if one.ndim > other.ndim else one, other, rtol=2e-6
+            )
 
 
 # PyTorch
@@ -369,7 +439,9 @@ class TorchInductor(TorchCompile):
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code that Inductor generates for a rule of one norm, one of a norm for each leaf, and a chain."""
+    """The code that Inductor generates for a rule of one norm,
+    one of a norm for each leaf, and a chain.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     fw = TorchInductor()
     some = {name: KINDS[name] for name in ("by_global_norm", "adagc", "chain")}
@@ -378,14 +450,18 @@ def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(trace: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of trees that a tracer, which takes arrays alone, records at its first call."""
+    """Return a function of trees that a tracer, which takes arrays alone,
+    records at its first call.
+    """
     known: dict[str, Any] = {}
 
     def call(*args: Any) -> Any:
         arrays, given = optree.tree_flatten(args)
 
         def flat(*arrays: Any) -> tuple[Any, ...]:
-            found, known["result"] = optree.tree_flatten(function(*optree.tree_unflatten(given, arrays)))
+            found, known["result"] = optree.tree_flatten(
+                function(*optree.tree_unflatten(given, arrays))
+            )
             return tuple(found)
 
         if not known:
@@ -399,14 +475,18 @@ def recorded(trace: Callable[..., Any], function: Callable[..., Any]) -> Callabl
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", ["make_fx", "make_fx, symbolic", "jit.trace", "aot_function"])
 def test_tracers(name: str) -> None:
-    """What a tracer records at the first step does at all others what NumPy does: no value is baked in."""
+    """What a tracer records at the first step does at all others what NumPy does:
+    no value is baked in.
+    """
     fw = Torch()
     agree(fw, trained(fw, KINDS, recorded(fw.tracers()[name], step_of(KINDS))), "kinds")
 
 
 @pytest.mark.needs("torch")
 def test_meta() -> None:
-    """Every rule runs on tensors that have no values, and its results look like those that have some."""
+    """Every rule runs on tensors that have no values,
+    and its results look like those that have some.
+    """
     import torch
 
     class Meta(Torch):
@@ -416,7 +496,10 @@ def test_meta() -> None:
     found = trained(Meta(), EVERY, step_of(EVERY), STEPS[:2])
     for result, plain in zip(found, wanted("every"), strict=False):
         for name in EVERY:
-            assert all(one.device.type == "meta" for one, _ in alike(result[name], plain[name], Torch().dtype, name))
+            assert all(
+                one.device.type == "meta"
+                for one, _ in alike(result[name], plain[name], Torch().dtype, name)
+            )
     with torch.device("meta"):  # the default device is not asked
         clipped, norm = uc.clip_by_global_norm(torch.tensor([3.0, 4.0], device="cpu"), 1.0)
     assert (clipped.tolist(), norm.item()) == (pytest.approx([0.6, 0.8]), 5)
@@ -427,32 +510,43 @@ def test_tensors_that_a_graph_changes() -> None:
     """A graph that was recorded on tensors that it changes, changes those that it is given."""
     fw, example = Torch(), [Torch().array([0.3, 0.4]), Torch().array([[1.2]])]
     for name, trace in fw.tracers().items():
-        graph = trace(lambda *given: uc.clip_(given, uc.by_global_norm(2.0)).norms, [leaf.clone() for leaf in example])
+        graph = trace(
+            lambda *given: uc.clip_(given, uc.by_global_norm(2.0)).norms,
+            [leaf.clone() for leaf in example],
+        )
         for by in (1.0, 10.0, 1e30, 0.0):
             given = [by * leaf for leaf in example]
             np.testing.assert_allclose(graph(*given), 1.3 * by, rtol=1e-6)
-            np.testing.assert_allclose(given[1], 1.2 * by * min(1, 2 / (1.3 * by or 1)), rtol=2e-6, err_msg=name)
+            np.testing.assert_allclose(
+                given[1], 1.2 * by * min(1, 2 / (1.3 * by or 1)), rtol=2e-6, err_msg=name
+            )
 
 
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", ["all", "a group"])
 def test_python_numbers_as_limits(name: str) -> None:
-    """A limit that is a number of Python's is a constant at first, and from its first change on an argument."""
+    """A limit that is a number of Python's is a constant at first,
+    and from its first change on an argument.
+    """
     import torch
     from torch._dynamo.utils import counters
 
     def clipped(grad: Any, limit: float) -> Any:
         if name == "all":
             return uc.clip_by_global_norm(grad, limit)[0]
-        return uc.clip({"w": grad, "b": grad}, uc.by_group_norm({"w": limit, "b": 0.1}, rules.first_key))[0]["w"]
+        return uc.clip(
+            {"w": grad, "b": grad}, uc.by_group_norm({"w": limit, "b": 0.1}, rules.first_key)
+        )[0]["w"]
 
     fw = TorchCompile()
     counters.clear()
     torch._dynamo.reset()
     clip = torch.compile(clipped, fullgraph=True, backend="aot_eager")
     for limit in (0.5, 0.6, 0.7, 1000.0, 0.8):
-        np.testing.assert_allclose(clip(fw.array([3.0, 4.0]), limit), np.asarray([3, 4]) * min(1, limit / 5), rtol=1e-6)
+        np.testing.assert_allclose(
+            clip(fw.array([3.0, 4.0]), limit), np.asarray([3, 4]) * min(1, limit / 5), rtol=1e-6
+        )
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -461,7 +555,9 @@ def test_python_numbers_as_limits(name: str) -> None:
 
 @pytest.mark.needs("jax")
 def test_nothing_becomes_double() -> None:
-    """Where JAX has 64 bits, what is single stays so: gradients, states, reports, what loggers show."""
+    """Where JAX has 64 bits, what is single stays so: gradients, states, reports,
+    what loggers show.
+    """
     fw = JAXx64()
     with fw.context():
         found = trained(fw, EVERY, lambda *args: fw.outline(step_of(EVERY), *args), STEPS[:2])
@@ -476,13 +572,17 @@ def test_nothing_becomes_double() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_scan_with_donated_states() -> None:
-    """States are the carry of `jax.lax.scan`, and can be donated: no two parts of them are one array."""
+    """States are the carry of `jax.lax.scan`, and can be donated:
+    no two parts of them are one array.
+    """
     import jax
     import jax.numpy as jnp
 
     fw, some = JAXJit(), KINDS
     params = mapped(fw.array, PARAMS)
-    steps = jax.tree.map(lambda *leaf: jnp.stack(leaf), *(mapped(fw.array, grads) for grads in STEPS))
+    steps = jax.tree.map(
+        lambda *leaf: jnp.stack(leaf), *(mapped(fw.array, grads) for grads in STEPS)
+    )
 
     def scanned(states: Any, steps: Any) -> Any:
         def one(states: Any, given: Any) -> Any:
@@ -496,7 +596,12 @@ def test_scan_with_donated_states() -> None:
     agree(fw, [jax.tree.map(lambda leaf, i=i: leaf[i], found) for i in range(len(STEPS))], "kinds")
     every = {name: rule.init(params) for name, rule in EVERY.items()}
     looks = jax.tree.map(lambda leaf: leaf.shape, every)
-    assert jax.tree.map(jnp.shape, jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(every)) == looks
+    assert (
+        jax.tree.map(
+            jnp.shape, jax.jit(lambda x: jax.tree.map(jnp.copy, x), donate_argnums=0)(every)
+        )
+        == looks
+    )
     assert jax.tree.structure(last) == jax.tree.structure(states)
 
 
@@ -508,7 +613,10 @@ CONSTANTS = {
     "skip_spikes": uc.skip_spikes(z=1.0, window=4, warmup=2),
     "zero": uc.norm_growth(1.01, nonfinite="zero"),
 }
-"""Rules that remember norms of all leaves, of each, of entries; rules among others; one that looks at the loss."""
+"""Rules that remember norms of all leaves, of each, of entries.
+
+Rules among others; one that looks at the loss.
+"""
 
 
 @pytest.mark.compiled
@@ -521,13 +629,21 @@ CONSTANTS = {
     ],
 )
 def test_gradients_that_are_constants(way: Framework) -> None:
-    """Only the state is traced, or the parameters, the loss, a limit, a norm: what is computed is as in NumPy."""
-    values, sizes = {"w": np.asarray([[3.0, 4.0], [0.0, 1.0]]), "b": np.asarray([0.5])}, (1.0, 2.0, 30.0)
+    """Only the state is traced, or the parameters, the loss, a limit, a norm:
+    what is computed is as in NumPy.
+    """
+    values, sizes = (
+        {"w": np.asarray([[3.0, 4.0], [0.0, 1.0]]), "b": np.asarray([0.5])},
+        (1.0, 2.0, 30.0),
+    )
     numpy = mapped(lambda leaf: np.asarray(leaf, np.float32), values)
     grads, params = mapped(way.array, values), mapped(lambda leaf: way.array(0.1 * leaf), values)
 
     def step(states: Any, loss: Any) -> Any:
-        return {name: rule.update(grads, states[name], params, loss=loss)[:2] for name, rule in CONSTANTS.items()}
+        return {
+            name: rule.update(grads, states[name], params, loss=loss)[:2]
+            for name, rule in CONSTANTS.items()
+        }
 
     run, states = way.compiled(step), {name: rule.init(grads) for name, rule in CONSTANTS.items()}
     plain = {name: rule.init(numpy) for name, rule in CONSTANTS.items()}
@@ -536,7 +652,9 @@ def test_gradients_that_are_constants(way: Framework) -> None:
         found = run(states, way.array(size))
         for name, rule in CONSTANTS.items():
             clipped, plain[name], _ = rule.update(numpy, plain[name], weights, loss=size)
-            for one, other in zip(leaves([found[name], ()]), leaves([(clipped, plain[name]), ()]), strict=True):
+            for one, other in zip(
+                leaves([found[name], ()]), leaves([(clipped, plain[name]), ()]), strict=True
+            ):
                 np.testing.assert_allclose(way.numpy(one), other, rtol=2e-6, err_msg=name)
         states = {name: state for name, (_, state) in found.items()}
 
@@ -565,14 +683,18 @@ UNLIMITED = {
     "spam, in its warm-up": uc.spam(),
     "z-scores of rows": uc.Rule(uc.limits.ZScore(2.0, 0.5), scope=uc.scopes.axes(-1)),
     "a large limit": uc.by_norm(2e38, axis=-1),
-    "a large limit of a group": uc.by_group_norm({"ones": 2e38, "traced": uc.limits.Ema(1.05, 0.98)}, rules.first_key),
+    "a large limit of a group": uc.by_group_norm(
+        {"ones": 2e38, "traced": uc.limits.Ema(1.05, 0.98)}, rules.first_key
+    ),
 }
 
 
 @pytest.mark.compiled
 @pytest.mark.needs("jax")
 def test_a_constant_that_nothing_limits() -> None:
-    """It stays as it is beside gradients that are traced: XLA makes no reciprocal of a limit that is out of range."""
+    """It stays as it is beside gradients that are traced:
+    XLA makes no reciprocal of a limit that is out of range.
+    """
     way = JAXJit()
     ones, traced = way.array(np.ones((2, 2))), way.array([[3.0, 4.0], [6.0, 8.0]])
     first = {name: rule.init({"ones": ones, "traced": traced}) for name, rule in UNLIMITED.items()}
@@ -580,28 +702,45 @@ def test_a_constant_that_nothing_limits() -> None:
     def step(grad: Any, states: Any) -> Any:
         grads = {"ones": ones, "traced": grad}
         return {
-            name: [rule.update(grads, state[name])[0] for state in (first, states)] for name, rule in UNLIMITED.items()
+            name: [rule.update(grads, state[name])[0] for state in (first, states)]
+            for name, rule in UNLIMITED.items()
         }
 
     for name, pair in way.compiled(step)(traced, first).items():
         for clipped in pair:
-            np.testing.assert_allclose(way.numpy(clipped["ones"]), np.ones((2, 2)), rtol=1e-6, err_msg=name)
-            np.testing.assert_allclose(way.numpy(clipped["traced"]), way.numpy(traced), rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                way.numpy(clipped["ones"]), np.ones((2, 2)), rtol=1e-6, err_msg=name
+            )
+            np.testing.assert_allclose(
+                way.numpy(clipped["traced"]), way.numpy(traced), rtol=1e-6, err_msg=name
+            )
 
 
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("name", [*CONSTANTS, "by_global_norm", "norm_growth"])
 @pytest.mark.usefixtures("_quickly")
 def test_a_branch_of_constants(name: str) -> None:
-    """A conditional that is called outside of jit traces its branches, where known gradients can be read, or absent."""
+    """A conditional that is called outside of jit traces its branches,
+    where known gradients can be read, or absent.
+    """
     import jax
 
-    rule = {**CONSTANTS, "by_global_norm": uc.by_global_norm(1.0), "norm_growth": uc.norm_growth()}[name]
+    rule = {**CONSTANTS, "by_global_norm": uc.by_global_norm(1.0), "norm_growth": uc.norm_growth()}[
+        name
+    ]
     fw = JAXJit()
-    params = {"absent": fw.array([1.0]), "b": fw.array([0.5]), "w": fw.array([[3.0, 4.0], [0.0, 1.0]])}
+    params = {
+        "absent": fw.array([1.0]),
+        "b": fw.array([0.5]),
+        "w": fw.array([[3.0, 4.0], [0.0, 1.0]]),
+    }
     grads = {**params, "absent": None}
     first = rule.init(params)
-    jax.tree.map(np.testing.assert_array_equal, jax.lax.cond(True, lambda: rule.init(params), lambda: first), first)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.lax.cond(True, lambda: rule.init(params), lambda: first),
+        first,
+    )
     _, state, _ = rule.update(grads, first, params, loss=1.0)
     spike = {key: leaf if leaf is None else 30 * leaf for key, leaf in grads.items()}
 
@@ -619,7 +758,10 @@ def test_a_branch_of_constants(name: str) -> None:
 @pytest.mark.parametrize("name", CONSTANTS)
 @pytest.mark.usefixtures("_quickly")
 def test_a_scan_over_constants(name: str) -> None:
-    """The state alone is the carry; entries of a sparse constant that are stored twice are summed in the program."""
+    """The state alone is the carry.
+
+    Entries of a sparse constant that are stored twice are summed in the program.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -652,16 +794,32 @@ def test_rules_made_in_compiled_code() -> None:
     """A rule can be made inside of the code that is compiled, without a graph break."""
     import torch
 
-    makes = [lambda: uc.agc(0.1), uc.zclip, uc.autoclip, uc.adagc, uc.norm_growth, uc.spam, uc.adagn, uc.skip_spikes,
-             lambda: uc.by_global_norm(1.0), lambda: uc.by_value(-1.0, 1.0), lambda: uc.larc(0.1),
-             lambda: uc.Rule(1.0, curve=Half())]  # fmt: skip
+    makes = [
+        lambda: uc.agc(0.1),
+        uc.zclip,
+        uc.autoclip,
+        uc.adagc,
+        uc.norm_growth,
+        uc.spam,
+        uc.adagn,
+        uc.skip_spikes,
+        lambda: uc.by_global_norm(1.0),
+        lambda: uc.by_value(-1.0, 1.0),
+        lambda: uc.larc(0.1),
+        lambda: uc.Rule(1.0, curve=Half()),
+    ]
 
     def clipped(x: Any) -> Any:
-        return [rule.update([x], rule.init([x]), [x], loss=1.0)[0][0] for rule in [make() for make in makes]]
+        return [
+            rule.update([x], rule.init([x]), [x], loss=1.0)[0][0]
+            for rule in [make() for make in makes]
+        ]
 
     x = torch.tensor([3.0, 4.0])
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(clipped, fullgraph=True, backend="eager")(x), clipped(x))
+    torch.testing.assert_close(
+        torch.compile(clipped, fullgraph=True, backend="eager")(x), clipped(x)
+    )
 
 
 @pytest.mark.compiled
@@ -711,7 +869,8 @@ import torch
 import uniclip as uc
 from uniclip.integrations.torch import clip_grad_norm_
 
-leaves = [itertools.chain([]), zip([]), map(abs, []), functools.partial(abs), itertools.count(), object(), len, type]
+leaves = [itertools.chain([]), zip([]), map(abs, []), functools.partial(abs), itertools.count()]
+leaves += [object(), len, type]
 for leaf in [*leaves, torch.nn.Linear(1, 1), torch.float32, np.ma.array([1.0]), {1.0}, 1.0, "w"]:
     try:
         uc.clip([leaf], uc.by_global_norm(1.0))
@@ -721,7 +880,9 @@ for leaf in [*leaves, torch.nn.Linear(1, 1), torch.float32, np.ma.array([1.0]), 
 model = torch.nn.Linear(1, 1)
 for param in model.parameters():
     param.grad = torch.full_like(param, 4.0)
-torch.compile(lambda: clip_grad_norm_(model.parameters(), 0.5**0.5), backend="eager", fullgraph=True)()
+def step():
+    clip_grad_norm_(model.parameters(), 0.5**0.5)
+torch.compile(step, backend="eager", fullgraph=True)()
 print([param.grad.item() for param in model.parameters()])
 """
 
@@ -730,13 +891,19 @@ print([param.grad.item() for param in model.parameters()])
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize(("source", "wanted"), [(PARAMETERS, 0.1), (REFUSED, 0.5)])
 def test_parameters_that_compiled_code_meets_first(source: str, wanted: float) -> None:
-    """A process that compiles at once needs no graph break for parameters, even if other leaves were refused before."""
-    done = subprocess.run([sys.executable, "-c", source], check=False, capture_output=True, text=True)
+    """A process that compiles at once needs no graph break for parameters,
+    even if other leaves were refused before.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", source], check=False, capture_output=True, text=True
+    )
     np.testing.assert_allclose(json.loads(done.stdout or done.stderr), [wanted, wanted], rtol=1e-6)
 
 
 TO_ONE = [0.94, 0.92]
-"""The weights after a step from 1 at the rate 0.1, where the gradient, 3 and 4, is clipped to norm 1."""
+"""The weights after a step from 1 at the rate 0.1, where the gradient, 3 and 4,
+is clipped to norm 1.
+"""
 TRAINED = {
     "clip": TO_ONE,
     "clip_": TO_ONE,
@@ -747,14 +914,18 @@ TRAINED = {
     "agc": [1 - 0.006 * 2**0.5, 1 - 0.008 * 2**0.5],
     "zclip": [0.7, 0.6],
 }
-"""What a step of training comes to, by how it clips: agc to a tenth of the norm of the weights, zclip not at first."""
+"""What a step of training comes to, by how it clips: agc to a tenth of the norm of the weights,
+zclip not at first.
+"""
 
 
 @pytest.mark.compiled
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_step_of_training_between_graphs(name: str) -> None:
-    """Where breaks are allowed a whole step of training can be compiled, also if PyTorch cannot compile uniclip."""
+    """Where breaks are allowed a whole step of training can be compiled,
+    also if PyTorch cannot compile uniclip.
+    """
     import torch
     from array_api_compat import torch as compat
 
@@ -821,10 +992,16 @@ print([step(torch.tensor([1.5, 2.0])).tolist() for _ in range(3)])
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("eager_first", [False, True])
 def test_a_process_between_graphs(eager_first: bool) -> None:
-    """So it is in a process whose first call is compiled, and in one that compiles later; before, nothing compiles."""
+    """So it is in a process whose first call is compiled, and in one that compiles later.
+
+    Before, nothing compiles.
+    """
     code = FIRST.replace("EAGER_FIRST", str(eager_first))
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", code], check=False, capture_output=True, text=True
+        [sys.executable, "-W", "error::UserWarning", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(json.loads(done.stdout), [[1.6, 1.8]] * 3, rtol=1e-6)
@@ -865,10 +1042,14 @@ def test_control_flow_of_jax() -> None:
         plain = np.asarray(x, "float32")
         while uc.global_norm(plain) > 1:
             plain = halve(plain)
-        np.testing.assert_allclose(halved(fw.array(x)), ways[int(uc.global_norm(plain) <= 0.75)](plain), rtol=1e-6)
+        np.testing.assert_allclose(
+            halved(fw.array(x)), ways[int(uc.global_norm(plain) <= 0.75)](plain), rtol=1e-6
+        )
     clip = jax.jit(lambda x, rule: traces.append(rule) or uc.clip(x, rule)[0], static_argnums=1)
     for limit in (0.5, 0.5, 2.0, 0.5):
-        np.testing.assert_allclose(clip(fw.array([3.0, 4.0]), uc.by_norm(limit)), [0.6 * limit, 0.8 * limit], rtol=1e-6)
+        np.testing.assert_allclose(
+            clip(fw.array([3.0, 4.0]), uc.by_norm(limit)), [0.6 * limit, 0.8 * limit], rtol=1e-6
+        )
     assert traces == [uc.by_norm(0.5), uc.by_norm(2.0)]
     with jax.disable_jit():
         assert uc.clip_by_global_norm(fw.array([3.0, 4.0]), 10.0)[1] == 5
@@ -934,7 +1115,9 @@ print(losses[-1] < 0.1 * losses[0])
 @pytest.mark.compiled
 @pytest.mark.needs("tensorflow")
 def test_tensorflow_without_its_second_version() -> None:
-    """With TensorFlow 2's behavior switched off for a whole process, a tutorial of TensorFlow 1 clips and learns."""
+    """With TensorFlow 2's behavior switched off for a whole process,
+    a tutorial of TensorFlow 1 clips and learns.
+    """
     done = subprocess.run([sys.executable, "-c", TF1], capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
 
@@ -953,7 +1136,10 @@ HEALTHY = [healthy(by) for by in (1.0, 0.0, 100.0)]
 
 
 def train_healthily(fw: Framework, some: dict[str, Any], step: Callable[..., Any]) -> None:
-    """Take steps whose gradients are finite, with parameters one of which is zero; what comes of them is finite."""
+    """Take steps whose gradients are finite, with parameters one of which is zero.
+
+    What comes of them is finite.
+    """
     params = mapped(fw.array, {**PARAMS, "b": np.zeros(3)})
     states = {name: rule.init(params) for name, rule in some.items()}
     for grads in HEALTHY:
@@ -972,7 +1158,11 @@ def test_torch_detects_no_anomaly() -> None:
         for leaf in leaves(grads):
             leaf.requires_grad_()
         found = step(grads, states, params, loss)
-        outputs = [leaf for result in found.values() for leaf in leaves([result["clipped"], result["report"]["norms"]])]
+        outputs = [
+            leaf
+            for result in found.values()
+            for leaf in leaves([result["clipped"], result["report"]["norms"]])
+        ]
         sum(leaf.sum() for leaf in outputs if leaf.requires_grad).backward()
         for leaf in leaves(grads):
             assert leaf.grad.isfinite().all()
@@ -985,7 +1175,9 @@ def test_torch_detects_no_anomaly() -> None:
 @pytest.mark.compiled
 @pytest.mark.needs("tensorflow")
 def test_tensorflow_checks_all_numbers() -> None:
-    """Each operation is looked at, also one whose result nobody uses: of all rules, of derivatives, and in a graph."""
+    """Each operation is looked at, also one whose result nobody uses: of all rules, of derivatives,
+    and in a graph.
+    """
     import tensorflow as tf
 
     fw = TensorFlow()
@@ -994,7 +1186,11 @@ def test_tensorflow_checks_all_numbers() -> None:
         with tf.GradientTape() as tape:
             tape.watch(leaves(grads))
             found = step_of(KINDS)(grads, *others)
-            total = sum(tf.reduce_sum(leaf**2) for result in found.values() for leaf in leaves(result["clipped"]))
+            total = sum(
+                tf.reduce_sum(leaf**2)
+                for result in found.values()
+                for leaf in leaves(result["clipped"])
+            )
         return {**found, "slopes": {"state": tape.gradient(total, leaves(grads))}}
 
     with fw.debugged():
@@ -1006,7 +1202,9 @@ def test_tensorflow_checks_all_numbers() -> None:
 @pytest.mark.needs("jax")
 @pytest.mark.usefixtures("_quickly")
 def test_jax_finds_neither_nan_nor_infinity() -> None:
-    """What compiled code returns has none of them, and with `checkify` no operation inside makes NaN."""
+    """What compiled code returns has none of them,
+    and with `checkify` no operation inside makes NaN.
+    """
     import jax
     from jax.experimental import checkify
 
@@ -1034,6 +1232,10 @@ def test_torch_compiles_float64(given: bool) -> None:
 
     grads = torch.tensor([3e200, 4e200], dtype=torch.float64)
     norm = torch.tensor(5e200, dtype=torch.float64) if given else None
-    clip = torch.compile(lambda x: uc.clip_by_global_norm([x], 1.0, norm=norm), fullgraph=True, backend="aot_eager")
+    clip = torch.compile(
+        lambda x: uc.clip_by_global_norm([x], 1.0, norm=norm), fullgraph=True, backend="aot_eager"
+    )
     [clipped], found = clip(grads)
-    torch.testing.assert_close([clipped, found], [grads / 5e200, torch.tensor(5e200, dtype=torch.float64)])
+    torch.testing.assert_close(
+        [clipped, found], [grads / 5e200, torch.tensor(5e200, dtype=torch.float64)]
+    )

@@ -28,13 +28,17 @@ def warn(message: str) -> None:
 
 
 def _find_line_of_user() -> FrameType:
-    """Return the innermost frame of code that is not installed; if there is none, of code that is not uniclip's.
+    """Return the innermost frame of code that is not installed; if there is none,
+    of code that is not uniclip's.
 
-    A fixed stack level would be wrong: a step is called from a loop, through the hooks of a framework, or by a trainer.
+    A fixed stack level would be wrong: a step is called from a loop, through the hooks of a
+    framework, or by a trainer.
     """
     frames = list(_walk_stack(sys._getframe(2)))  # noqa: SLF001 - as the warnings module does
     outside = [frame for frame in frames if not _is_ours(frame)] or frames
-    return next((frame for frame in outside if not _is_installed(frame.f_code.co_filename)), outside[0])
+    return next(
+        (frame for frame in outside if not _is_installed(frame.f_code.co_filename)), outside[0]
+    )
 
 
 def _walk_stack(frame: FrameType | None) -> Iterator[FrameType]:

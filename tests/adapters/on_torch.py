@@ -1,4 +1,6 @@
-"""What the tests of PyTorch's optimizers share: the small model, parameters with gradients, a wrapper."""
+"""What the tests of PyTorch's optimizers share: the small model,
+parameters with gradients, a wrapper.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,23 @@ class Attached(Adapter):
     make = staticmethod(partial(SGD, lr=RATE, momentum=MOMENTUM))
     handle: Any = None
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Begin with the first weights."""
         self.record, self.micro = record, micro
-        self.model = {name: torch.nn.Parameter(torch.tensor(array)) for name, array in weights().items()}
+        self.model = {
+            name: torch.nn.Parameter(torch.tensor(array)) for name, array in weights().items()
+        }
         self.inside = self.make(list(self.model.items()), **options)
         if rule is not None:
             self.handle = attach(self.inside, rule, record=record)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the loss of a batch."""
-        rows = functional.embedding(torch.tensor(batch.ids), self.model["table"], sparse=self.sparse)
+        rows = functional.embedding(
+            torch.tensor(batch.ids), self.model["table"], sparse=self.sparse
+        )
         errors = rows @ self.model["w"] + self.model["b"] - torch.tensor(batch.targets)
         return (errors**2).mean()
 
@@ -69,7 +77,12 @@ class Attached(Adapter):
     def inner(self) -> list[np.ndarray]:
         """Return the tensors of the optimizer's state."""
         states = (self.inside.state[p] for p in self.model.values())
-        return [value.numpy().copy() for state in states for value in state.values() if value is not None]
+        return [
+            value.numpy().copy()
+            for state in states
+            for value in state.values()
+            if value is not None
+        ]
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars of the handle."""
@@ -81,7 +94,9 @@ class Attached(Adapter):
 
     def save(self, folder: Path) -> None:
         """Write a file of two states."""
-        torch.save({"model": self.model, "optimizer": self.inside.state_dict()}, folder / "checkpoint.pt")
+        torch.save(
+            {"model": self.model, "optimizer": self.inside.state_dict()}, folder / "checkpoint.pt"
+        )
 
     def load(self, folder: Path) -> None:
         """Read the file, with the default that loads no code."""
@@ -96,7 +111,9 @@ class Attached(Adapter):
 
     def recall(self, saved: dict[str, Any]) -> None:
         """Give a state to the handle."""
-        self.handle.load_state_dict(renamed(saved, lambda name: f"[0]{name}" if name.startswith("[") else name))
+        self.handle.load_state_dict(
+            renamed(saved, lambda name: f"[0]{name}" if name.startswith("[") else name)
+        )
 
 
 def params_of(*grads: Any) -> list[Any]:
@@ -137,7 +154,9 @@ class Combined(Optimizer):
 
 
 class WithoutInit(Optimizer):
-    """One that calls no ``super().__init__``, so it has no hooks, and keeps its optimizers by name."""
+    """One that calls no ``super().__init__``, so it has no hooks,
+    and keeps its optimizers by name.
+    """
 
     def __init__(self, *opts: Any) -> None:
         self.by_name = {str(number): one for number, one in enumerate(opts)}

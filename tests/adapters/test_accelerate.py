@@ -30,12 +30,17 @@ def _forget() -> Iterator[None]:
 
 
 class Accelerated(Handled):
-    """A loop as Accelerate's documentation writes it; the rule is attached before the optimizer is wrapped."""
+    """A loop as Accelerate's documentation writes it.
+
+    The rule is attached before the optimizer is wrapped.
+    """
 
     recorded = "accelerate"
     takes = frozenset({"loss", "scalars", "record", "save", "refuse", "memory", "micro", "bits"})
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Prepare."""
         self.record, self.micro = record, micro
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro, **options)
@@ -69,7 +74,10 @@ class Accelerated(Handled):
 
 
 class Scaled(Accelerated):
-    """With a scaler, which Accelerate makes on accelerators only; the rule is attached to what it wraps."""
+    """With a scaler, which Accelerate makes on accelerators only.
+
+    The rule is attached to what it wraps.
+    """
 
     takes = frozenset({"scalars", "memory", "scale"})
 
@@ -114,7 +122,9 @@ def test_bfloat16() -> None:
 @pytest.mark.parametrize("kind", [Combined, Plain])
 @pytest.mark.parametrize("first", ["attach", "prepare"])
 def test_several_optimizers_as_one(kind: Any, first: str) -> None:
-    """They have one norm, also where Accelerate gives an object back as it is that is no optimizer of PyTorch's."""
+    """They have one norm, also where Accelerate gives an object back as it is that is no optimizer
+    of PyTorch's.
+    """
     net, rule = Net(), uc.by_global_norm(0.5, skip_above=20.0)
     optimizer = joint(net, kind)
     handle = attach(optimizer, rule, names=net) if first == "attach" else None

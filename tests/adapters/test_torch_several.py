@@ -72,10 +72,13 @@ class Joint(Attached):
     takes = Attached.takes - {"refuse"}
     kind: Any = Combined
 
-    def start(self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any) -> None:
+    def start(
+        self, uc: ModuleType, rule: Any, *, record: Any = None, micro: int = 1, **options: Any
+    ) -> None:
         """Begin with the first weights."""
         with warnings.catch_warnings():
-            # What a rule remembers is in the handle, as `test_where_the_memory_is` wants to be told.
+            # What a rule remembers is in the handle, as `test_where_the_memory_is` wants to be
+            # told.
             warnings.simplefilter("ignore")
             super().start(uc, rule, record=record, micro=micro, **options)
 
@@ -93,12 +96,20 @@ class Joint(Attached):
     def inner(self) -> list[np.ndarray]:
         """Return the tensors of the optimizers' states."""
         states = [state for one in self.inside.optimizers for state in one.state.values()]
-        return [value.numpy().copy() for state in states for value in state.values() if value is not None]
+        return [
+            value.numpy().copy()
+            for state in states
+            for value in state.values()
+            if value is not None
+        ]
 
     def save(self, folder: Path) -> None:
         """Write the states of the optimizers and of the handle."""
         states = [one.state_dict() for one in self.inside.optimizers]
-        torch.save({"model": self.model, "optimizers": states, "rule": self.handle.state_dict()}, folder / "saved.pt")
+        torch.save(
+            {"model": self.model, "optimizers": states, "rule": self.handle.state_dict()},
+            folder / "saved.pt",
+        )
 
     def load(self, folder: Path) -> None:
         """Read the file."""
@@ -116,7 +127,9 @@ class Joint(Attached):
     def recall(self, saved: dict[str, Any]) -> None:
         """Give a state to the handle."""
         group = {"['table']": 0, "['b']": 1, "['w']": 1}
-        self.handle.load_state_dict(renamed(saved, lambda name: f"[{group[name]}]{name}" if name in group else name))
+        self.handle.load_state_dict(
+            renamed(saved, lambda name: f"[{group[name]}]{name}" if name in group else name)
+        )
 
 
 class JointFused(Joint):
@@ -229,7 +242,10 @@ def moved(*params: Any) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrap", [lambda one: one, Wrapper])
 def test_one_norm_over_all(kind: Any, wrap: Any) -> None:
-    """All parameters have one norm, in whatever holds the optimizers; once removed, nothing is clipped any more."""
+    """All parameters have one norm, in whatever holds the optimizers.
+
+    Once removed, nothing is clipped any more.
+    """
     one, other = both()
     outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
     handle = attach(wrap(outer), uc.by_global_norm(1.0))
@@ -250,11 +266,20 @@ def test_one_norm_over_all(kind: Any, wrap: Any) -> None:
 @pytest.mark.parametrize("kind", [Combined, Nested])
 @pytest.mark.parametrize("first", ["attach", "scheduler"])
 def test_schedulers(kind: Any, first: str) -> None:
-    """A scheduler puts a function in the place of the step, before or after, and `remove` passes through it."""
+    """A scheduler puts a function in the place of the step, before or after,
+    and `remove` passes through it.
+    """
     one, other = both()
     outer = kind(SGD([one], lr=1.0), SGD([other], lr=1.0))
-    makes: list[Any] = [lambda: attach(outer, uc.by_global_norm(1.0)), lambda: StepLR(outer, 1, gamma=0.5)]
-    handle, scheduler = (make() for make in makes) if first == "attach" else reversed([make() for make in makes[::-1]])
+    makes: list[Any] = [
+        lambda: attach(outer, uc.by_global_norm(1.0)),
+        lambda: StepLR(outer, 1, gamma=0.5),
+    ]
+    handle, scheduler = (
+        (make() for make in makes)
+        if first == "attach"
+        else reversed([make() for make in makes[::-1]])
+    )
     outer.step()
     scheduler.step()
     assert moved(one, other) == pytest.approx(1.0, abs=1e-6)
@@ -266,7 +291,9 @@ def test_schedulers(kind: Any, first: str) -> None:
 
 
 def test_parameters_of_its_own() -> None:
-    """Those that the outer optimizer steps by itself, and those of the optimizer inside, have one norm."""
+    """Those that the outer optimizer steps by itself, and those of the optimizer inside,
+    have one norm.
+    """
     one, other = both()
     optimizer = OwnParameters(one, other)
     handle = attach(optimizer, uc.by_global_norm(1.0))
@@ -317,7 +344,9 @@ def test_one_parameter_in_two_optimizers() -> None:
 def test_names() -> None:
     """Paths have the names of the model, in each group of each optimizer."""
     model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 1), "head": torch.nn.Linear(1, 1)})
-    outer = Combined(SGD(model["body"].parameters(), lr=1.0), SGD(model["head"].parameters(), lr=1.0))
+    outer = Combined(
+        SGD(model["body"].parameters(), lr=1.0), SGD(model["head"].parameters(), lr=1.0)
+    )
     rule = uc.masked(uc.by_global_norm(1.0), lambda path, leaf: path[1].startswith("body"))
     attach(outer, rule, names=model)
     for p in model.parameters():
@@ -369,7 +398,9 @@ class SAM(Optimizer):
     ],
 )
 def test_a_wrapper_stands_for_the_optimizer_inside(inside: str, held: Any, *, whole: bool) -> None:
-    """One that has exactly its parameters, whatever its name: both ways to step are clipped where it steps."""
+    """One that has exactly its parameters, whatever its name:
+    both ways to step are clipped where it steps.
+    """
     w = five()
     optimizer = SAM([w], inside, held)
     handle = attach(Wrapper(optimizer), uc.by_global_norm(1.0))
@@ -384,7 +415,9 @@ def test_a_wrapper_stands_for_the_optimizer_inside(inside: str, held: Any, *, wh
 
 
 def test_a_class_of_pytorch_that_holds_a_part() -> None:
-    """Its own step takes all steps, so an optimizer inside of it is none that is stepped; one of others is."""
+    """Its own step takes all steps, so an optimizer inside of it is none that is stepped;
+    one of others is.
+    """
     optimizer = SGD([five()], lr=1.0)
     optimizer.part = SGD(optimizer.param_groups[0]["params"], lr=1.0)
     assert attach(optimizer, uc.by_global_norm(1.0)).optimizer is optimizer
@@ -399,7 +432,9 @@ def test_a_class_of_pytorch_that_holds_a_part() -> None:
 
 
 def test_an_inner_step_by_itself() -> None:
-    """It would not be clipped, and says so; that of ``torch.distributed.checkpoint``, which makes a state, passes."""
+    """It would not be clipped, and says so; that of ``torch.distributed.checkpoint``,
+    which makes a state, passes.
+    """
     model = torch.nn.Linear(2, 1)
     outer = Combined(Adam([model.weight]), AdamW([model.bias]))
     handle = attach(outer, uc.by_global_norm(1.0))
@@ -430,7 +465,9 @@ def test_an_optimizer_inside_that_did_not_step() -> None:
 
 
 def test_other_optimizers_inside() -> None:
-    """One that is put in after `attach` would not be clipped, so the step raises until the rule is attached anew."""
+    """One that is put in after `attach` would not be clipped,
+    so the step raises until the rule is attached anew.
+    """
     one, other = both()
     outer = Combined(SGD([one], lr=1.0), SGD(params_of(OTHER), lr=1.0))
     handle = attach(outer, uc.by_global_norm(1.0))
@@ -444,7 +481,9 @@ def test_other_optimizers_inside() -> None:
 
 
 class Moves(SGD):
-    """An optimizer that puts zeros where a gradient is absent, as the reference of Muon does, and decays weights."""
+    """An optimizer that puts zeros where a gradient is absent, as the reference of Muon does,
+    and decays weights.
+    """
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
@@ -469,7 +508,9 @@ class Moves(SGD):
     ids=["nonfinite", "above", "chain"],
 )
 def test_a_skipped_step_is_not_taken(rule: Any, *, together: bool, by_closure: bool) -> None:
-    """Not even by optimizers that take an absent gradient for zeros: nothing moves, and no state changes."""
+    """Not even by optimizers that take an absent gradient for zeros: nothing moves,
+    and no state changes.
+    """
     one, other = both()
     optimizer = Combined(Moves([one]), Moves([other])) if together else Moves([one, other])
     scheduler = StepLR(optimizer, 1)
@@ -482,7 +523,9 @@ def test_a_skipped_step_is_not_taken(rule: Any, *, together: bool, by_closure: b
         return [state["sum"].clone() for inside in insides for state in inside.state.values()]
 
     def closure() -> Any:
-        other.grad = torch.tensor([math.nan if rule.__class__ is uc.Rule and rule.nonfinite == "skip" else 1e6])
+        other.grad = torch.tensor(
+            [math.nan if rule.__class__ is uc.Rule and rule.nonfinite == "skip" else 1e6]
+        )
         return torch.tensor(7.0)
 
     before = one.detach().clone(), other.detach().clone(), states()
@@ -518,7 +561,9 @@ class ClimbsFirst(SGD):
 
 
 def test_a_step_that_has_moved_something() -> None:
-    """It is not stopped in its middle: the rest of it goes on without gradients, and they come back after it."""
+    """It is not stopped in its middle: the rest of it goes on without gradients,
+    and they come back after it.
+    """
     w = five()
     optimizer = ClimbsFirst([w], lr=1.0)
     attach(optimizer, uc.by_global_norm(1.0, skip_above=10.0))
@@ -547,7 +592,9 @@ class Ignores(SGD):
     "make", [Ignores, lambda *args, **kwargs: Combined(SGD(*args, **kwargs), SGD(params_of(OTHER)))]
 )
 def test_a_closure_that_is_never_called(make: Any) -> None:
-    """The gradients would have been clipped in it, so the step raises; and the next one, without it, is clipped."""
+    """The gradients would have been clipped in it, so the step raises; and the next one,
+    without it, is clipped.
+    """
     w = five()
     optimizer = make([w], lr=1.0)
     if isinstance(optimizer, Combined):
@@ -563,10 +610,17 @@ def test_a_closure_that_is_never_called(make: Any) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [uc.by_global_norm(1.0), uc.autoclip(), uc.adagc(), uc.Rule(uc.limits.Split(1.0), scope=uc.scopes.each_leaf)],
+    [
+        uc.by_global_norm(1.0),
+        uc.autoclip(),
+        uc.adagc(),
+        uc.Rule(uc.limits.Split(1.0), scope=uc.scopes.each_leaf),
+    ],
 )
 def test_a_step_in_backward(rule: Any) -> None:
-    """A norm over several parameters cannot be known before all gradients are: refused, with what to use."""
+    """A norm over several parameters cannot be known before all gradients are: refused,
+    with what to use.
+    """
     model = torch.nn.Linear(2, 2)
     for p in model.parameters():
         optimizer = SGD([p], lr=1.0)
@@ -587,7 +641,9 @@ def test_a_step_of_one_leaf_in_backward() -> None:
 
 
 def test_where_the_memory_is() -> None:
-    """It is in the outer ``state_dict`` where that is PyTorch's own; else in the handle, and `attach` says so."""
+    """It is in the outer ``state_dict`` where that is PyTorch's own; else in the handle,
+    and `attach` says so.
+    """
     outer = Combined(SGD([five()]), SGD([five()]))
     handle = attach(outer, uc.autoclip())
     outer.step()
@@ -597,11 +653,16 @@ def test_where_the_memory_is() -> None:
     again.load_state_dict(outer.state_dict())
     assert other.numbers() == handle.numbers()
 
-    own = type("OwnState", (Combined,), {"state_dict": lambda self: [one.state_dict() for one in self.optimizers]})
+    own = type(
+        "OwnState",
+        (Combined,),
+        {"state_dict": lambda self: [one.state_dict() for one in self.optimizers]},
+    )
     for kind in (own, WithoutInit, Plain):
         with pytest.warns(UserWarning, match=r"handle\.state_dict\(\)"):
             attach(kind(SGD([five()]), SGD([five()])), uc.autoclip())
-        attach(kind(SGD([five()]), SGD([five()])), uc.by_global_norm(1.0))  # which remembers nothing
+        # which remembers nothing
+        attach(kind(SGD([five()]), SGD([five()])), uc.by_global_norm(1.0))
 
 
 def test_copies() -> None:
@@ -628,7 +689,10 @@ class WithoutHooks:
 
 
 def test_an_object_without_hooks() -> None:
-    """It is clipped as an optimizer is, by a rule that skips, too; inside of another, nobody would see its steps."""
+    """It is clipped as an optimizer is, by a rule that skips, too.
+
+    Inside of another, nobody would see its steps.
+    """
     w = five()
     optimizer = WithoutHooks([w])
     handle = attach(optimizer, uc.by_global_norm(1.0, skip_above=10.0))
@@ -644,7 +708,9 @@ def test_an_object_without_hooks() -> None:
 
 
 def test_what_is_refused() -> None:
-    """Objects that are not stepped as an optimizer are refused in a sentence, however many optimizers they hold."""
+    """Objects that are not stepped as an optimizer are refused in a sentence,
+    however many optimizers they hold.
+    """
     keyed = type("InBackward", (), {})()
     keyed.optim_map = {p: SGD([p]) for p in params_of(*[torch.ones(300)] * 148)}
     scheduler = StepLR(SGD([five()]), 1)
@@ -659,7 +725,10 @@ def test_what_is_refused() -> None:
 
 
 def test_many_optimizers_by_parameter() -> None:
-    """An optimizer of one for each parameter, by the parameter, has one norm; errors print none of its tensors."""
+    """An optimizer of one for each parameter, by the parameter, has one norm.
+
+    Errors print none of its tensors.
+    """
     params = params_of(*[torch.ones(300)] * 148)
     outer = Plain()
     outer.settings = {p: SGD([p], lr=1.0) for p in params}

@@ -1,4 +1,6 @@
-"""What the tests of the trainers share: the small model in PyTorch, and trainers that wait for each batch."""
+"""What the tests of the trainers share: the small model in PyTorch,
+and trainers that wait for each batch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def sgd(net: Any) -> Any:
 
 def joint(net: Any, kind: Any) -> Any:
     """Return two of these optimizers, each of some of the parameters, as one."""
-    return kind(*(torch.optim.SGD(some, lr=RATE, momentum=MOMENTUM) for some in ([net.table], [net.b, net.w])))
+    return kind(
+        *(
+            torch.optim.SGD(some, lr=RATE, momentum=MOMENTUM)
+            for some in ([net.table], [net.b, net.w])
+        )
+    )
 
 
 def tensors(batch: Batch) -> dict[str, Any]:
@@ -83,7 +90,9 @@ class Fed:
 
 
 class Handled:
-    """What adapters have that train the model by a handle of ``attach``: ``net``, ``inside`` and ``handle``."""
+    """What adapters have that train the model by a handle of ``attach``: ``net``,
+    ``inside`` and ``handle``.
+    """
 
     optimizer = "momentum"
     left_out = frozenset[str]()
@@ -100,7 +109,9 @@ class Handled:
 
     def inner(self) -> list[np.ndarray]:
         """Return what the optimizer remembers, without what uniclip adds."""
-        return [value.numpy().copy() for state in self.inside.state.values() for value in state.values()]
+        return [
+            value.numpy().copy() for state in self.inside.state.values() for value in state.values()
+        ]
 
     def scalars(self) -> dict[str, float]:
         """Return what the handle has."""
@@ -116,7 +127,9 @@ class Handled:
 
 
 class Looping(Handled):
-    """What adapters have whose trainers loop by themselves: in a thread of its own, which goes from batch to batch."""
+    """What adapters have whose trainers loop by themselves: in a thread of its own,
+    which goes from batch to batch.
+    """
 
     alive: ClassVar[list[Looping]] = []
     """Those whose training has not ended."""

@@ -16,7 +16,9 @@ from uniclip.limits import Ema, PercentileOfAll, Split
 
 
 class Optimizer(Protocol):
-    """A ``torch.optim.Optimizer``, for type checkers to tell it from a model even where PyTorch is not installed."""
+    """A ``torch.optim.Optimizer``, for type checkers to tell it from a model even where PyTorch is
+    not installed.
+    """
 
     @property
     def param_groups(self) -> Any:
@@ -28,7 +30,9 @@ class Optimizer(Protocol):
 
 
 class Unnamed(int):
-    """The number of a parameter that has no name: a function that makes text of it, or looks it up, fails."""
+    """The number of a parameter that has no name: a function that makes text of it,
+    or looks it up, fails.
+    """
 
     def __repr__(self, *_: Any) -> str:
         """Refuse to be a text."""
@@ -67,7 +71,9 @@ def refuse_names(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
         If it does.
     """
     for _, function in masks_and_labels(rule):
-        if _asks_for_names(function, paths, leaves) and not _tells_numbers_apart(function, paths, leaves):
+        if _asks_for_names(function, paths, leaves) and not _tells_numbers_apart(
+            function, paths, leaves
+        ):
             raise TypeError(_NO_NAME)
 
 
@@ -85,7 +91,10 @@ def _tells_numbers_apart(function: Any, paths: list[Any], leaves: list[Any]) -> 
     """Whether a function of a path says something else of other numbers."""
     try:
         answers = [
-            [function((number, key + more), leaf) for (number, key), leaf in zip(paths, leaves, strict=True)]
+            [
+                function((number, key + more), leaf)
+                for (number, key), leaf in zip(paths, leaves, strict=True)
+            ]
             for more in (0, *_OTHERS)
         ]
     except LookupError:  # a table of the numbers that there are
@@ -94,7 +103,9 @@ def _tells_numbers_apart(function: Any, paths: list[Any], leaves: list[Any]) -> 
 
 
 def stepped_by(optimizer: Any, rule: Any) -> Stepped:
-    """Return what is stepped where a rule is attached to ``optimizer``; refuse an object that is not stepped so.
+    """Return what is stepped where a rule is attached to ``optimizer``.
+
+    Refuse an object that is not stepped so.
 
     Raises
     ------
@@ -102,11 +113,17 @@ def stepped_by(optimizer: Any, rule: Any) -> Stepped:
         If it is not an optimizer, or holds an object without hooks, whose steps nobody sees.
     """
     if not is_optimizer(optimizer):
-        fix = "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) returns it"
+        fix = (
+            "give the object whose step() is called, as torch.optim.AdamW(model.parameters()) "
+            "returns it"
+        )
         if is_optimizer(rule):
             fix = "the arguments are swapped, it is attach(optimizer, rule)"
         elif isinstance(optimizer, torch.nn.Module):
-            fix = "attach to the optimizer of its parameters, as in attach(torch.optim.AdamW(model.parameters()), rule)"
+            fix = (
+                "attach to the optimizer of its parameters, as in "
+                "attach(torch.optim.AdamW(model.parameters()), rule)"
+            )
         msg = (
             "optimizer must be a torch.optim.Optimizer, or have its step and param_groups, "
             f"got a {type(optimizer).__qualname__}: {fix}"
@@ -117,19 +134,24 @@ def stepped_by(optimizer: Any, rule: Any) -> Stepped:
     outer = type(stepped.outer).__qualname__
     if not stepped.inner and not hasattr(stepped.outer, "param_groups"):
         msg = (
-            f"{outer} has no param_groups and holds no optimizer: call super().__init__(params, defaults) in its class"
+            f"{outer} has no param_groups and holds no optimizer: call super().__init__(params, "
+            "defaults) in its class"
         )
         raise TypeError(msg)
 
     for one in stepped.inner:
         if not has_hooks(one):
             msg = (
-                f"{outer} holds a {type(one).__qualname__}, which runs no hooks before its step: make it a "
-                "torch.optim.Optimizer, whose __init__ calls super().__init__(params, defaults)"
+                f"{outer} holds a {type(one).__qualname__}, which runs no hooks before its step: "
+                "make it a torch.optim.Optimizer, whose __init__ calls super().__init__(params, "
+                "defaults)"
             )
             raise TypeError(msg)
     if not has_hooks(stepped.outer) and not hasattr(stepped.outer, "__dict__"):
-        msg = f"{outer} has slots, so its step cannot be replaced by one that clips: give its class a __dict__"
+        msg = (
+            f"{outer} has slots, so its step cannot be replaced by one that clips: give its class "
+            "a __dict__"
+        )
         raise TypeError(msg)
     return stepped
 
@@ -144,13 +166,19 @@ def spans_leaves(rule: Any) -> bool:
     for one in rules_with_norms(rule):
         # In its warm-up an average has the joint norm of all leaves.
         joint_warmup = isinstance(one.limit, Ema) and one.limit.warmup > 0
-        if one.scope.label is not None or joint_warmup or isinstance(one.limit, (Split, PercentileOfAll)):
+        if (
+            one.scope.label is not None
+            or joint_warmup
+            or isinstance(one.limit, (Split, PercentileOfAll))
+        ):
             return True
     return False
 
 
 def names_in(model: torch.nn.Module, optimizer: Any) -> torch.nn.Module | None:
-    """Return a trainer's model if it has parameters of an optimizer, whose names it then tells; else ``None``."""
+    """Return a trainer's model if it has parameters of an optimizer, whose names it then tells;
+    else ``None``.
+    """
     known = set(map(id, model.parameters()))
     shared = any(id(p) in known for group in optimizer.param_groups for p in group["params"])
     return model if shared else None

@@ -15,7 +15,14 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from uniclip._core.apply import LaneDecision
-from uniclip._core.collectives import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
+from uniclip._core.collectives import (
+    AllReduce,
+    Shared,
+    follow_reference,
+    keep_reference,
+    reducer_of,
+    refuse_shared,
+)
 from uniclip._core.tree import place
 from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
@@ -33,7 +40,13 @@ from uniclip.integrations.torch.checks import (
     stepped_by,
 )
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
-from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
+from uniclip.integrations.torch.processes import (
+    of_all,
+    of_any,
+    refuse_parts,
+    refuse_unnamed,
+    several,
+)
 from uniclip.integrations.torch.step_wrapper import SkippedStep, StepWrapper
 from uniclip.integrations.torch.stepped import Stepped, has_hooks, parameters_of
 from uniclip.report import Report
@@ -58,7 +71,9 @@ _backward_number = torch._C._current_graph_task_id  # noqa: SLF001 - PyTorch has
 """Returns the number of the backward pass that runs in this thread, -1 outside of one."""
 
 _rules: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The rule attached to each optimizer, and to those that it holds; by identity, as a dataclass has no hash."""
+"""The rule attached to each optimizer, and to those that it holds; by identity,
+as a dataclass has no hash.
+"""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -78,32 +93,36 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
 ) -> Attached:
     """Clip the gradients of an optimizer by a rule, at the beginning of each of its steps.
 
-    All parameter groups are clipped together, in place, and only when a step is taken, so accumulated gradients are
-    clipped once. With a ``torch.amp.GradScaler`` the norms are those of the unscaled gradients, whether ``unscale_``
-    was called or not.
+    All parameter groups are clipped together, in place, and only when a step is taken, so
+    accumulated gradients are clipped once. With a ``torch.amp.GradScaler`` the norms are those of
+    the unscaled gradients, whether ``unscale_`` was called or not.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer, or any object with ``step`` and ``param_groups``
-        A wrapper around one optimizer with the same parameters, such as those of Accelerate, Lightning and SAM, stands
-        for the optimizer inside. One that holds several is stepped as one: their parameters have one norm.
+        A wrapper around one optimizer with the same parameters, such as those of Accelerate,
+        Lightning and SAM, stands for the optimizer inside. One that holds several is stepped as
+        one: their parameters have one norm.
     rule : Rule or a function of one gradient
-        The state of a rule with memory is saved in ``optimizer.state_dict()``. Paths are ``(group, name)``, where name
-        is an index if neither the optimizer nor ``names`` knows names.
+        The state of a rule with memory is saved in ``optimizer.state_dict()``. Paths are
+        ``(group, name)``, where name is an index if neither the optimizer nor ``names`` knows
+        names.
     all_reduce : ProcessGroup, DeviceMesh, or function of (array, op), optional
-        The processes whose optimizers hold parts of one tree as plain tensors: stages of a pipeline, experts, the
-        parameters of ``FullyShardedDataParallel`` (FSDP1). Leaves with equal names are parts of one leaf; a leaf that
-        only one process has is whole. Not needed for distributed tensors, nor for copies, as in
-        DistributedDataParallel.
+        The processes whose optimizers hold parts of one tree as plain tensors: stages of a
+        pipeline, experts, the parameters of ``FullyShardedDataParallel`` (FSDP1). Leaves with equal
+        names are parts of one leaf; a leaf that only one process has is whole. Not needed for
+        distributed tensors, nor for copies, as in DistributedDataParallel.
     shared : function of (path, leaf), optional
-        True for a parameter that is a copy held by several of these processes, so that it counts once.
+        True for a parameter that is a copy held by several of these processes, so that it counts
+        once.
     record : uniclip.insight.Recorder, optional
-        Records each step, with the loss if the handle or a closure provides one, and is written at each
-        ``state_dict()``. Each of several processes has one, and the first writes. After a checkpoint call
-        ``record.resume(step)``.
+        Records each step, with the loss if the handle or a closure provides one, and is written at
+        each ``state_dict()``. Each of several processes has one, and the first writes. After a
+        checkpoint call ``record.resume(step)``.
     names : torch.nn.Module, or pairs as of ``model.named_parameters()``, optional
-        The names of the parameters, where the optimizer was made without, as by ``AdamW(model.parameters())``: the
-        rule, its memory and the record then have them in their paths. They are read once; others have numbers.
+        The names of the parameters, where the optimizer was made without, as by
+        ``AdamW(model.parameters())``: the rule, its memory and the record then have them in their
+        paths. They are read once; others have numbers.
 
     Returns
     -------
@@ -112,40 +131,44 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     Raises
     ------
     TypeError
-        If ``optimizer`` is not an optimizer, or ``rule`` not a rule, or ``names`` neither a module nor pairs.
+        If ``optimizer`` is not an optimizer, or ``rule`` not a rule, or ``names`` neither a module
+        nor pairs.
     ValueError
         If the optimizer already has a rule, or is differentiable; if ``names`` has none of its
-        parameters, or a mask or label in the rule looks for names that they do not have. With several processes, if the
-        parameters are those of ``FullyShardedDataParallel`` (FSDP1) without ``all_reduce``, or if ``all_reduce`` would
-        join norms of leaves without names. At the first step, if the processes have different rules, or leaves that are
-        neither parts of the same leaves nor distinct.
+        parameters, or a mask or label in the rule looks for names that they do not have. With
+        several processes, if the parameters are those of ``FullyShardedDataParallel`` (FSDP1)
+        without ``all_reduce``, or if ``all_reduce`` would join norms of leaves without names. At
+        the first step, if the processes have different rules, or leaves that are neither parts of
+        the same leaves nor distinct.
     RuntimeError
-        At a step, if its gradients are not clipped, or not all of them: a closure that the optimizer does not call, a
-        step during backward under a norm that spans several leaves, a step of an optimizer inside of another by itself,
-        or none of one whose parameters have gradients.
+        At a step, if its gradients are not clipped, or not all of them: a closure that the
+        optimizer does not call, a step during backward under a norm that spans several leaves, a
+        step of an optimizer inside of another by itself, or none of one whose parameters have
+        gradients.
 
     Warns
     -----
     UserWarning
-        At a step of a rule with memory, if the optimizer had taken steps before it was attached, or loaded a
-        ``state_dict`` without the state of the rule; and where a state is loaded that has none of the norms of some
-        parameters, which then begin anew. For a rule with memory, if the ``state_dict`` of an optimizer that holds
-        others may leave the rule's state out.
+        At a step of a rule with memory, if the optimizer had taken steps before it was attached, or
+        loaded a ``state_dict`` without the state of the rule; and where a state is loaded that has
+        none of the norms of some parameters, which then begin anew. For a rule with memory, if the
+        ``state_dict`` of an optimizer that holds others may leave the rule's state out.
 
     Notes
     -----
-    What a rule remembers of a parameter belongs to the parameter itself: groups can be added, taken away and changed
-    between steps, and a parameter that comes back goes on from its own norms. In a saved state they go by the names;
-    those of parameters that are not here are kept for ``add_param_group``.
+    What a rule remembers of a parameter belongs to the parameter itself: groups can be added, taken
+    away and changed between steps, and a parameter that comes back goes on from its own norms. In a
+    saved state they go by the names; those of parameters that are not here are kept for
+    ``add_param_group``.
 
-    A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve `uniclip.curves.reject`, is not
-    taken: parameters, moments and step counts stay as they are. On an accelerator this reads one boolean to
-    the host, except in the fused Adam, AdamW and Adagrad. An optimizer that moves the parameters before it calls its
-    closure goes on without gradients.
+    A step that the rule skips, by the policy ``nonfinite="skip"`` or the curve
+    `uniclip.curves.reject`, is not taken: parameters, moments and step counts stay as they are. On
+    an accelerator this reads one boolean to the host, except in the fused Adam, AdamW and Adagrad.
+    An optimizer that moves the parameters before it calls its closure goes on without gradients.
 
-    With several processes in ``torch.distributed``, a rule that uses the loss gets the mean of their losses, so that
-    all decide alike. This takes one small reduction in the default group, in which every process must take part at each
-    step, with a loss or without.
+    With several processes in ``torch.distributed``, a rule that uses the loss gets the mean of
+    their losses, so that all decide alike. This takes one small reduction in the default group, in
+    which every process must take part at each step, with a loss or without.
 
     Examples
     --------
@@ -163,11 +186,17 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     refuse_shared(all_reduce, shared)
     for one in (stepped.outer, *stepped.inner):
         if one in _rules:
-            msg = f"this optimizer is clipped already, by {short(_rules[one])}: call remove() of that handle first"
+            msg = (
+                f"this optimizer is clipped already, by {short(_rules[one])}: call remove() of "
+                "that handle first"
+            )
             raise ValueError(msg)
     groups = stepped.groups()
     if any(group.get("differentiable") for group in groups):
-        msg = "attach clips in place, which derivatives of a step (differentiable=True) do not see: use uc.clip"
+        msg = (
+            "attach clips in place, which derivatives of a step (differentiable=True) do not see: "
+            "use uc.clip"
+        )
         raise ValueError(msg)
     refuse_parts((p for group in groups for p in group["params"]), "optimizer", rule, all_reduce)
     known = names_of(names, groups)
@@ -177,8 +206,9 @@ def attach(  # noqa: PLR0913 - what an optimizer does not know of itself
     refuse_record(record, all_reduce)
     if rule.memory and stepped.inner and not stepped.saves_state():
         msg = (
-            f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave out what "
-            f"{short(rule)} remembers: save handle.state_dict() beside it, and load it by handle.load_state_dict(saved)"
+            f"{type(stepped.outer).__qualname__}.state_dict() is not PyTorch's own, and may leave "
+            f"out what {short(rule)} remembers: save handle.state_dict() beside it, and load it "
+            "by handle.load_state_dict(saved)"
         )
         warn(msg)
     return Attached(stepped, Clipper(rule, record), all_reduce, shared, known)
@@ -204,24 +234,36 @@ class Attached:
     optimizer: Any
     """The optimizer inside its wrappers, or the one that holds several."""
     loss: Number | None = None
-    """The loss of the next step, for rules that use it; by default the closure's, if it returns one. ``None`` after
-    the step. With several processes the rule gets the mean."""
+    """The loss of the next step, for rules that use it; by default the closure's,
+    if it returns one. ``None`` after the step. With several processes the rule gets the mean."""
 
     def __init__(
-        self, stepped: Stepped, clipper: Clipper, all_reduce: Any, shared: Any, names: WeakTensorKeyDictionary
+        self,
+        stepped: Stepped,
+        clipper: Clipper,
+        all_reduce: Any,
+        shared: Any,
+        names: WeakTensorKeyDictionary,
     ) -> None:
         self._stepped, self.optimizer, self._clipper = stepped, stepped.outer, clipper
         self._join, self._shared = keep_reference(all_reduce), shared
         self._names = names
-        """The names of parameters; those of the first time, as a file that is loaded may bring others."""
+        """The names of parameters.
+
+        Those of the first time, as a file that is loaded may bring others.
+        """
         self._leaves: dict[str, Any] = {}
-        """The parameters, weakly, by their paths, under which they have their memory; also those that are gone."""
+        """The parameters, weakly, by their paths, under which they have their memory;
+        also those that are gone.
+        """
         self._keys: list[list[Any]] = []
         """The names or numbers of the parameters of each group."""
         self._here: list[Any] = []
         """The parameters, weakly, in the order of the groups."""
         self._hidden_grads: list[tuple[Any, Any]] = []
-        """The parameters and gradients of a step that is skipped, which the optimizer must not see."""
+        """The parameters and gradients of a step that is skipped,
+        which the optimizer must not see.
+        """
         self._flagged: list[Any] = []
         """The optimizers whose flag was set for a fused kernel, by which it skips a step."""
         self._next_memory: Any = None
@@ -233,7 +275,10 @@ class Attached:
         self._versions: list[int] | None = None
         """The versions of the parameters before the first closure of a step, ``None`` after it."""
         self._taken: set[int] | None = None
-        """The optimizers inside that have stepped in the current step, by identity; ``None`` outside of a step."""
+        """The optimizers inside that have stepped in the current step, by identity.
+
+        ``None`` outside of a step.
+        """
         self._lacks_memory = bool(self.rule.memory) and _has_stepped(stepped.optimizers)
         """Whether the optimizer knows more steps than the rule."""
         self._takes_params = looks_at("params", self.rule)
@@ -254,12 +299,19 @@ class Attached:
 
         rule = clipper.rule
         fits = type(rule) is Rule and rule.simple and type(rule.constant) in {float, int}
-        alone = all_reduce is None and shared is None and clipper.record is None and self._wrapper is None
+        alone = (
+            all_reduce is None
+            and shared is None
+            and clipper.record is None
+            and self._wrapper is None
+        )
         self._lane_rule: Any = rule if fits and alone else None
         """The rule, if its steps may take the lane."""
 
     def _add_hooks(self) -> None:
-        """Add the hooks around steps and states, where the optimizer has them, and around the steps inside."""
+        """Add the hooks around steps and states, where the optimizer has them,
+        and around the steps inside.
+        """
         optimizer = self.optimizer
         if has_hooks(optimizer):
             self._hooks += [
@@ -269,12 +321,22 @@ class Attached:
                 optimizer.register_load_state_dict_pre_hook(self._check),
                 optimizer.register_load_state_dict_post_hook(self._load),
             ]
-        self._hooks += [one.register_step_pre_hook(self._before_inner) for one in self._stepped.inner]
+        self._hooks += [
+            one.register_step_pre_hook(self._before_inner) for one in self._stepped.inner
+        ]
 
     def _wrap_step(self) -> StepWrapper | None:
-        """Put a wrapper in the place of the step, if hooks alone cannot do what this rule and optimizer need."""
-        enough = has_hooks(self.optimizer) and not (self._nested or self._stepped.inner or can_skip(self.rule))
-        return None if enough else StepWrapper(self.optimizer, self._before, self._after, self._end_step)
+        """Put a wrapper in the place of the step, if hooks alone cannot do what this rule and
+        optimizer need.
+        """
+        enough = has_hooks(self.optimizer) and not (
+            self._nested or self._stepped.inner or can_skip(self.rule)
+        )
+        return (
+            None
+            if enough
+            else StepWrapper(self.optimizer, self._before, self._after, self._end_step)
+        )
 
     @property
     def rule(self) -> BaseRule:
@@ -293,11 +355,16 @@ class Attached:
 
     @property
     def report(self) -> Report | None:
-        """The report of the last step, with the norms of unscaled gradients; ``None`` before the first step."""
+        """The report of the last step, with the norms of unscaled gradients.
+
+        ``None`` before the first step.
+        """
         return self._clipper.report
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars of the last step for a logger, see `uniclip.Report.scalars`; empty before the first."""
+        """Return the scalars of the last step for a logger, see `uniclip.Report.scalars`;
+        empty before the first.
+        """
         return self._clipper.scalars()
 
     def logs(self) -> dict[str, float]:
@@ -312,8 +379,9 @@ class Attached:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled, since the hooks belong to one optimizer."""
         msg = (
-            "a handle of attach is tied to its optimizer, and cannot be copied or pickled: leave it out, attach the "
-            "rule to the other optimizer, and then load there what optimizer.state_dict() returns here"
+            "a handle of attach is tied to its optimizer, and cannot be copied or pickled: leave "
+            "it out, attach the rule to the other optimizer, and then load there what "
+            "optimizer.state_dict() returns here"
         )
         raise TypeError(msg)
 
@@ -336,10 +404,11 @@ class Attached:
     # The memory of the rule.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rule's memory in the format of `uniclip.Clipper.state_dict`, with tensors for numbers.
+        """Return the rule's memory in the format of `uniclip.Clipper.state_dict`,
+        with tensors for numbers.
 
-        The handle is a ``Stateful`` of ``torch.distributed.checkpoint``: ``dcp.save({"model": ..., "optimizer": ...,
-        "clipping": handle})``.
+        The handle is a ``Stateful`` of ``torch.distributed.checkpoint``: ``dcp.save({"model": ...,
+        "optimizer": ..., "clipping": handle})``.
 
         Returns
         -------
@@ -355,7 +424,8 @@ class Attached:
         return self._clipper.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a memory saved by any integration and framework, as numbers and lists or as arrays.
+        """Restore a memory saved by any integration and framework,
+        as numbers and lists or as arrays.
 
         Parameters
         ----------
@@ -382,11 +452,15 @@ class Attached:
         self._clipper.init(self._tree([p.detach() for p in self._params()]))
 
     def _look_up(self, saved: dict[str, Any]) -> Callable[[], None]:
-        """Return what loads a saved memory, whatever groups its parameters were in, and warns of those it lacks."""
+        """Return what loads a saved memory, whatever groups its parameters were in,
+        and warns of those it lacks.
+        """
         self._look_up_leaves()
         theirs = labels_of(saved.get("leaves")) if isinstance(saved, dict) else []
         names = [path.partition("]")[2] for path in [*self._leaves, *theirs]]
-        here, strange = ({path.partition("]")[2]: path for path in some} for some in (self._leaves, theirs))
+        here, strange = (
+            {path.partition("]")[2]: path for path in some} for some in (self._leaves, theirs)
+        )
         # By a name that is no number, and that each side has once.
         moved = {
             strange[name]: here[name]
@@ -398,7 +472,10 @@ class Attached:
         def load_and_warn() -> None:
             load()
             if new:
-                msg = f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which begin anew"
+                msg = (
+                    f"the saved state of {short(self.rule)} has no norms of {shown(new)}, which "
+                    "begin anew"
+                )
                 warn(msg)
 
         return load_and_warn
@@ -428,13 +505,18 @@ class Attached:
         if torch.compiler.is_dynamo_compiling():  # a compiled step would not see what is set for it
             return _outside(self._before, optimizer, args, kwargs)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None and not kwargs and self._lane_rule is not None and self._clip_in_lane(self._lane_rule):
+        if (
+            closure is None
+            and not kwargs
+            and self._lane_rule is not None
+            and self._clip_in_lane(self._lane_rule)
+        ):
             return None
         wrapper = self._wrapper
         if self._nested and wrapper is not None and wrapper.depth is None:
             msg = (
-                f"{type(optimizer).__name__} calls super().step(), and a wrapper runs the step that it had before the "
-                "rule was attached: attach first, then wrap the optimizer"
+                f"{type(optimizer).__name__} calls super().step(), and a wrapper runs the step "
+                "that it had before the rule was attached: attach first, then wrap the optimizer"
             )
             raise RuntimeError(msg)
         if wrapper is not None and wrapper.depth is not None:
@@ -450,7 +532,10 @@ class Attached:
         self._refuse_in_backward()
         self._warn()
         if "grad_scaler" in kwargs:
-            msg = f"{type(self.optimizer).__name__} unscales inside its step: clip by hand after scaler.unscale_()"
+            msg = (
+                f"{type(self.optimizer).__name__} unscales inside its step: clip by hand after "
+                "scaler.unscale_()"
+            )
             raise TypeError(msg)
 
         given, self.loss = self.loss, None
@@ -461,10 +546,17 @@ class Attached:
         if wrapper is not None:
             self._versions = self._read_versions()
         clipped = partial(self._evaluate, closure, given)
-        return ((args[0], clipped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": clipped})
+        return (
+            ((args[0], clipped, *args[2:]), kwargs)
+            if len(args) > 1
+            else (args, {**kwargs, "closure": clipped})
+        )
 
     def _before_inner(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the step of an optimizer inside; refuse one outside of the step that clips for all of them."""
+        """Note the step of an optimizer inside.
+
+        Refuse one outside of the step that clips for all of them.
+        """
         if torch.compiler.is_dynamo_compiling():
             _outside(self._before_inner, optimizer, args, kwargs)
             return
@@ -478,23 +570,27 @@ class Attached:
             return
         outer = type(self.optimizer).__qualname__
         msg = (
-            f"{type(optimizer).__qualname__} took a step outside of the step of {outer}, which holds it and at whose "
-            "beginning all gradients are clipped together: call the step() of the outer one, and attach before another "
-            "library wraps it (Accelerate's prepare); or attach a rule to each of the optimizers inside"
+            f"{type(optimizer).__qualname__} took a step outside of the step of {outer}, which "
+            "holds it and at whose beginning all gradients are clipped together: call the step() "
+            "of the outer one, and attach before another library wraps it (Accelerate's "
+            "prepare); or attach a rule to each of the optimizers inside"
         )
         raise RuntimeError(msg)
 
     def _refuse_others_inside(self) -> None:
-        """Refuse a step of an object that holds other optimizers than before: nothing would clip for them."""
+        """Refuse a step of an object that holds other optimizers than before:
+        nothing would clip for them.
+        """
         if self._stepped.inner and self._stepped.has_changed():
             msg = (
-                f"{type(self.optimizer).__qualname__} holds other optimizers than when the rule was attached: call "
-                "remove() of the handle, and attach again"
+                f"{type(self.optimizer).__qualname__} holds other optimizers than when the rule "
+                "was attached: call remove() of the handle, and attach again"
             )
             raise RuntimeError(msg)
 
     def _refuse_in_backward(self) -> None:
-        """Refuse a step during backward, where other gradients are not there yet, if the rule needs them.
+        """Refuse a step during backward, where other gradients are not there yet,
+        if the rule needs them.
 
         Raises
         ------
@@ -504,47 +600,65 @@ class Attached:
         if not self._spans_leaves or _backward_number() == -1:
             return
         msg = (
-            f"{type(self.optimizer).__qualname__} took a step during backward, and a norm of {short(self.rule)} spans "
-            "several parameters, whose gradients are not all computed then: use a rule with a norm for each leaf, such "
-            "as uc.by_norm(1.0) or uc.agc(0.01), or take the step after backward"
+            f"{type(self.optimizer).__qualname__} took a step during backward, and a norm of "
+            f"{short(self.rule)} spans several parameters, whose gradients are not all computed "
+            "then: use a rule with a norm for each leaf, such as uc.by_norm(1.0) or "
+            "uc.agc(0.01), or take the step after backward"
         )
         raise RuntimeError(msg)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _makes_state(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether a step only makes the optimizer's state, as ``torch.distributed.checkpoint`` takes before it loads.
+        """Whether a step only makes the optimizer's state,
+        as ``torch.distributed.checkpoint`` takes before it loads.
 
-        Then all rates are 0, and each parameter that takes a gradient has one of zeros; all processes decide alike.
+        Then all rates are 0, and each parameter that takes a gradient has one of zeros; all
+        processes decide alike.
         """
         rates = [group["lr"] for group in groups if "lr" in group]
         if any([rate is None or float(rate) != 0 for rate in rates]):
             return False
-        params, all_reduce = [p for group in groups for p in group["params"]], follow_reference(self._join)
+        params, all_reduce = (
+            [p for group in groups for p in group["params"]],
+            follow_reference(self._join),
+        )
         norm = get_total_norm([p.grad for p in params])  # NaN is no 0
         real = bool(norm != 0) or any([p.grad is None and p.requires_grad for p in params])
         flag = of_any(torch.tensor(float(real)), all_reduce, params[0].device if params else None)
         return not flag
 
     def _warn(self) -> None:
-        """Warn that the rule did not get its state back; at a step, as it may be loaded after the optimizer's."""
+        """Warn that the rule did not get its state back; at a step,
+        as it may be loaded after the optimizer's.
+        """
         if self._lacks_memory:
             msg = (
-                f"the optimizer goes on from steps, or a state_dict, with no state of {short(self.rule)}, which goes "
-                "on with what it has seen by itself: attach the rule first, then optimizer.load_state_dict(saved), and "
-                "save it with the rule attached; torch.distributed.checkpoint saves it beside the optimizer: "
+                "the optimizer goes on from steps, or a state_dict, with no state of "
+                f"{short(self.rule)}, which goes "
+                "on with what it has seen by itself: attach the rule first, then "
+                "optimizer.load_state_dict(saved), and "
+                "save it with the rule attached; torch.distributed.checkpoint saves it beside the "
+                "optimizer: "
                 '{"optimizer": ..., "clipping": handle}'
             )
             warn(msg)
         self._lacks_memory = False
 
     def _clip_in_lane(self, rule: Rule) -> bool:
-        """Clip in the lane; return False, with nothing changed, if the step needs the general way."""
+        """Clip in the lane.
+
+        Return False, with nothing changed, if the step needs the general way.
+        """
         optimizer = self.optimizer
-        if self._taken is not None or self.loss is not None:  # a step that failed has left something behind
+        # A step that failed has left something behind.
+        if self._taken is not None or self.loss is not None:
             return False
         if _backward_number() != -1:
             return False
-        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        if (
+            getattr(optimizer, "grad_scale", None) is not None
+            or getattr(optimizer, "found_inf", None) is not None
+        ):
             return False
         groups = optimizer.param_groups  # a lane has no optimizers inside
         grads = gradients_of(groups[0]["params"] if len(groups) == 1 else self._params())
@@ -564,7 +678,10 @@ class Attached:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _clip(self, loss: Any, result: Any = None) -> None:
-        """Gather the gradients, agree with other processes, and clip; ``result`` is what a skipped step returns."""
+        """Gather the gradients, agree with other processes, and clip.
+
+        ``result`` is what a skipped step returns.
+        """
         params, all_reduce = self._look_up_leaves(), follow_reference(self._join)
         grads = grads_of(params)
         device = params[0].device if params else None
@@ -575,15 +692,26 @@ class Attached:
         if absent == len(grads) and all_reduce is None:
             return
         policy = getattr(self.rule, "nonfinite", None)
-        # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under these policies.
-        if found_inf is not None and (BACKEND.readable(found_inf) or policy in {"raise", "zero"}) and bool(found_inf):
+        # Without reading it, GradScaler's ∞ makes the norm one that no state accepts, except under
+        # these policies.
+        if (
+            found_inf is not None
+            and (BACKEND.readable(found_inf) or policy in {"raise", "zero"})
+            and bool(found_inf)
+        ):
             self._leave_out(result)  # GradScaler skips this step
             return
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
-            self._unscale(list({id(grad): grad for grad in grads if grad is not None}.values()), scale)
-        every = self._tree(params) if self._takes_params or absent or all_reduce is not None else None
-        report = self._clipper.clip_(self._tree(grads), every, all_reduce, loss=loss, shared=self._shared)
+            self._unscale(
+                list({id(grad): grad for grad in grads if grad is not None}.values()), scale
+            )
+        every = (
+            self._tree(params) if self._takes_params or absent or all_reduce is not None else None
+        )
+        report = self._clipper.clip_(
+            self._tree(grads), every, all_reduce, loss=loss, shared=self._shared
+        )
         if report.skipped is not None:
             self._skip(report.skipped, found_inf, result)
 
@@ -591,8 +719,8 @@ class Attached:
         """Divide by the scale of a GradScaler, as a fused kernel would do later."""
         if any(grad.dtype is torch.float16 for grad in grads):
             msg = (
-                f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep the parameters in "
-                "float32 under autocast"
+                f"{short(self.rule)} needs unscaled gradients, and float16 cannot hold them: keep "
+                "the parameters in float32 under autocast"
             )
             raise ValueError(msg)
         self.optimizer.grad_scale = None  # GradScaler sets it before each step
@@ -600,10 +728,15 @@ class Attached:
             grad.div_(scale.to(grad.device))
 
     def _skip(self, skipped: Any, found_inf: Any, result: Any) -> None:
-        """Skip a step, if the rule demands it: in fused kernels by a flag, so that the host need not read one."""
+        """Skip a step, if the rule demands it: in fused kernels by a flag,
+        so that the host need not read one.
+        """
         optimizers = self._stepped.optimizers
         fused = all(
-            [type(one) in _SKIPPING and all(group["fused"] for group in one.param_groups) for one in optimizers]
+            [
+                type(one) in _SKIPPING and all(group["fused"] for group in one.param_groups)
+                for one in optimizers
+            ]
         )
         if not fused or BACKEND.readable(skipped):
             if bool(skipped):
@@ -620,14 +753,17 @@ class Attached:
             one.found_inf = flag
 
     def _leave_out(self, result: Any) -> None:
-        """Leave out the step: stop it, if it has changed nothing yet; else hide the gradients from the rest of it.
+        """Leave out the step: stop it, if it has changed nothing yet;
+        else hide the gradients from the rest of it.
 
-        To hide them is no skip in an optimizer that takes an absent gradient for zeros, as Muon's reference does.
+        To hide them is no skip in an optimizer that takes an absent gradient for zeros, as Muon's
+        reference does.
         """
         if self._wrapper is None or self._wrapper.depth is None:
             self._hide()
             return
-        # With a closure: an optimizer may evaluate it again, or have moved the parameters before it.
+        # With a closure: an optimizer may evaluate it again, or have moved the parameters before
+        # it.
         if self._has_closure and self._versions != self._read_versions():
             self._hide()
             return
@@ -638,13 +774,17 @@ class Attached:
         return [p._version for p in self._params()]  # noqa: SLF001 - PyTorch has no public name for it
 
     def _hide(self) -> None:
-        """Hide the gradients until the step is over, since optimizers skip parameters without one."""
+        """Hide the gradients until the step is over,
+        since optimizers skip parameters without one.
+        """
         self._hidden_grads = [(p, p.grad) for p in self._params()]
         for p, _ in self._hidden_grads:
             p.grad = None
 
     def _after(self, *_: Any) -> None:
-        """End a step that went through: give back what the optimizer did not see, and refuse what was not clipped."""
+        """End a step that went through: give back what the optimizer did not see,
+        and refuse what was not clipped.
+        """
         if torch.compiler.is_dynamo_compiling():
             _outside(self._after)
             return
@@ -662,23 +802,29 @@ class Attached:
             self._end_step()
 
     def _check_closure(self) -> None:
-        """Refuse a step that was given a closure and did not call it: its gradients were not clipped."""
+        """Refuse a step that was given a closure and did not call it:
+        its gradients were not clipped.
+        """
         if self._waits_for_closure:
             msg = (
-                f"{type(self.optimizer).__qualname__}.step was given a closure and did not call it, so the gradients "
-                "that it used are not clipped: call step() without it, after backward"
+                f"{type(self.optimizer).__qualname__}.step was given a closure and did not call "
+                "it, so the gradients that it used are not clipped: call step() without it, "
+                "after backward"
             )
             raise RuntimeError(msg)
 
     def _check_inner(self) -> None:
-        """Refuse a step in which an optimizer inside, whose parameters have gradients, has not stepped."""
+        """Refuse a step in which an optimizer inside, whose parameters have gradients,
+        has not stepped.
+        """
         for one in self._stepped.inner:
             if id(one) in (self._taken or ()) or all([p.grad is None for p in parameters_of(one)]):
                 continue
             msg = (
-                f"{type(self.optimizer).__qualname__} took a step without the {type(one).__qualname__} inside, whose "
-                "parameters have gradients: they were clipped, and would be again together with what is added to them; "
-                "call zero_grad() first, or attach a rule to each of the optimizers inside"
+                f"{type(self.optimizer).__qualname__} took a step without the "
+                f"{type(one).__qualname__} inside, whose parameters have gradients: they were "
+                "clipped, and would be again together with what is added to them; call "
+                "zero_grad() first, or attach a rule to each of the optimizers inside"
             )
             raise RuntimeError(msg)
 
@@ -705,11 +851,15 @@ class Attached:
         return [OrderedDict(zip(keys, left, strict=False)) for keys in self._keys]
 
     def _look_up_leaves(self) -> list[Any]:
-        """Return the parameters; if groups have changed, name them, and give each its own rows of the memory."""
+        """Return the parameters; if groups have changed, name them,
+        and give each its own rows of the memory.
+        """
         groups = self._stepped.groups()
         params = [p for group in groups for p in group["params"]]
         sizes = [len(group["params"]) for group in groups]
-        same = sizes == list(map(len, self._keys)) and all([r() is p for r, p in zip(self._here, params, strict=True)])
+        same = sizes == list(map(len, self._keys)) and all(
+            [r() is p for r, p in zip(self._here, params, strict=True)]
+        )
         if same or not params:
             return params
         self._name(groups)
@@ -721,11 +871,14 @@ class Attached:
         if self.record is not None:
             names = [key for keys in self._keys for key in keys]
             apart = len(set(names)) == len(names)
-            self.record.describe(self.rule, OrderedDict(zip(names, params, strict=True)) if apart else every)
+            self.record.describe(
+                self.rule, OrderedDict(zip(names, params, strict=True)) if apart else every
+            )
         return params
 
     def _refuse_one_answer(self) -> None:
-        """Refuse a mask or a label that says the same of all parameters, unless ``names`` tells of others.
+        """Refuse a mask or a label that says the same of all parameters,
+        unless ``names`` tells of others.
 
         Raises
         ------
@@ -745,12 +898,19 @@ class Attached:
             where, fix = f"{paths[0]}, of group and name", ""
             if numbered:
                 where = f"{numbered[0]}, of group and number"
-                fix = ": where it looks for names, give them by attach(optimizer, rule, names=model)"
-            msg = f"a function of {short(self.rule)} fails for paths as {where}{fix} ({type(error).__name__}: {error})"
+                fix = (
+                    ": where it looks for names, give them by attach(optimizer, rule, names=model)"
+                )
+            msg = (
+                f"a function of {short(self.rule)} fails for paths as {where}{fix} "
+                f"({type(error).__name__}: {error})"
+            )
             raise TypeError(msg) from error
 
     def _name(self, groups: list[dict[str, Any]]) -> None:
-        """Name the parameters of each group, by numbers if some have no name, or names are not unique."""
+        """Name the parameters of each group, by numbers if some have no name,
+        or names are not unique.
+        """
         known = {id(leaf()) for leaf in self._leaves.values()}
         self._keys = []
         for group in groups:
@@ -763,7 +923,11 @@ class Attached:
 
     def _follow(self, params: list[Any]) -> dict[str, str]:
         """Note the path of each parameter, and return the new ones of those that had others."""
-        places = [stable(place("", (number, key))) for number, keys in enumerate(self._keys) for key in keys]
+        places = [
+            stable(place("", (number, key)))
+            for number, keys in enumerate(self._keys)
+            for key in keys
+        ]
         here, moved, gone = dict(zip(map(id, params), places, strict=True)), {}, {}
         for old, leaf in self._leaves.items():
             p, new = leaf(), old
@@ -772,7 +936,9 @@ class Attached:
             elif old in places and p is None:  # what is deleted never comes back
                 new = ""
             elif old in places:  # another one has that path now
-                new = next(path for path in (f"{old}#{n}" for n in count(2)) if path not in self._leaves)
+                new = next(
+                    path for path in (f"{old}#{n}" for n in count(2)) if path not in self._leaves
+                )
             if new != old:
                 moved[old] = new
             if p is not None:
@@ -782,11 +948,25 @@ class Attached:
 
 
 def names_of(names: Any, groups: list[dict[str, Any]]) -> WeakTensorKeyDictionary:
-    """Return the names of parameters, from a module or from pairs; refuse those of another model."""
+    """Return the names of parameters, from a module or from pairs.
+
+    Refuse those of another model.
+    """
     found = WeakTensorKeyDictionary()
-    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else () if names is None else names
+    pairs = (
+        names.named_parameters()
+        if isinstance(names, torch.nn.Module)
+        else ()
+        if names is None
+        else names
+    )
     wanted = "a torch.nn.Module, or pairs as of model.named_parameters()"
-    check("names", names, isinstance(pairs, Iterable) and not isinstance(pairs, (str, torch.Tensor)), wanted)
+    check(
+        "names",
+        names,
+        isinstance(pairs, Iterable) and not isinstance(pairs, (str, torch.Tensor)),
+        wanted,
+    )
     for pair in pairs:
         fits = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)
         check("names", names, fits and isinstance(pair[0], str), wanted)
@@ -797,19 +977,26 @@ def names_of(names: Any, groups: list[dict[str, Any]]) -> WeakTensorKeyDictionar
         raise ValueError(msg)
     params = [p for group in groups for p in group["params"]]
     if found and params and not any([p in found for p in params]):
-        msg = "names has none of the parameters of the optimizer: give the model that it was made for"
+        msg = (
+            "names has none of the parameters of the optimizer: give the model that it was made for"
+        )
         raise ValueError(msg)
     return found
 
 
 def _has_stepped(optimizers: list[Any]) -> bool:
-    """Return whether one of the optimizers has taken a step; those without a count of steps have no state at first."""
+    """Return whether one of the optimizers has taken a step.
+
+    Those without a count of steps have no state at first.
+    """
     states = [one for optimizer in optimizers for one in getattr(optimizer, "state", {}).values()]
     return any(one.get("step", 1) for one in states if isinstance(one, dict))
 
 
 def _calls_super(optimizer: Any) -> bool:
-    """Return whether the class of an optimizer has a step that may call that of a base class, and so its hooks."""
+    """Return whether the class of an optimizer has a step that may call that of a base class,
+    and so its hooks.
+    """
     # PyTorch puts a wrapper of an inherited step into a class.
     steps = {unwrap(vars(kind)["step"]) for kind in type(optimizer).__mro__ if "step" in vars(kind)}
     return has_hooks(optimizer) and len(steps) > 2

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Replace the ``step`` of one optimizer object, where hooks are not enough to clip before it or to stop it."""
+"""Replace the ``step`` of one optimizer object,
+where hooks are not enough to clip before it or to stop it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any
 
 
 class SkippedStep(BaseException):
-    """Stop a step that a rule skips, from a hook or a closure inside of it; `StepWrapper` catches it.
+    """Stop a step that a rule skips, from a hook or a closure inside of it.
+
+    `StepWrapper` catches it.
 
     Like ``GeneratorExit`` it is not an error, and no handler of errors may hold it back.
     """
@@ -23,9 +27,9 @@ class SkippedStep(BaseException):
 class StepWrapper:
     """A bound method in the place of ``optimizer.step``.
 
-    Hooks run inside of a step and cannot stop it, run once more in a class that calls ``super().step()``, and do not
-    run at all in an object that is no ``torch.optim.Optimizer``. Where both are there, hooks act if something calls the
-    step that the wrapper has replaced.
+    Hooks run inside of a step and cannot stop it, run once more in a class that calls
+    ``super().step()``, and do not run at all in an object that is no ``torch.optim.Optimizer``.
+    Where both are there, hooks act if something calls the step that the wrapper has replaced.
 
     Parameters
     ----------
@@ -39,7 +43,10 @@ class StepWrapper:
     """
 
     depth: int | None = None
-    """How many nested calls of ``step`` run, as hooks count them; ``None`` outside of the wrapper."""
+    """How many nested calls of ``step`` run, as hooks count them.
+
+    ``None`` outside of the wrapper.
+    """
 
     def __init__(
         self,
@@ -55,7 +62,8 @@ class StepWrapper:
 
         step = optimizer.step
 
-        # The attributes of the step go along: schedulers mark theirs, and warn where the mark is gone.
+        # The attributes of the step go along: schedulers mark theirs, and warn where the mark is
+        # gone.
         @wraps(step)
         def run(this: Any, *args: Any, **kwargs: Any) -> Any:
             if this is not optimizer:  # a copy, which has no rule
@@ -69,7 +77,10 @@ class StepWrapper:
         optimizer.step = self._method
 
     def remove(self) -> None:
-        """Put the replaced ``step`` back; a step that others have wrapped since then passes through."""
+        """Put the replaced ``step`` back.
+
+        A step that others have wrapped since then passes through.
+        """
         self._removed = True
         if vars(self._optimizer).get("step") is not self._method:
             return

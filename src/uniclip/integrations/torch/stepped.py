@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Find the object whose ``step()`` is clipped: an optimizer inside of its wrappers, or one that holds several."""
+"""Find the object whose ``step()`` is clipped: an optimizer inside of its wrappers,
+or one that holds several.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Stepped:
 
     @property
     def optimizers(self) -> list[Any]:
-        """The optimizers that change parameters: those inside, and the outer one if it has parameters of its own."""
+        """The optimizers that change parameters: those inside,
+        and the outer one if it has parameters of its own.
+        """
         known = parameter_ids(self.inner)
         owns = any(id(p) not in known for p in parameters_of(self.outer))
         return [*self.inner, self.outer] if owns or not self.inner else self.inner
@@ -33,14 +37,17 @@ class Stepped:
         return self._held != [id(one) for one in _held_by(self.outer)]
 
     def saves_state(self) -> bool:
-        """Return whether ``outer.state_dict()`` is PyTorch's own, whose hooks add the state of a rule."""
+        """Return whether ``outer.state_dict()`` is PyTorch's own,
+        whose hooks add the state of a rule.
+        """
         own = isinstance(self.outer, torch.optim.Optimizer) and has_hooks(self.outer)
         return own and type(self.outer).state_dict is torch.optim.Optimizer.state_dict
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups as they are now, each parameter once.
 
-        A ``load_state_dict`` gives optimizers new groups, so those of the outer one may be copies by then.
+        A ``load_state_dict`` gives optimizers new groups, so those of the outer one may be copies
+        by then.
         """
         if not self.inner:
             groups: list[dict[str, Any]] = self.outer.param_groups
@@ -86,23 +93,30 @@ def has_hooks(optimizer: Any) -> bool:
 def find_stepped(optimizer: Any) -> Stepped:
     """Return the object whose ``step()`` is clipped where a user gives ``optimizer``.
 
-    A wrapper around one optimizer that has exactly its parameters stands for that optimizer, as the wrappers of
-    Accelerate, Lightning and SAM do. What holds others is stepped as one, with the optimizers inside.
+    A wrapper around one optimizer that has exactly its parameters stands for that optimizer, as the
+    wrappers of Accelerate, Lightning and SAM do. What holds others is stepped as one, with the
+    optimizers inside.
     """
     return Stepped(*_resolve(optimizer, {id(optimizer)}))
 
 
 def _resolve(outer: Any, path: set[int]) -> tuple[Any, list[Any]]:
-    """Return the object that is stepped, and the optimizers that it holds; ``path`` has the objects around it."""
+    """Return the object that is stepped, and the optimizers that it holds.
+
+    ``path`` has the objects around it.
+    """
     # Two attributes may lead to one optimizer, one of them through a wrapper.
     found: dict[int, Stepped] = {}
     for one in _held_by(outer):
         if id(one) not in path:
             stepped = Stepped(*_resolve(one, path | {id(one)}))
             found[id(stepped.outer)] = stepped
-    inner = list({id(one): one for stepped in found.values() for one in stepped.optimizers}.values())
+    inner = list(
+        {id(one): one for stepped in found.values() for one in stepped.optimizers}.values()
+    )
 
-    # The inner optimizer of ZeroRedundancyOptimizer has a part of the parameters, and no steps of its own.
+    # The inner optimizer of ZeroRedundancyOptimizer has a part of the parameters, and no steps of
+    # its own.
     own, held = parameter_ids([outer]), parameter_ids(inner)
     if _is_of_pytorch(outer) and held <= own:
         return outer, []
@@ -116,12 +130,20 @@ def _resolve(outer: Any, path: set[int]) -> tuple[Any, list[Any]]:
 def _held_by(outer: Any) -> Iterator[Any]:
     """Yield the optimizers in the attributes of an object, and in lists, tuples and dicts there."""
     for value in vars(outer).values() if hasattr(outer, "__dict__") else ():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        values = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else (value,)
+        )
         yield from (one for one in values if is_optimizer(one))
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether an object is stepped as an optimizer: one of PyTorch's, or one with the same two attributes."""
+    """Return whether an object is stepped as an optimizer: one of PyTorch's,
+    or one with the same two attributes.
+    """
     if isinstance(value, torch.optim.Optimizer):
         return True
     if isinstance(value, (type, torch.nn.Module)):
@@ -130,6 +152,8 @@ def is_optimizer(value: Any) -> bool:
 
 
 def _is_of_pytorch(optimizer: Any) -> bool:
-    """Return whether an optimizer is, or inherits from, one of PyTorch's own, whose ``step()`` takes all steps."""
+    """Return whether an optimizer is, or inherits from, one of PyTorch's own,
+    whose ``step()`` takes all steps.
+    """
     bases = {*type(optimizer).__mro__} - {torch.optim.Optimizer, object}
     return any(base.__module__.startswith("torch.") for base in bases)
