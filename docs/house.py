@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 import uniclip as uc
 
 FOLDER, SOURCE = Path(__file__).parent / "_static", Path(uc.__file__).parent
+CORE = "_core"
 THEMES = {
     "light": ("#404040", "#b35a00", "#767676", "white"),
     "dark": ("#d8d8d8", "#f0943a", "#9a9a9a", "#131416"),
@@ -25,9 +27,14 @@ THEMES = {
 
 
 def room_of(path: Path) -> str:
-    """Return what a file is drawn as: itself, or the package that it is in; nothing for what is private."""
-    name = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    return "" if name.startswith("_") else name
+    """Return what a file is drawn as: itself, also in the core, or its package; nothing for other private ones."""
+    return room_in(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def room_in(names: Sequence[str]) -> str:
+    """Return the same for the names below ``uniclip`` that lead to a module."""
+    first = names[1] if names[0] == CORE else names[0]
+    return "" if first.startswith("_") else first
 
 
 def find_floors() -> dict[str, int]:
@@ -35,7 +42,8 @@ def find_floors() -> dict[str, int]:
     below: dict[str, set[str]] = {}
     for path in filter(room_of, SOURCE.rglob("*.py")):
         imports = [node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
-        names = {module.split(".")[1] for module in imports if module and module.startswith("uniclip.")}
+        modules = [module.split(".") for module in imports if module and module.startswith("uniclip.")]
+        names = {room_in(module[1:]) for module in modules}
         below.setdefault(room_of(path), set()).update(names)
 
     def floor(room: str) -> int:

@@ -66,6 +66,13 @@ def faulty(node: ast.AST) -> bool:
     return True
 
 
+def find_files(only: list[str], skip: list[str]) -> list[Path]:
+    """Return the files whose paths, from ``src/`` on, have one of the first parts and none of the others."""
+    paths = {file: file.relative_to(SOURCE).as_posix() for file in sorted(SOURCE.rglob("*.py"))}
+    chosen = {file: path for file, path in paths.items() if any(part in path for part in only)}
+    return [file for file, path in chosen.items() if not any(part in path for part in skip)]
+
+
 def places(file: Path) -> Iterator[int]:
     """Yield the numbers of the nodes in which a fault can be planted."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -104,11 +111,7 @@ def main() -> int:
     parser.add_argument("--gate", type=float, default=0.0, help="the share that has to be noticed")
     parser.add_argument("command", nargs="+")
     asked = parser.parse_args()
-    files = [
-        file
-        for file in sorted(SOURCE.rglob("*.py"))
-        if any(part in str(file) for part in asked.only) and not any(part in str(file) for part in asked.skip)
-    ]
+    files = find_files(asked.only, asked.skip)
     start = time.monotonic()
     if ended(asked.command, SOURCE) != "SURVIVED":
         sys.exit("the command fails on the code as it is")

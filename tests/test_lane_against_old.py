@@ -125,7 +125,7 @@ def taken() -> tuple[list[bool], Any]:
     found: list[bool] = []
 
     def listen(frame: Any, event: str, arg: Any) -> None:
-        if event == "return" and frame.f_code.co_name == "lane" and "torch_lane" in frame.f_code.co_filename:
+        if event == "return" and frame.f_code.co_name == "lane" and "fast_path" in frame.f_code.co_filename:
             found.append(arg is not None)
 
     return found, listen

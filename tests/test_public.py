@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import functools
 import inspect
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import uniclip as uc
+from mutants import SOURCE, find_files, places
 from uniclip import config, insight, saved
 
 pytestmark = pytest.mark.needs("numpy")
@@ -198,7 +200,7 @@ def imported(text: str) -> set[str]:
 def test_the_suite_uses_public_names() -> None:
     """No file imports a private module, names one in a text, reads a private attribute or patches the package."""
     hidden = private()
-    assert {"uniclip.rules", "uniclip.limits.base"} & set(hidden)
+    assert {"uniclip.rule", "uniclip.limits.base"} & set(hidden)
     named = [one for one in hidden if one.rpartition(".")[2] not in insight.__all__]
     patches = r"setattr\(\W?(uc|uniclip)\b|patch\(\W?uniclip"
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, named))})\b|\b(uc|uniclip)(\.\w+)*\._[a-z]|{patches}")
@@ -234,6 +236,18 @@ def test_no_test_passes_for_nothing() -> None:
 def _of_numpy(names: set[str]) -> bool:
     """Whether one of the functions is an assertion of NumPy's or PyTorch's."""
     return any(name.startswith("assert_") for name in names)
+
+
+def test_faults_are_planted_in_the_core() -> None:
+    """The environment that plants faults leaves out adapters, frameworks and messages, and not the core."""
+    settings = configparser.ConfigParser()
+    settings.read(HERE.parent / "tox.ini", encoding="utf-8")
+    words = settings["testenv:mutants"]["commands"].split()
+    skipped = words[words.index("--skip") + 1 : words.index("{posargs}")]
+    files = find_files([""], skipped)
+    paths = {file.relative_to(SOURCE / "uniclip").as_posix() for file in files if list(places(file))}
+    assert paths >= {"_core/step.py", "_core/measure.py", "_core/apply.py", "rule.py", "compose.py", "limits/base.py"}
+    assert not paths & {"_errors.py", "__init__.py", "backends/torch/__init__.py", "backends/jax.py"}
 
 
 def test_commits_are_looked_at_by_the_linter_of_the_matrix() -> None:

@@ -33,10 +33,11 @@ Your own rule is four choices, ``g ← g · curve(norm(g over scope), limit)``, 
 import sys as _sys
 from typing import TYPE_CHECKING
 
-from uniclip import curves, limits, norms, scopes, verbs
+from uniclip import api, curves, limits, norms, scopes
 from uniclip._version import version as _version
+from uniclip.api import *  # noqa: F403
 from uniclip.clipper import Clipper
-from uniclip.combine import chain, masked
+from uniclip.compose import chain, masked
 from uniclip.limits import Limit
 from uniclip.norms import Norm
 from uniclip.presets import adaptive as _adaptive
@@ -48,9 +49,8 @@ from uniclip.presets.examples import *  # noqa: F403
 from uniclip.presets.fixed import *  # noqa: F403
 from uniclip.presets.relative import *  # noqa: F403
 from uniclip.report import Report
-from uniclip.rules import Rule
+from uniclip.rule import Rule
 from uniclip.scopes import Scope
-from uniclip.verbs import *  # noqa: F403
 
 __all__ = [
     "Clipper",
@@ -70,7 +70,7 @@ __all__ += _fixed.__all__
 __all__ += _relative.__all__
 __all__ += _adaptive.__all__
 __all__ += _examples.__all__
-__all__ += verbs.__all__
+__all__ += api.__all__
 
 
 _ELSEWHERE = {

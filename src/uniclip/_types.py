@@ -28,7 +28,7 @@ class Array(Protocol):
 
 Number: TypeAlias = float | Array
 NonFinite: TypeAlias = Literal["propagate", "skip", "zero", "raise"]
-"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype, see `uniclip.choices`."""
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows its dtype, see `uniclip.rule`."""
 Path: TypeAlias = tuple[Any, ...]
 """The keys that lead to a leaf of a tree."""
 

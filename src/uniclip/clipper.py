@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 
+from uniclip._core.collectives import AllReduce, Loss, Shared
+from uniclip._core.tree import Flat, flatten, place
 from uniclip._errors import check, short
 from uniclip._types import Number, Step, T
-from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import outlives, to_lists
-from uniclip.joins import AllReduce, Loss, Shared
+from uniclip.compose import AnyRule, as_rule
 from uniclip.report import AVERAGED, MANY_SKIPPED, NORM, NORM_MAX, Report, read_arrays, report_outlives, was_skipped
-from uniclip.rules import take_step
+from uniclip.rule import take_step
 from uniclip.saved import (
     Leaves,
     Saved,
@@ -37,7 +38,6 @@ from uniclip.saved import (
     to_saved,
     values_of,
 )
-from uniclip.tree import Flat, flatten, place
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder

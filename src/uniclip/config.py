@@ -14,10 +14,9 @@ import numpy as np
 
 from uniclip import curves, limits, norms, scopes
 from uniclip._errors import public, short, source
-from uniclip.arraywise import ByValue, Function
 from uniclip.backends import backend_of, to_lists
-from uniclip.combine import Chain, Masked
-from uniclip.rules import Rule
+from uniclip.compose import ByValue, Chain, Function, Masked
+from uniclip.rule import Rule
 
 _CHOICES = [getattr(module, name) for module in (curves, limits, norms, scopes) for name in module.__all__]
 _BEHIND = [ByValue, Chain, Function, Masked, Rule, scopes.FanIn, scopes.all_but_first, scopes.everything]

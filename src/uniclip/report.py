@@ -13,11 +13,11 @@ import numpy as np
 import optree
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE  # there is no public name for it
 
+from uniclip._core.plan import Plan
+from uniclip._core.tree import NAMESPACE, flatten
 from uniclip._errors import short
 from uniclip.backends import DEFAULT, Backend, backend_of, outlives
 from uniclip.backends.base import NODES, NUMPY, stack_arrays
-from uniclip.plan import Plan
-from uniclip.tree import NAMESPACE, flatten
 
 NORM, LIMIT, SHARE = "clip/norm", "clip/limit", "clip/share"
 LOGGED = (NORM, LIMIT, "clip/threshold", "clip/factor", SHARE, "clip/skipped")

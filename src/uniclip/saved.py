@@ -25,17 +25,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import optree
 
+from uniclip._core.plan import label_of
+from uniclip._core.tree import Flat, flatten, place
 from uniclip._errors import check, short, stable
 from uniclip._version import version
-from uniclip.arraywise import as_rule
 from uniclip.backends import DEFAULT, Backend, backend_of, numpy_of, to_lists
-from uniclip.combine import Chain, Masked, walk_rules
+from uniclip.compose import Chain, Masked, as_rule, walk_rules
 from uniclip.limits import PerGroup
 from uniclip.norms import Norm
-from uniclip.plan import label_of
-from uniclip.rules import Rule
+from uniclip.rule import Rule
 from uniclip.scopes import FanIn, Scope, everything
-from uniclip.tree import Flat, flatten, place
 
 FORMAT = 2
 """The version that is written and read; a state without a version, made by hand, is taken for one of it."""

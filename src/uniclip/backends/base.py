@@ -102,7 +102,7 @@ class Leaf(NamedTuple):
     shape: Any = None
     """The lengths of the leaf, numbers or arrays, if it does not tell them."""
     part: Any = None
-    """Which part of a distributed leaf it is, with the attributes of `uniclip.backends.dtensor.Part`."""
+    """Which part of a distributed leaf it is, with the attributes of `uniclip.backends.torch.dtensor.Part`."""
 
     @property
     def copied(self) -> bool:

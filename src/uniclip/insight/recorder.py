@@ -15,20 +15,20 @@ from typing import Any, Literal
 
 import numpy as np
 
+from uniclip._core.step import decide_generally
+from uniclip._core.tree import flatten, open_tree
 from uniclip._errors import check, real, short, whole
 from uniclip._types import Step
-from uniclip.arraywise import AnyRule, as_rule
 from uniclip.backends import compiling
 from uniclip.backends.base import stack_arrays
+from uniclip.compose import AnyRule, as_rule
 from uniclip.insight.record import LOGGED, OWN, WAITING, File
 from uniclip.insight.spikes import WINDOW, compared
 from uniclip.limits import NoState
 from uniclip.norms import L1, L2, Linf, Norm
 from uniclip.report import NORM, Report, backend_in, has_values, keep_arrays, read_arrays
-from uniclip.rules import Rule
+from uniclip.rule import Rule
 from uniclip.scopes import each_leaf
-from uniclip.step import decide_generally
-from uniclip.tree import flatten, open_tree
 
 _INSIDE = "call the recorder outside of compiled code, on the report that the code returns"
 

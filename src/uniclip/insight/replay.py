@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from uniclip._core.tree import flatten
 from uniclip._errors import check, needs, short
-from uniclip.arraywise import AnyRule, as_rule
+from uniclip.compose import AnyRule, as_rule
 from uniclip.insight.record import INSTALL, Record
 from uniclip.report import UNLIMITED
-from uniclip.rules import Rule
+from uniclip.rule import Rule
 from uniclip.scopes import all_leaves, each_leaf
-from uniclip.tree import flatten
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

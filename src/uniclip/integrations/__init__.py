@@ -5,12 +5,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from uniclip._core.plan import refuse_one_answer
 from uniclip._errors import check, short
-from uniclip.arraywise import AnyRule, as_rule
-from uniclip.combine import Masked, rules_with_norms, walk_rules
+from uniclip.compose import AnyRule, Masked, as_rule, rules_with_norms, walk_rules
 from uniclip.limits import Split
-from uniclip.plan import refuse_one_answer
-from uniclip.rules import BaseRule, Rule
+from uniclip.rule import BaseRule, Rule
 from uniclip.scopes import each_example, each_row, everything
 
 _package = sys.modules[__name__.partition(".")[0]]
@@ -47,7 +46,7 @@ def rule_for_steps(rule: AnyRule) -> BaseRule:
 
 
 def refuse_one_answer_in(rule: Any, paths: list[Any], leaves: list[Any]) -> None:
-    """Refuse a mask or a label inside of a rule that says the same of all leaves, see `uniclip.plan.refuse_one_answer`.
+    """Refuse a mask or a label inside of a rule that says the same of all leaves; see `refuse_one_answer`.
 
     Where it does not, the rule asks no more: at a step there may be only some of the leaves.
     """

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from uniclip._errors import needs
-from uniclip.arraywise import AnyRule
+from uniclip.compose import AnyRule
 from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import AVERAGED, NORM, NORM_MAX
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from uniclip._errors import check, needs
-from uniclip.arraywise import AnyRule
+from uniclip.compose import AnyRule
 from uniclip.integrations import rule_for_steps
 from uniclip.report import LOGGED, Report
 from uniclip.saved import from_dict as state_from_dict

@@ -18,11 +18,11 @@ import optree
 
 from uniclip._errors import LIMIT, check, nonnegative, short
 from uniclip._types import Number
-from uniclip.arraywise import AnyRule
+from uniclip.compose import AnyRule
 from uniclip.integrations import rule_for_steps
 from uniclip.presets.fixed import by_global_norm
 from uniclip.report import Report
-from uniclip.rules import BaseRule
+from uniclip.rule import BaseRule
 from uniclip.saved import from_dict, names_of, to_dict
 
 __all__ = ["ClippedOptimizer", "clip_gradients_by_norm"]

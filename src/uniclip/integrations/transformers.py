@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from uniclip._errors import check, needs, short
-from uniclip.arraywise import AnyRule
-from uniclip.combine import rules_with_norms
+from uniclip.compose import AnyRule, rules_with_norms
 from uniclip.integrations import refuse_record, rule_for_steps
 from uniclip.report import NORM
 

@@ -23,7 +23,7 @@ from uniclip.limits import (
     ZScore,
 )
 from uniclip.limits.zscores import Target
-from uniclip.rules import Rule, preset
+from uniclip.rule import Rule, preset
 from uniclip.scopes import all_leaves, each_entry, each_leaf
 
 __all__ = [

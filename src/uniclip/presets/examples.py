@@ -12,7 +12,7 @@ from uniclip._types import NonFinite, Number
 from uniclip.curves import Curve, NonMonotonic, Regularized, hard
 from uniclip.limits import Split, TrackedQuantile
 from uniclip.limits.base import MaxNorm
-from uniclip.rules import Rule, preset
+from uniclip.rule import Rule, preset
 from uniclip.scopes import each_example, each_row
 
 __all__ = ["auto_s", "by_example_layer_norm", "by_example_norm", "by_example_quantile", "psac"]

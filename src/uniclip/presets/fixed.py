@@ -10,12 +10,12 @@ from typing import Any
 
 from uniclip._errors import check, positive
 from uniclip._types import NonFinite, Number
-from uniclip.arraywise import ByValue
+from uniclip.compose import ByValue
 from uniclip.curves import Curve, RejectAbove, hard, normalize
 from uniclip.limits import PerGroup
 from uniclip.limits.base import MaxNorm
 from uniclip.norms import RMS, Norm
-from uniclip.rules import Rule, preset
+from uniclip.rule import Rule, preset
 from uniclip.scopes import Label, Scope, all_leaves, each_leaf, groups
 
 __all__ = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 from uniclip._types import Array, NonFinite, Number
 from uniclip.limits import Relative, TrustRatio
 from uniclip.norms import Norm
-from uniclip.rules import Rule, preset
+from uniclip.rule import Rule, preset
 from uniclip.scopes import Scope, each_leaf, each_row, unit
 
 __all__ = ["agc", "cowclip", "larc"]

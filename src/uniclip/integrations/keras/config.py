@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from uniclip.combine import Chain, Masked
-from uniclip.rules import Rule
+from uniclip.compose import Chain, Masked
+from uniclip.rule import Rule
 
 
 def output_last(rule: Any) -> Any:

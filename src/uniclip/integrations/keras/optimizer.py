@@ -14,7 +14,7 @@ import numpy as np
 import optree
 
 from uniclip._errors import counted, short
-from uniclip.arraywise import AnyRule
+from uniclip.compose import AnyRule
 from uniclip.config import from_config as rule_from_config
 from uniclip.config import to_config
 from uniclip.integrations import rule_for_steps

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
+from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.step import decide
 from uniclip._errors import LIMIT, article, check, nonnegative, number, short, within
 from uniclip._types import Array, NonFinite, Step
-from uniclip.backends.dtensor import is_dtensor
+from uniclip.api import clip_
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch_lane import gradients_of, lane
+from uniclip.backends.torch.dtensor import is_dtensor
+from uniclip.backends.torch.fast_path import gradients_of, lane
 from uniclip.integrations.torch.processes import refuse_parts
-from uniclip.joins import AllReduce, Shared
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_global_norm, by_value
-from uniclip.rules import Rule
-from uniclip.step import decide
-from uniclip.verbs import clip_
+from uniclip.rule import Rule
 
 
 def clip_grad_norm_(

@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from uniclip._core.tree import flatten, place
 from uniclip._errors import short
 from uniclip._types import Path
-from uniclip.arraywise import AnyRule
-from uniclip.backends.dtensor import is_dtensor
-from uniclip.combine import rules_with_norms
+from uniclip.backends.torch.dtensor import is_dtensor
+from uniclip.compose import AnyRule, rules_with_norms
 from uniclip.integrations import rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, optimizer_inside
 from uniclip.integrations.torch.functions import grad_of
 from uniclip.integrations.torch.optimizer import Names, attach, names_of
 from uniclip.integrations.torch.processes import several
-from uniclip.tree import flatten, place
 
 _WHAT_TO_DO = (
     "plain tensors that are parts: all_reduce= the group of those with the rest, or mesh[...]",

@@ -16,22 +16,22 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from uniclip._core.apply import LaneDecision
+from uniclip._core.collectives import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
+from uniclip._core.tree import place
 from uniclip._errors import check, counted, short, stable
 from uniclip._types import Number
-from uniclip.arraywise import AnyRule
 from uniclip.backends.torch import BACKEND
-from uniclip.backends.torch_lane import gradients_of, lane
+from uniclip.backends.torch.fast_path import gradients_of, lane
 from uniclip.clipper import Clipper
-from uniclip.decision import LaneDecision
+from uniclip.compose import AnyRule
 from uniclip.integrations import looks_at, refuse_one_answer_in, refuse_record, rule_for_steps
 from uniclip.integrations.torch.checks import Optimizer, optimizer_inside, refuse_names
 from uniclip.integrations.torch.functions import get_total_norm, grads_of
 from uniclip.integrations.torch.processes import of_all, of_any, refuse_parts, refuse_unnamed, several
-from uniclip.joins import AllReduce, Shared, follow_reference, keep_reference, reducer_of, refuse_shared
 from uniclip.report import Report
-from uniclip.rules import BaseRule, Rule
+from uniclip.rule import BaseRule, Rule
 from uniclip.saved import labels_of, renamed, shown
-from uniclip.tree import place
 
 if TYPE_CHECKING:
     from uniclip.insight import Recorder
@@ -590,7 +590,7 @@ class Attached:
         Raises
         ------
         ValueError
-            See `uniclip.plan.refuse_one_answer`.
+            See `uniclip._core.plan.refuse_one_answer`.
         """
         params = self._params()
         paths = [(number, key) for number, keys in enumerate(self._keys) for key in keys]

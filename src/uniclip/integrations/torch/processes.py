@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
+from uniclip._core.collectives import Loss, mean_loss, reducer_of
 from uniclip._errors import refuse_in_step, short
-from uniclip.arraywise import ByValue
-from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.torch import BACKEND
-from uniclip.combine import Chain, rules_with_norms, walk_rules
-from uniclip.joins import Loss, mean_loss, reducer_of
-from uniclip.rules import Rule
+from uniclip.backends.torch.dtensor import is_dtensor
+from uniclip.compose import ByValue, Chain, rules_with_norms, walk_rules
+from uniclip.rule import Rule
 from uniclip.scopes import all_leaves
 
 

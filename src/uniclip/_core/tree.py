@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: MIT
-"""Trees of gradients: open them into dense arrays, close them again, and name a leaf in an error.
+"""Trees of gradients and parameters: open leaves into dense arrays, restore them, and name them.
 
 A tree is opened once, and this is the one door for odd leaves: sparse and distributed ones, integers and storage
 formats become floating-point arrays here, each in a `Leaf`, in which entries that were stored twice are summed, and
-`Opened.closed` makes them what they were. ``None``, an absent gradient, keeps its row.
+`Opened.close` makes them what they were. ``None``, an absent gradient, keeps its row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from copy import copy
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import optree
 from optree.utils import total_order_sorted
 
-from uniclip._errors import describe, printed
-from uniclip._types import Path
+from uniclip._errors import describe, printed, short
+from uniclip._types import Path, Step
 from uniclip.backends import DEFAULT, MET, Backend, backend_of, flatten_registered
-from uniclip.backends.arrays import View, overlapping, overlaps_itself
+from uniclip.backends.arrays import View, overlapping, overlaps_itself, same_shape
 from uniclip.backends.base import Kinds, Leaf, cast
+
+if TYPE_CHECKING:
+    from uniclip.rule import Choices
 
 NAMESPACE = "uniclip"
 """The namespace in which optree knows the containers that it does not open by itself."""
@@ -83,27 +85,6 @@ class Opened(NamedTuple):
             same = arrays[number] is self.odd[number].array and not self.is_integral(number)
             leaves[number] = self.leaves[number] if same else self._put_back(number, arrays[number])
         return leaves
-
-    def multiply_in_place(self, factors: dict[int, Any], *, zero: bool) -> None:
-        """Multiply arrays, each memory once; entries that were made 0 when the tree was measured are written, too."""
-        backend, odd = self.backend, self.odd
-        arrays = [odd[n].array if n in odd else leaf for n, leaf in enumerate(self.leaves)]
-        zeroed = [n for n in self.kinds.present if arrays[n] is not self.arrays[n]]
-        if not (factors or zeroed):
-            return
-        repeated, again = self.find_repeated()
-        for number, leaf in odd.items():
-            if number in factors and number not in repeated and number not in zeroed and leaf.view is not None:
-                alike = math.prod(getattr(factors[number], "shape", ())) == 1
-                arrays[number] = leaf.view if alike else arrays[number]
-        for number in zeroed:
-            if number not in again:
-                backend.write(arrays[number], lambda _, new: new, self.arrays[number])
-        pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
-        if pairs:
-            backend.scale([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
-        changed = {*factors, *zeroed} - again
-        self.write([n for n, leaf in odd.items() if arrays[n] is leaf.array and n in changed])
 
     def find_repeated(self) -> tuple[set[int], set[int]]:
         """Return the leaves whose memory is that of earlier ones, and those of them that are not written again.
@@ -388,3 +369,96 @@ def _no_array(where: str, leaf: object) -> str:
         "another array API library (plain numbers as one array, an iterator as a list, an absent "
         "gradient as None)"
     )
+
+
+# Parameters beside their gradients.
+
+
+def with_params(rule: Choices, given: Opened, step: Step) -> tuple[Opened, Opened | None]:
+    """Return the gradients, and the parameters if the limit needs them.
+
+    Where gradients are absent, the parameters say which library's processes are joined, and over which meshes.
+    """
+    needed, theirs, nothing = "params" in rule.limit.needs, None, not given.kinds.present
+    if needed and step.params is None:
+        msg = f"{short(rule)} compares gradients with their parameters: pass params="
+        raise ValueError(msg)
+    if step.params is not None and (needed or nothing or len(given.kinds.present) < len(given.leaves)):
+        theirs = _put_in_order(open_tree(step.params, "params"), given)
+    if nothing and theirs is not None and theirs.kinds.present:
+        given = given._replace(kinds=theirs.kinds.without_leaves())
+    if theirs is not None and theirs.parts:
+        absent = {n: Leaf(None, part=part) for n, part in theirs.parts.items() if given.leaves[n] is None}
+        given = given._replace(odd=dict(sorted((given.odd | absent).items())))
+    return given, _match_params(rule, given, theirs) if needed and theirs is not None else None
+
+
+def _put_in_order(theirs: Opened, given: Opened) -> Opened:
+    """Return the parameters in the order of the gradients, by their paths, ``None`` where there is none."""
+    if theirs.spec == given.spec:
+        return theirs
+    numbers = {path: number for number, path in enumerate(theirs.paths())}
+    order = [numbers.get(path) for path in given.paths()]
+
+    leaves, arrays = ([None if n is None else values[n] for n in order] for values in (theirs.leaves, theirs.arrays))
+    odd = {number: theirs.odd[n] for number, n in enumerate(order) if n in theirs.odd}
+    return theirs._replace(leaves=leaves, arrays=arrays, spec=given.spec, odd=odd)
+
+
+def _match_params(rule: Choices, given: Opened, theirs: Opened) -> Opened:
+    """Return the parameters of the gradients.
+
+    Raises
+    ------
+    ValueError
+        If a gradient has no parameter, or a parameter of another shape.
+    TypeError
+        If the parameters belong to another framework, or a gradient stores single entries that have norms of their own.
+    """
+    present, backend = given.kinds.present, given.backend
+    if present and theirs.kinds.present and theirs.backend is not backend:
+        msg = f"{theirs.place(present[0])} is of another framework than {given.place(present[0])}"
+        raise TypeError(msg)
+    for number in present:
+        if theirs.leaves[number] is None:
+            msg = f"{given.place(number)} has no parameter: {theirs.place(number)} is missing"
+            raise ValueError(msg)
+        shape, of_gradient = theirs.leaves[number].shape, given.leaves[number].shape
+        if not (shape == of_gradient or same_shape(shape, of_gradient)):  # some are known at run time
+            msg = f"{theirs.place(number)} has shape {tuple(shape)}, {given.place(number)} {tuple(of_gradient)}"
+            raise ValueError(msg)
+    arrays = [None if leaf is None else a for leaf, a in zip(given.leaves, theirs.arrays, strict=True)]
+    parts = theirs.parts
+    if rule.scope.axes is not None and (parts or given.parts):
+        arrays, parts = _divide_alike(rule, given, theirs, arrays)
+    if rule.scope.axes is not None:
+        for number in filter(given.is_sparse, given.odd):
+            arrays[number] = _at_stored_rows(rule, given, number, arrays[number])
+    odd = {number: Leaf(arrays[number], part=part) for number, part in parts.items() if part is not None}
+    return Opened(theirs.kinds, theirs.leaves, arrays, given.spec, "params", odd=odd)
+
+
+def _at_stored_rows(rule: Choices, given: Opened, number: int, array: Any) -> Any:
+    """Return a parameter at the rows that its sparse gradient stores, if each row has a norm; else the parameter."""
+    axes = rule.scope.covered(len(array.shape), given.backend.output_axis)
+    if axes is None or 0 in axes:
+        return array
+    if given.odd[number].by_entry:
+        msg = (
+            f"{given.place(number)} is sparse, and stores single entries: {short(rule)} would compare them with other "
+            "entries of the parameter; make the gradient dense, or take a norm of whole leaves"
+        )
+        raise TypeError(msg)
+    return given.backend.xp.take(array, given.odd[number].rows, axis=0)
+
+
+def _divide_alike(rule: Choices, given: Opened, theirs: Opened, arrays: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+    """Return the parameters and their parts, divided among processes as the gradients are where norms keep axes."""
+    parts = theirs.parts
+    for number in given.kinds.present:
+        part, leaf = given.part(number), theirs.leaves[number]
+        axes = rule.scope.covered(len(leaf.shape), given.backend.output_axis)
+        mine: Any = parts.get(number)
+        if (part and part.divided(axes)) != (mine and mine.divided(axes)):
+            arrays[number], parts[number] = mine.gather(leaf) if part is None else part.divide(leaf), part
+    return arrays, parts

@@ -14,7 +14,6 @@ import torch
 from array_api_compat import torch as compat
 from torch.autograd.graph import increment_version
 
-from uniclip.backends import dtensor
 from uniclip.backends.base import (
     HOST,
     LIBRARY,
@@ -34,11 +33,12 @@ from uniclip.backends.base import (
     stack_terms,
     unchanged,
 )
-from uniclip.backends.dtensor import is_dtensor
 from uniclip.backends.numpy import BACKEND as DEFAULT
 from uniclip.backends.numpy import few, small, squares, squares_of_joined, sums_of_arrays
-from uniclip.backends.torch_lane import are_apart, in_order, lane, norm_of
-from uniclip.backends.torch_modes import (
+from uniclip.backends.torch import dtensor
+from uniclip.backends.torch.dtensor import is_dtensor
+from uniclip.backends.torch.fast_path import are_apart, in_order, lane, norm_of
+from uniclip.backends.torch.modes import (
     at_home,
     in_forward_mode,
     in_transform,

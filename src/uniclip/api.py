@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The public functions: clip by any rule, also in place or summed over examples, and the familiar functions.
+"""The functions people call: clip by any rule, in place or summed over examples, and the familiar functions.
 
 The familiar functions keep their established names and argument order. Docstring examples assume ``np`` and ``uc``.
 """
@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.step import decide, decide_generally
+from uniclip._core.tree import open_tree
 from uniclip._errors import LIMIT, nonnegatives, real, short
 from uniclip._types import Number, Step, T
-from uniclip.arraywise import AnyRule, ByValue, as_rule
-from uniclip.joins import AllReduce, Shared
+from uniclip.compose import AnyRule, ByValue, as_rule
 from uniclip.limits import NoState
 from uniclip.presets.fixed import by_average_norm, by_global_norm, by_norm
 from uniclip.report import Report
-from uniclip.rules import Rule, take_step
-from uniclip.step import decide, decide_generally
-from uniclip.tree import open_tree
+from uniclip.rule import Rule, take_step
 
 __all__ = [
     "clip", "clip_", "clip_and_sum", "clip_by_average_norm", "clip_by_global_norm", "clip_by_norm", "clip_by_value",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What is the same at every step of a rule on trees of one structure: which leaves share a norm, and where it lies.
+"""Which leaves share a norm, and how norms are stacked: cached for one rule and one tree structure.
 
 A plan holds no gradient.
 """
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from uniclip._core.collectives import Join, Joins
+from uniclip._core.norm_space import Arithmetic
+from uniclip._core.tree import Opened, place
 from uniclip._errors import check, short, stable
 from uniclip._types import Path
-from uniclip.arithmetic import Arithmetic
 from uniclip.backends import compiling
 from uniclip.backends.arrays import same_shape
 from uniclip.backends.base import TRACED, Axes
-from uniclip.joins import Join, Joins
 from uniclip.scopes import Scope, everything
-from uniclip.tree import Opened, place
 
 if TYPE_CHECKING:
-    from uniclip.choices import Choices
+    from uniclip.rule import Choices
 
 _KEPT = 64
 """The number of plans that a rule keeps."""

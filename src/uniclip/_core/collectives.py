@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The processes of a run: which of them hold parts of what is measured, and how their sums are joined.
+"""Reductions over processes: which of them hold shards of what is measured, and how partial sums are combined.
 
 A step joins at one line, between the sums of leaves and their roots: one packet for each group of owners of distributed
 arrays, and one for ``all_reduce``. Sums are joined in float64, where there is one, so that nothing overflows; of a copy
@@ -21,11 +21,11 @@ from zlib import crc32
 
 import numpy as np
 
+from uniclip._core.norm_space import Arithmetic
+from uniclip._core.tree import Opened
 from uniclip._errors import check, holds_arrays, short
-from uniclip.arithmetic import Arithmetic
 from uniclip.backends import backend_by
 from uniclip.backends.base import NUMPY, Axes, Backend, Kinds, Op, Reduce, Terms, cast, in_groups, op_of
-from uniclip.tree import Opened
 
 _KEPT = 64
 """How many joins a rule remembers."""
@@ -38,7 +38,7 @@ Shared: TypeAlias = Callable[[tuple[Any, ...], Any], bool | int]
 
 
 class Layout(Protocol):
-    """The attributes of `uniclip.plan.Plan` that are used here, where plans cannot be imported."""
+    """The attributes of `uniclip._core.plan.Plan` that are used here, where plans cannot be imported."""
 
     kinds: Kinds
     math: Arithmetic

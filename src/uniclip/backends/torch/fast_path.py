@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The lane of PyTorch: dense gradients of one device, float32 or narrower, in as few calls as there can be.
+"""PyTorch fast path: dense gradients on one device, float32 or lower precision, with minimal call overhead.
 
 In a training step code and data are cold, and each other library that is entered costs 5 to 10 µs: so it uses PyTorch
 alone. Nothing is remembered from step to step, since any gradient may be replaced.
@@ -21,7 +21,7 @@ from torch.linalg import vector_norm
 
 from uniclip.backends.base import FITS, FLOAT32_MAX, PIECE, Lane, fill_places, numbers_in_lane
 from uniclip.backends.numpy import all_zero
-from uniclip.backends.torch_modes import in_forward_mode, tracing
+from uniclip.backends.torch.modes import in_forward_mode, tracing
 
 _FLOAT32, _STRIDED, _CPU = torch.float32, torch.strided, torch.device("cpu")
 _HALVES = {torch.bfloat16, torch.float16}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One step of a rule: open, plan, norms, limits, factors; a decision, which multiplies when it is asked for gradients.
+"""One step of a rule: open, plan, measure, limit, factor.
 
 `decide` asks the lane of a backend first, which takes what nearly every call is. The general way is in the order in
 which it runs, below it.
@@ -10,34 +10,33 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optree
 
+from uniclip._core.apply import Decision, LaneDecision, multiply_in_place
+from uniclip._core.collectives import Loss, join_of, of_joined_library, refuse_kept_axes
+from uniclip._core.measure import Inputs, Measured, measure, zero_norms
+from uniclip._core.plan import Plan, plan_of, refuse_rows
+from uniclip._core.tree import Opened, flatten_known, open_tree, with_params
 from uniclip._errors import NonFiniteError, real, refuse_in_step, short
 from uniclip._types import Step
 from uniclip.backends import DEFAULT, MET, Backend, backend_of
-from uniclip.backends.arrays import broadcasts, refuse_shape, surely
+from uniclip.backends.arrays import broadcasts, refuse_shape
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, TRACED, Lane, cast, finite_or_zero, numbers_in_lane
-from uniclip.choices import Choices
 from uniclip.curves import RejectAbove, hard, rejects, within
-from uniclip.decision import Decision, LaneDecision
-from uniclip.joins import Loss, Packet, join_of, mean_loss, of_joined_library, refuse_kept_axes
 from uniclip.limits import Constant, Context, NoState, PerGroup, Relative
 from uniclip.limits.base import Rows
-from uniclip.params import with_params
-from uniclip.plan import Block, Plan, plan_of, refuse_rows
 from uniclip.report import StepValues
-from uniclip.sums import divisors_of, norms_of, sizes_of
-from uniclip.tree import Opened, flatten_known, open_tree
+
+if TYPE_CHECKING:
+    from uniclip.rule import Choices
 
 NUMBERS = (float, int, np.float32, np.bool_)
 """The types that are a limit by themselves (float64 is a float); longdouble is wider."""
 _NAMED = 5
 """The number of leaves named in an error."""
-_NO_CONTEXT = nullcontext()
 
 
 def decide(
@@ -94,21 +93,8 @@ def lane_of_arrays(given: Opened, limit: float) -> Lane | None:
             return None
         norm, limit, factor = numbers
         if factor != 1:
-            given.multiply_in_place(dict.fromkeys(given.kinds.present, factor), zero=False)
+            multiply_in_place(given, dict.fromkeys(given.kinds.present, factor), zero=False)
         return Lane(norm, limit, factor, given.leaves, given.kinds.device)
-
-
-class Inputs(NamedTuple):
-    """What a step of the general way starts from."""
-
-    rule: Choices
-    plan: Plan
-    given: Opened
-    params: Opened | None
-    """The parameters of the gradients, if the limit needs them."""
-    step: Step
-    constant: Any
-    """The constant limit, ``None`` if there is another one."""
 
 
 def decide_generally(rule: Choices, given: Opened, state: Any, step: Step, constant: Any) -> Decision:
@@ -180,99 +166,6 @@ def _decide(inputs: Inputs, state: Any) -> Decision:
     skipped = _is_skipped(inputs, measured, factors, step_finite)
     values = StepValues(plan, norms, limits, factors, thresholds, measured.entries_finite, skipped)
     return Decision(rule, given, plan, values, new)
-
-
-# What a step measures.
-
-
-class Measured(NamedTuple):
-    """The measurements of a step, joined over processes, where the norms lie: an array for each block."""
-
-    norms: list[Any]
-    params: list[Any] | None = None
-    sizes: list[Any] | None = None
-    present: list[Any] | None = None
-    """For each norm, whether some process has a gradient of it; ``None`` where this process knows."""
-    loss: Any = None
-    entries_finite: Any = None
-    """Whether all entries are finite, where that was looked at."""
-
-
-def measure(inputs: Inputs) -> Measured:
-    """Measure what a step needs; all that processes join goes in one packet with the sums of leaves."""
-    rule, plan, given, params, step, _ = inputs
-    math_, needs, power = plan.math, rule.limit.needs, rule.norm.size_power
-    joins, sized = plan.joins, "sizes" in needs or bool(power)
-    looks_at_entries = rule.nonfinite == "zero" and (not math_.host or (joins is not None and bool(joins.covering)))
-    with _NO_CONTEXT if math_.host and joins is None else math_.library.allow_float64():
-        packet = Packet(
-            unsound=[_count_nonfinite(plan, given)] if looks_at_entries else None,
-            sizes=sizes_of(plan, given) if sized and plan.sizes is None else None,
-        )
-        if joins is not None:
-            presence = rule.memory or not plan.one_norm
-            packet = joins.ask_for(step.loss, packet, losses="loss" in needs, presence=presence)
-        trees = [tree for tree in (given if step.norm is None else None, params) if tree is not None]
-        norms, joined = norms_of(plan, trees, rule.norm, packet)
-        sizes = plan.sizes
-        if joined.sizes is not None:
-            sizes = divisors_of(plan, joined.sizes, power)
-            plan.sizes = None if math_.compiled or joins is not None else sizes
-        if sizes is not None and power:
-            norms = [[n / size for n, size in zip(tree, sizes[1], strict=True)] for tree in norms]
-        return Measured(
-            norms=math_.as_norms(norms[0]) if step.norm is None else [_given_norm(inputs)],
-            params=None if params is None else math_.as_norms(norms[-1]),
-            sizes=None if sizes is None else math_.as_norms(sizes[0]),
-            present=None if joined.present is None else math_.as_norms([count > 0 for count in joined.present]),
-            loss=_find_loss(plan, step.loss, joined.losses) if "loss" in needs else None,
-            entries_finite=None if joined.unsound is None else joined.unsound[0] < 1,
-        )
-
-
-def _count_nonfinite(plan: Plan, given: Opened) -> Any:
-    """Return how many arrays have entries that are not finite."""
-    xp, dtype = plan.math.library.xp, plan.math.sum_dtype
-    arrays = [given.arrays[number] for number in given.kinds.present]
-    return plan.math.add([xp.astype(xp.logical_not(xp.all(xp.isfinite(array))), dtype) for array in arrays], "sum")
-
-
-def _find_loss(plan: Plan, loss: Any, sums: list[Any] | None) -> Any:
-    """Return the loss of a step where the norms are, the mean of all processes; ``None`` if there is none."""
-    xp = plan.math.library.xp
-    if sums is not None:
-        loss = mean_loss(plan.math.library, loss, list(map(plan.math.to_library, sums)))
-    elif isinstance(loss, Loss):
-        loss = loss.mean
-    if loss is None:
-        return None
-    loss = plan.math.library.detach(xp.astype(xp.asarray(loss), xp.float32))
-    view = plan.math.view(loss)
-    return np.asarray(float(loss), np.float32) if view is None else view
-
-
-def _given_norm(inputs: Inputs) -> Any:
-    """Return the norm of all leaves that was given, as measuring would return it; refuse an invalid one."""
-    plan, backend, [zero] = inputs.plan, inputs.given.backend, zero_norms(inputs.plan, inputs.given)
-    norm = backend.xp.asarray(inputs.step.norm, dtype=zero.dtype)
-    refuse_shape("norm", norm, zero)
-    if surely(backend, backend.xp.any(norm < 0)):  # NaN is a norm that was measured
-        msg = f"norm must be 0 or more, got {short(norm) if norm.shape else norm}"
-        raise ValueError(msg)
-    view = plan.math.view(zero + norm)
-    return zero + norm if view is None else view
-
-
-def zero_norms(plan: Plan, given: Opened) -> list[Any]:
-    """Return zeros like the norms, in the library of the gradients."""
-    xp, (dtype, numpys) = plan.math.library.xp, plan.math.dtypes
-
-    def zero(block: Block, group: tuple[int, ...]) -> Any:
-        if not (block.kept and group):
-            return plan.math.to_library(np.zeros((), numpys))
-        return xp.sum(xp.zeros_like(given.arrays[group[0]], dtype=dtype), axis=plan.axes[group[0]])  # sharded as it is
-
-    return [plan.math.stack([zero(block, group) for group in block.groups]) for block in plan.blocks]
 
 
 def _without_nonfinite(inputs: Inputs, measured: Measured) -> tuple[Opened, Measured]:

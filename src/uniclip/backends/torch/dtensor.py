@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from uniclip.backends.base import Backend, Leaf, Op, Reduce
-from uniclip.backends.torch_modes import is_recorded, tracing
+from uniclip.backends.torch.modes import is_recorded, tracing
 
 _KEPT = 4096
 """The number of parts that are cached, so that equal ones are one object."""

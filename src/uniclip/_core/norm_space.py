@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where the norms of a step lie, in NumPy's arrays or in the library's, and how values get there and back.
+"""Where norms are computed, in NumPy's arrays or in the library's, and how values cross.
 
 They are NumPy's where the host reads the gradients at no cost, and then so are limits and factors. After the sums of
 leaves, only what is here makes, converts, rounds and branches on norms.
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from uniclip._core.tree import Opened
 from uniclip.backends import DEFAULT, Backend
 from uniclip.backends.base import HOST, LIBRARY, NUMPY, RECORDED, TRACED, Op, Terms, cast, norm_dtype, stack_arrays
-from uniclip.tree import Opened
 
 
 class Arithmetic:

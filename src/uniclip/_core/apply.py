@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""What a step comes to: the clipped gradients, their sum, the next state and the report."""
+"""Factors onto leaves: as new arrays, in place, or summed over examples; the result of a step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from uniclip._core.plan import Plan, plan_of
+from uniclip._core.tree import Opened, open_tree
 from uniclip._errors import short
 from uniclip.backends import Backend
 from uniclip.backends.arrays import spread
 from uniclip.backends.base import HOST, LIBRARY, Lane, cast
-from uniclip.choices import Choices
-from uniclip.plan import Plan, plan_of
 from uniclip.report import LazyReport, Report, StepValues, report_of
-from uniclip.tree import Opened, open_tree
+
+if TYPE_CHECKING:
+    from uniclip.rule import Choices
 
 
 class Decision(NamedTuple):
@@ -34,7 +37,7 @@ class Decision(NamedTuple):
         backend, zero = given.backend, self.rule.zeroes
         if given.in_place:
             with backend.quiet(given.first):
-                given.multiply_in_place(factors, zero=zero)
+                multiply_in_place(given, factors, zero=zero)
             return given.spec.unflatten(given.leaves)
         arrays = list(given.arrays)
         if not factors:
@@ -99,6 +102,28 @@ class Decision(NamedTuple):
     def report(self) -> Report:
         """Return the report, which holds no gradient."""
         return report_of(self.values)
+
+
+def multiply_in_place(opened: Opened, factors: dict[int, Any], *, zero: bool) -> None:
+    """Multiply arrays, each memory once; entries that were made 0 when the tree was measured are written, too."""
+    backend, odd = opened.backend, opened.odd
+    arrays = [odd[n].array if n in odd else leaf for n, leaf in enumerate(opened.leaves)]
+    zeroed = [n for n in opened.kinds.present if arrays[n] is not opened.arrays[n]]
+    if not (factors or zeroed):
+        return
+    repeated, again = opened.find_repeated()
+    for number, leaf in odd.items():
+        if number in factors and number not in repeated and number not in zeroed and leaf.view is not None:
+            alike = math.prod(getattr(factors[number], "shape", ())) == 1
+            arrays[number] = leaf.view if alike else arrays[number]
+    for number in zeroed:
+        if number not in again:
+            backend.write(arrays[number], lambda _, new: new, opened.arrays[number])
+    pairs = [(arrays[n], factor) for n, factor in factors.items() if n not in again]
+    if pairs:
+        backend.scale([array for array, _ in pairs], [factor for _, factor in pairs], in_place=True, zero=zero)
+    changed = {*factors, *zeroed} - again
+    opened.write([n for n, leaf in odd.items() if arrays[n] is leaf.array and n in changed])
 
 
 def _refuse_summed(given: Opened, plan: Plan) -> None:

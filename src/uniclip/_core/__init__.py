@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""What a step is made of; private: everything public is in `uniclip`."""

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: MIT
+"""A rule: its four validated choices, `init` and `update`, and the decorator of presets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, get_args
+
+from uniclip._core.collectives import AllReduce, Shared
+from uniclip._core.plan import plan_of
+from uniclip._core.step import decide, first_state
+from uniclip._core.tree import Flat, open_tree
+from uniclip._errors import Origin, Printed, check, flag, held_by, one_of, settle
+from uniclip._types import NonFinite, Number, Step, T
+from uniclip.curves import Curve, hard
+from uniclip.limits import Constant, Limit, NoState, PerGroup, Schedule
+from uniclip.limits.base import BuiltIn, MaxNorm
+from uniclip.limits.fixed import as_limit
+from uniclip.norms import L2, Norm
+from uniclip.report import Report
+from uniclip.scopes import Scope, all_leaves, everything
+
+POLICIES = get_args(NonFinite)
+"""Policies for gradients that hold NaN or ∞, or whose norm overflows; what each does is in `uniclip._core.step`.
+
+In the order of a step ``"zero"`` makes such entries 0 and measures again, ``"raise"`` refuses the step, and ``"skip"``
+makes all factors 0.
+"""
+
+
+@dataclass(frozen=True, repr=False)
+class Choices(Printed):
+    """What a `uniclip.Rule` is made of."""
+
+    if TYPE_CHECKING:
+        limit: Limit  # which a number that is given becomes
+    else:
+        limit: MaxNorm
+    scope: Scope = field(default_factory=lambda: all_leaves)  # compilers cannot take plain defaults of a class
+    norm: Norm = field(default_factory=lambda: L2)
+    curve: Curve = hard
+    nonfinite: NonFinite = "propagate"
+    # Found out when a rule is made:
+    memory: ClassVar[bool]
+    """Whether the rule has memory, a state that changes from step to step."""
+    simple: ClassVar[bool]
+    """Whether it is one Euclidean norm with a constant limit and nothing else."""
+    constant: ClassVar[Any]
+    """Its constant limit, ``None`` if it has another one."""
+    holds_arrays: ClassVar[bool]
+    """Whether limit or curve have arrays, beside a constant, as attributes or in a closure: then nothing is NumPy's."""
+    limits_checked: ClassVar[bool]
+    """Whether its limits need no check at a step: uniclip's own, of numbers that were checked when it was made."""
+    decides: ClassVar[bool]
+    """Whether it has to know that a step is finite."""
+    zeroes: ClassVar[bool]
+    """Whether factors of 0 make zeros of NaN and ∞, too."""
+    by_shape: ClassVar[bool]
+    """Whether its norms depend on more of a leaf than its kind and its place."""
+    tells_apart: ClassVar[list[bool]]
+    """Whether the label of its groups was seen to say different things of leaves: empty before."""
+    plans: ClassVar[dict[Any, Any]]
+    """What is the same from step to step, by the structure of the gradients."""
+    agreed: ClassVar[dict[Any, Any]]
+    """What the processes of a run have told each other."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            limit: MaxNorm,
+            scope: Scope = all_leaves,
+            norm: Norm = L2,
+            curve: Curve = hard,
+            nonfinite: NonFinite = "propagate",
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        """Convert a number or an array to a constant limit, and validate the choices."""
+        if not isinstance(self.limit, Limit):
+            settle(self, limit=as_limit(self.limit))
+        check(
+            "scope",
+            self.scope,
+            isinstance(self.scope, Scope),
+            "a uc.Scope, such as uc.scopes.each_leaf or uc.scopes.unit()",
+        )
+        check("norm", self.norm, isinstance(self.norm, Norm), "a uc.Norm, such as uc.norms.L2")
+        fits = callable(self.curve) and not isinstance(self.curve, type)
+        check(
+            "curve",
+            self.curve,
+            fits,
+            "a function of (xp, norm, limit), such as uc.curves.hard or uc.curves.Regularized(0.01)",
+        )
+        one_of("nonfinite", self.nonfinite, POLICIES)
+        self._find_out()
+
+    def _find_out(self) -> None:
+        limit, scope = self.limit, self.scope
+        constant = limit.value if type(limit) is Constant else None
+        limits = [inner for _, inner in limit.limits] if isinstance(limit, PerGroup) else [limit]
+        others = [inner for inner in limits if type(inner) is not Constant]
+        held = [value for inner in others for value in getattr(inner, "__dict__", {}).values()]
+        held += getattr(self.curve, "__dict__", {}).values()
+        held += [value for function in (self.curve, *held) for value in held_by(function)]
+        holds_arrays = any([hasattr(value, "shape") for value in held])
+        settle(
+            self,
+            memory=bool(limit.memory),
+            constant=constant,
+            simple=constant is not None
+            and (scope.label, scope.axes, self.norm, self.nonfinite) == (everything, None, L2, "propagate")
+            and self.curve is hard,
+            holds_arrays=holds_arrays,
+            limits_checked=not holds_arrays
+            and all([isinstance(inner, BuiltIn) and not isinstance(inner, Schedule) for inner in limits]),
+            decides=bool(limit.memory) or self.nonfinite in {"raise", "skip"},
+            zeroes=self.nonfinite in {"skip", "zero"},
+            by_shape=scope.axes is not None
+            or scope.label not in {None, everything}
+            or bool(self.norm.size_power)
+            or "sizes" in limit.needs,
+            plans={},
+            tells_apart=[],
+            agreed={},
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the choices, for a copy or a pickle."""
+        return {choice.name: getattr(self, choice.name) for choice in fields(self)} | {"origin": self.origin}
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        """Restore from a copy or a pickle."""
+        settle(self, **held)
+        self._find_out()
+
+    def _arguments(self, show: Callable[[object], str]) -> list[str]:
+        """Return the arguments as source text, a constant limit as its value."""
+        limit, *others = super()._arguments(show)
+        return [show(self.limit.value) if type(self.limit) is Constant else limit, *others]
+
+
+P = ParamSpec("P")
+
+
+class BaseRule(Printed):
+    """A rule, which takes a step with validated arguments."""
+
+    memory: ClassVar[Any]
+    """Whether the rule has memory, a state that changes from step to step."""
+
+    def init(self, grads: Any) -> Any:
+        """Return the state before the first step."""
+        raise NotImplementedError
+
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+        """Do as `update`."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        grads: T,
+        state: Any,
+        params: Any = None,
+        all_reduce: AllReduce | None = None,
+        *,
+        in_place: bool = False,
+        loss: Number | None = None,
+        shared: Shared | None = None,
+    ) -> tuple[T, Any, Report]:
+        """Clip ``grads`` and return the next state: the pure form, for ``jit``, ``scan`` and checkpoints.
+
+        Parameters
+        ----------
+        grads, params, all_reduce, shared
+            As in `uniclip.clip`.
+        state : tree of arrays
+            What `init` or the previous step returned.
+        in_place : bool, default False
+            Write into the given arrays, as `uniclip.clip_` does.
+        loss : float or 0-d array, optional
+            The loss of this step, for limits that use it, such as that of `uniclip.skip_spikes`. Where norms are
+            reduced over processes (by ``all_reduce``, or for distributed arrays), the mean of their losses is used.
+
+        Returns
+        -------
+        clipped : tree
+        state : tree of arrays
+            The next state; the same as ``state`` after a step that is not finite.
+        report : Report
+
+        Raises
+        ------
+        TypeError, ValueError, FloatingPointError
+            As `uniclip.clip` and, with ``in_place``, `uniclip.clip_`.
+        """
+        step = Step(params, all_reduce, loss, in_place=flag("in_place", in_place), shared=shared)
+        return self._run(grads, state, step)
+
+
+@dataclass(frozen=True, repr=False, init=False)
+class Rule(Choices, BaseRule):
+    """Multiply each gradient by ``curve(norm, limit)``, with one norm per scope.
+
+    Parameters
+    ----------
+    limit : float, 0-d array, or Limit
+        How large the norm may be; a number for the same limit at every step, ``math.inf`` to only measure.
+    scope : Scope, default all_leaves
+        Which entries share one norm.
+    norm : Norm, default L2
+        How their size is measured.
+    curve : callable, default hard
+        ``curve(xp, norm, limit)`` returns the factor. ``xp`` is the array API namespace of the gradients; the norm
+        may be NaN or ∞, the limit is finite.
+    nonfinite : {"propagate", "skip", "zero", "raise"}, default "propagate"
+        What happens to gradients with NaN or ∞. ``"propagate"``: every entry that shares their norm becomes
+        NaN. ``"skip"``: all gradients become 0, and ``report.skipped`` is true. ``"zero"``: the entries that are
+        not finite become 0, then the rest is clipped. ``"raise"``: a ``FloatingPointError``, which is a
+        ``RuntimeError`` too, names the leaves; traced code has no values, so there it is a ``TypeError``. With each of
+        them the state stays as it was.
+
+    Raises
+    ------
+    TypeError
+        If a choice has the wrong type.
+    ValueError
+        If a constant limit is negative or NaN, or ``nonfinite`` is not one of the four policies.
+
+    Examples
+    --------
+    >>> uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
+    uc.Rule(1.0, scope=uc.scopes.each_leaf, norm=uc.norms.RMS)
+    >>> uc.clip(np.asarray([7.0, 1.0]), uc.Rule(1.0, norm=uc.norms.RMS))[0]
+    array([1.4, 0.2])
+    """
+
+    def init(self, grads: Any) -> Any:
+        """Return the state before the first step.
+
+        Parameters
+        ----------
+        grads : array or tree of arrays
+            Gradients, or parameters of the same shapes; only shapes and dtypes are used.
+
+        Returns
+        -------
+        state : tree of arrays
+        """
+        if not self.memory:
+            return NoState()
+        given = open_tree(grads, "params")
+        with given.backend.quiet(given.first):
+            return first_state(self, given, plan_of(self, given, given.backend.mode(given.kinds)))
+
+    def _run(self, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+        """Take a step; see `BaseRule`."""
+        decision = decide(self, grads, state, step)
+        return decision.clip_leaves(), decision.state, decision.report()
+
+
+def preset(make: Callable[P, Rule]) -> Callable[P, Rule]:
+    """Return a function that makes rules which print as its calls."""
+
+    @wraps(make)
+    def call(*positional: P.args, **named: P.kwargs) -> Rule:
+        rule = make(*positional, **named)
+        settle(rule, origin=Origin(call, positional, named))
+        return rule
+
+    return call
+
+
+def take_step(rule: Any, grads: Any, state: Any, step: Step) -> tuple[Any, Any, Report]:
+    """Take a step by a rule of any class; ``grads`` may be `uniclip._core.tree.Flat`."""
+    if isinstance(rule, BaseRule) and type(rule).update is BaseRule.update:
+        return rule._run(grads, state, step)  # noqa: SLF001 - without the arguments of `update`
+    grads = grads.unflatten() if isinstance(grads, Flat) else grads
+    return rule.update(
+        grads, state, step.params, step.all_reduce, in_place=step.in_place, loss=step.loss, shared=step.shared
+    )
